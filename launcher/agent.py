@@ -24,7 +24,9 @@ from syncvar_launcher.children import child_of
 from syncvar_launcher.memory import OutOfMemory
 from syncvar_launcher.sessions import (
     busy_ticks,
+    expects,
     followers,
+    groups,
     kill_sessions,
     process_state,
     signal_sessions,
@@ -81,7 +83,16 @@ class Gone(NamedTuple):
     code: int = 70
 
 
-Event = Output | Spoke | Started | Ended | Gone
+class Spared(NamedTuple):
+    """Workers have not been sent a signal that they do not expect, and that would have ended them."""
+
+    number: int
+    ranks: list[int]
+
+
+Event = Output | Spoke | Started | Ended | Gone | Spared
+
+_HARMLESS = (signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)  # they end no process
 
 _Role = Literal["pidfd", "out", "err", "word"]
 _ROLES: tuple[_Role, ...] = ("pidfd", "out", "err", "word")
@@ -281,12 +292,26 @@ class Agent:
                             with contextlib.suppress(OSError):
                                 os.kill(child, signal.SIGTERM)
 
-    def send_groups(self, number: int) -> None:
-        """Send a signal to the process group of each rank: to itself, and to what it has started and left there."""
-        for worker in self.workers.values():
-            if worker.status is None and not is_server(worker.rank):
-                with contextlib.suppress(OSError):
-                    os.killpg(worker.process.pid, number)
+    def send_groups(self, number: int) -> list[int]:
+        """Send a signal to the process groups of the ranks: to each rank, and to what it has started and left there.
+
+        A process that the signal would end gets none, because nothing there expects it.
+
+        Returns:
+            The ranks in whose group no process expects the signal.
+        """
+        ranks = {
+            worker.process.pid: worker.rank for worker in self.workers.values()
+            if worker.status is None and not is_server(worker.rank)
+        }  # fmt: skip
+        reached = set()
+        for leader, pids in groups(ranks).items():
+            for pid in pids:
+                if number in _HARMLESS or expects(pid, number):
+                    reached.add(leader)
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, number)
+        return sorted(rank for pid, rank in ranks.items() if pid not in reached)
 
     def stop(self) -> set[int]:
         """Stop the sessions of all workers; return the processes that were running."""
@@ -295,9 +320,12 @@ class Agent:
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill the whole sessions of workers, grandchildren included."""
-        kill_sessions(
-            {worker.process.pid: worker.started for rank, worker in self.workers.items() if rank in ranks}
-        )
+        chosen = [worker for rank, worker in self.workers.items() if rank in ranks]
+        kill_sessions({worker.process.pid: worker.started for worker in chosen})
+        for worker in chosen:
+            if worker.status is None:  # a forked worker may have been stuck before it led a session
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.process.pid, signal.SIGKILL)
 
     def close(self) -> Iterator[Event]:
         """Kill what is left, read what was written, and let the guardian go."""

@@ -6,16 +6,16 @@ by messages. Output is taken on credit: a host sends no more than was used here,
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from syncvar.errors import WireError
 from syncvar.exits import CONFIGURATION, INTERNAL, LIMITS
+from syncvar.requested_files import EVIDENCE, LostFile, why_unwritten
 from syncvar.roles import SERVER_0
 from syncvar.stacks import Frame, Thread, where
-from syncvar_launcher.agent import Ended, Event, Gone, Output, Spoke, Started
+from syncvar_launcher.agent import Ended, Event, Gone, Output, Spared, Spoke, Started
 from syncvar_launcher.callfiles import call_parts, keep_result
 from syncvar_launcher.environment import carried
 from syncvar_launcher.messages import FIRST_CREDIT
@@ -231,10 +231,11 @@ class Agents:
         for site, own in self._by_site(ranks):
             site.remote.send("signal", ranks=own, number=number)
 
-    def send_groups(self, number: int) -> None:
-        """Send a signal to the sessions of all workers that run."""
+    def send_groups(self, number: int) -> list[int]:
+        """Send a signal to the process groups of all ranks; the hosts name those later that do not expect it, as `Spared`."""
         for site in self._fleet.sites:
             site.remote.send("signal_groups", number=number)
+        return []
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Kill the whole sessions of workers, grandchildren included."""
@@ -425,6 +426,8 @@ class Agents:
             self._keep(message["name"], message["data"], site)
         elif kind == "fed":
             self._input.fed(message["count"])
+        elif kind == "spared":
+            yield Spared(message["number"], [each for each in message["ranks"] if isinstance(each, int) and self.workers.get(each) is site])
         elif kind == "said":
             self._said.append(escape(f"{site.name}: {message['sentence']}"))
         elif kind == "refused":
@@ -443,8 +446,11 @@ class Agents:
             return
         folder = self._job.records.folder if is_record(name) else self._folder if re.fullmatch(r"stats-\d+\.\d+\.json", name) else None
         if folder is not None:
-            with contextlib.suppress(OSError):
+            try:
                 write_record(str(folder), name, data.decode("utf-8", "backslashreplace"))
+            except OSError as error:
+                lost = LostFile(str(folder / name), EVIDENCE if is_record(name) else "--stats", why_unwritten(error))
+                self._job.lost_files.add([lost], site.name)
 
     def _lose(self, site: Site) -> Iterator[Event]:
         """Give up the ranks of a host that is gone."""

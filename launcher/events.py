@@ -30,6 +30,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import ConfigError
+from syncvar.private_files import REQUESTED
 from syncvar.requested_files import LostFile, why_unwritten
 from syncvar_launcher.outlet import Outlet
 
@@ -69,7 +70,7 @@ class EventLog:
             try:
                 # A pipe that nobody reads yet can be opened for both only; and then its reader may come and go.
                 is_pipe = path.exists() and stat.S_ISFIFO(path.stat().st_mode)
-                self._file = os.open(path, flags | (os.O_RDWR if is_pipe else os.O_WRONLY), 0o600)
+                self._file = os.open(path, flags | (os.O_RDWR if is_pipe else os.O_WRONLY), REQUESTED)
                 self._outlet = Outlet(self._file)
             except OSError as error:
                 if self._file >= 0:

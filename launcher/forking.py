@@ -11,15 +11,17 @@ import contextlib
 import os
 import socket
 import subprocess
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from syncvar.begin import command_of
 from syncvar_launcher.beginning import SHOW_IMPORTS
 from syncvar_launcher.children import adopt_orphans, child_of
 from syncvar_launcher.secret import WITHHELD
+from syncvar_launcher.sessions import process_state
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["ForkServer", "Forked", "Refusal", "ServerEnded", "started_ahead"]
@@ -29,6 +31,7 @@ _ANSWER_MAX = 4096
 _LENGTH_BYTES = 8
 _PART = 1 << 16  # command lines may be longer than what a socket takes at once
 _SERVER = "the process that workers are forked from"
+_LOOK_S = 0.1  # between two looks at what may end a wait for an answer
 
 _NOT_AHEAD = ("-h", "--help", "--version", "--dry-run", "spawn", "--start-method=spawn", "--no-python", "--join", "--listen", "-H", "--host", "--env-clear", "--cwd")
 """Beginnings of words with which nothing is forked here, or not from a process that has this one's variables and folder."""
@@ -38,15 +41,16 @@ _AT_START = ("PYTHON", "LD_", "LC_", "LANG", "LOCPATH", "MALLOC_", "GLIBC_", "TZ
 
 
 class ServerEnded(Exception):
-    """The server has ended before all workers were forked.
+    """The server has ended, or does not answer, before all workers were forked.
 
     Args:
         status: Its exit code, or minus the signal that ended it.
+        sentence: What happened; by default that it has ended.
     """
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, sentence: str = "") -> None:
         self.status = status
-        self.sentence = f"{_SERVER} {_ended(status)} before all were forked"
+        self.sentence = sentence or f"{_SERVER} {_ended(status)} before all were forked"
         super().__init__(self.sentence)
 
 
@@ -100,6 +104,10 @@ class ForkServer:
         cwd: Where it starts, and with it the workers.
         pass_fds: Descriptors that all workers inherit.
 
+    Attributes:
+        limit_s: Longest wait for one answer, in seconds.
+        waits: Called again and again while an answer is awaited; it may raise.
+
     Raises:
         OSError: It cannot be started.
     """
@@ -108,6 +116,8 @@ class ForkServer:
         self._environ = environ
         self._cwd = str(cwd)
         self._has_forked = False
+        self.limit_s = float("inf")
+        self.waits: Callable[[], None] = lambda: None
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = subprocess.Popen(
@@ -124,6 +134,7 @@ class ForkServer:
             raise
         finally:
             theirs.close()
+        self._end.settimeout(_LOOK_S)
 
     def suits(self, environ: Mapping[str, str], cwd: Path) -> bool:
         """Return whether it can become what would be started with these: `order` brings variables, but not those that were read already."""
@@ -142,7 +153,7 @@ class ForkServer:
         told = len(order).to_bytes(_LENGTH_BYTES, "little") + order
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, as `refusal` will find
             for start in range(0, len(told), _PART):
-                self._end.send(told[start : start + _PART])
+                self._answered(self._end.send, told[start : start + _PART])
 
     def _beyond(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that it has not, or has with another value."""
@@ -162,7 +173,7 @@ class ForkServer:
         """Return, after its descriptor could be read, why workers are better not forked; None where nothing speaks against it."""
         data = b""
         with contextlib.suppress(ConnectionResetError):  # it has not even read its order
-            data = self._end.recv(_ANSWER_MAX)
+            data = self._answered(self._end.recv, _ANSWER_MAX)
         if not data:
             status = self._process.wait()
             return Refusal(f"{_SERVER} {_ended(status)} before it was ready", is_certain=True, status=status)
@@ -183,7 +194,7 @@ class ForkServer:
 
         Raises:
             OSError: The system refuses.
-            ServerEnded: There is nothing to fork from any more.
+            ServerEnded: There is nothing to fork from any more, or it does not answer.
         """
         self._has_forked = True
         adopt_orphans(is_on=True)
@@ -196,8 +207,8 @@ class ForkServer:
         }
         data = b""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self._end, [_packed(request)], list(descriptors.values()))
-            data = self._end.recv(_ANSWER_MAX)
+            self._answered(socket.send_fds, self._end, [_packed(request)], list(descriptors.values()))
+            data = self._answered(self._end.recv, _ANSWER_MAX)
         if not data:
             raise ServerEnded(self._process.wait())
         answer = _unpacked(data)
@@ -205,17 +216,48 @@ class ForkServer:
             raise OSError(answer["errno"], os.strerror(answer["errno"]))
         return Forked(answer["pid"])
 
+    def describe(self) -> str:
+        """Return the server and the state of its process in words."""
+        return f"{_SERVER} (process {self._process.pid}, state {process_state(self._process.pid) or 'gone'})"
+
+    def release(self) -> None:
+        """Let the forked workers begin, once `close` has been called. Without this, `close` ends them.
+
+        Raises:
+            ServerEnded: The server has ended, or does not answer.
+        """
+        if not self._has_forked:
+            return
+        data = b""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._answered(self._end.send, _packed({}))
+            data = self._answered(self._end.recv, _ANSWER_MAX)
+        if not data:
+            raise ServerEnded(self._process.wait())
+
     def close(self) -> None:
-        """End the server: its workers, each of which leads its session, become our children, and begin. Idempotent."""
-        if self._has_forked:
-            self._has_forked = False
-            with contextlib.suppress(OSError):
-                self._end.send(_packed({}))
-                self._end.recv(_ANSWER_MAX)
+        """End the server: its workers, each of which leads its session, become our children. Idempotent."""
         self._process.kill()
         self._process.wait()
         self._end.close()
         adopt_orphans(is_on=False)
+
+    def _answered(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a call on the socket returns, as soon as the server takes part.
+
+        Raises:
+            ServerEnded: It has not within the limit; it is killed then.
+        """
+        began = time.monotonic()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return call(*arguments)
+            self.waits()
+            waited_s = time.monotonic() - began
+            if waited_s >= self.limit_s:
+                sentence = f"{self.describe()} has not answered for {waited_s:.0f} s"
+                self._process.kill()
+                raise ServerEnded(self._process.wait(), sentence)
 
 
 def started_ahead(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkServer | None:

@@ -28,7 +28,8 @@ from syncvar.transports.addresses import tcp_endpoint
 from syncvar.wire import pack_object
 from syncvar.wire.health import Health
 from syncvar.wire.keys import KEY_BYTES
-from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spoke, Started
+from syncvar.word import BEGUN
+from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spared, Spoke, Started
 from syncvar_launcher.agents import Agents
 from syncvar_launcher.beginning import Beginning
 from syncvar_launcher.forking import Refusal, ServerEnded
@@ -40,14 +41,18 @@ from syncvar_launcher.report import (
     Failure,
     Other,
     Raised,
+    ending_sentence,
     failure_block,
     failure_sentence,
     interrupted_block,
     mask_arguments,
+    spared_block,
 )
 from syncvar_launcher.secret import KEY_FD, KEY_FILE, secret_descriptor, write_secret
 from syncvar_launcher.sharing import Sharing, sharing_of
 from syncvar_launcher.stacks import Stacks
+from syncvar_launcher.start_clock import clock
+from syncvar_launcher.start_progress import StartProgress
 from syncvar_launcher.supervise import (
     Action,
     Announce,
@@ -76,7 +81,12 @@ _BUSY_SHARE = 0.2  # of a core
 _IN_ORDER = (0, exits.PREEMPTED)  # the statuses of ranks that have left
 _WORD_S = 5.0  # for what a rank has said to arrive behind the news that it has ended
 _PAUSE_S = 0.01
+_ABSENT_SHOWN = 4  # of the ranks that have not joined, each with what it does
 _STACKS_S = 0.25  # for ranks to say where they stand, before they are told to end; those that run Python take microseconds
+
+
+class _Interrupted(Exception):  # noqa: N818  (nothing has gone wrong)
+    """A signal asks for the end, while the launcher starts ranks."""
 
 
 class Generation:
@@ -138,8 +148,11 @@ class Generation:
         self.inquiries = Inquiries(directory.path, self._about, self.stacks, self._known, self._processes)
         self.store.seen = self._activity
         self.store.place = self.stacks.place_now
+        self.store.absent = self._absent
+        # A program that is not started by our own bootstrap does not say that it has begun.
+        telling = self.job.servers if chosen.kind == "command" else self._processes
+        self.progress = StartProgress(telling, job.config.roll_call_s, job.config.rendezvous_timeout_s, self.began)
         self.busy: dict[int, tuple[float, float]] = {}
-        self.passed: set[int] = set()
         self.ends: dict[int, tuple[Ended, float]] = {}  # not judged yet, each with the time until which more may come
         self.looked = 0.0
         self._secret = b""  # of the hosts as which this machine poses
@@ -181,8 +194,10 @@ class Generation:
         try:
             if self.server is None:
                 self._start()
+            clock.stop()
             self._loop()
         finally:
+            clock.stop()
             limit = self.supervisor.now + self.supervisor.timeout_s
             self.stacks.read_noted()
             for event in self.agent.close():
@@ -227,6 +242,7 @@ class Generation:
         if len(self.job.hosts.sizes) > 1:
             self._secret = os.urandom(KEY_BYTES)
         for number in (*self.job.servers, *range(chosen.workers)):
+            clock.enter(f"starts {process_name(number)}")
             self._start_one(number, torch)
 
     def _start_one(self, number: int, torch: Mapping[str, str], incarnation: int = 0) -> None:
@@ -267,7 +283,25 @@ class Generation:
         """Start the workers, now that their server is ready, or give up where it has ended instead."""
         assert self.server is not None
         server, self.server = self.server, None
-        with server:
+        server.limit_s, server.waits = self.config.rendezvous_timeout_s, self._raise_if_signalled
+        try:
+            with server:
+                refusal = self._fork_from(server)
+        except _Interrupted:
+            self.server = server  # its end is that of all ranks
+            number = self.watch.pending.popleft()
+            self.events.add("signal", signal=number, name=exits.signal_name(number))
+            self._do(self.supervisor.signalled(number, self.watch.now()))
+            return
+        if refusal is not None:
+            self.supervisor.never_began(
+                f"{refusal.why}; --start-method spawn does without it",
+                exits.exit_code_of(refusal.status or exits.INTERNAL),
+            )
+
+    def _fork_from(self, server: ForkServer) -> Refusal | None:
+        """Start the workers from their server; return why that was not possible."""
+        try:
             refusal = server.refusal()
             if refusal is not None and self.job.beginning.may_change:
                 server.close()
@@ -275,16 +309,19 @@ class Generation:
                 self.events.add("notice", text=f"workers are {self.job.beginning}")
                 refusal = None
             if refusal is None or not refusal.is_certain:
-                try:
-                    self._start()
-                except ServerEnded as ended:
-                    refusal = Refusal(ended.sentence, is_certain=True, status=ended.status)
-                else:
-                    return
-        self.supervisor.never_began(
-            f"{refusal.why}; --start-method spawn does without it",
-            exits.exit_code_of(refusal.status or exits.INTERNAL),
-        )
+                refusal = None
+                self._start()
+                clock.enter(f"lets the ranks begin that {server.describe()} has forked")
+                server.release()
+        except ServerEnded as ended:
+            refusal = Refusal(ended.sentence, is_certain=True, status=ended.status)
+        finally:
+            clock.stop()
+        return refusal
+
+    def _raise_if_signalled(self) -> None:
+        if self.watch.pending:
+            raise _Interrupted
 
     def _never_begin(self, status: int) -> None:
         """Let all end before they begin."""
@@ -303,7 +340,7 @@ class Generation:
                 due = min(due, idle)
             if self.supervisor.is_ending:
                 self.outlets.patience_s = min(self.outlets.patience_s, patience_s(self.config))
-            due = min(due, self.outlets.give_up_late(now), self.inquiries.due(now), now + _PAUSE_S if self.ends else due)
+            due = min(due, self.progress.due(), self.outlets.give_up_late(now), self.inquiries.due(now), now + _PAUSE_S if self.ends else due)
             # Who is told to end acts on what it knows of the ranks: one that had ended before is seen by a poll that begins after.
             is_told = bool(self.watch.pending)
             if is_told:
@@ -340,6 +377,7 @@ class Generation:
             while self.watch.pending and (is_told or self.supervisor.is_over):
                 self._interrupt(self.watch.pending.popleft(), now)
             self._look(now)
+            self._look_at_start(now)
             self._do(self.supervisor.tick(now))
             for sentence in (*self.store.take_said(), *self.sharing.take_said()):
                 self.has_said = True
@@ -365,7 +403,9 @@ class Generation:
             else:
                 self.forwarder.close(event.rank, event.stream)
         elif isinstance(event, Spoke):
-            if event.record.get("event") == "goodbye":
+            if event.record.get("event") == BEGUN:
+                self.progress.reached(event.rank, now)
+            elif event.record.get("event") == "goodbye":
                 self.supervisor.goodbye(event.rank)
             elif event.record.get("event") == "failed":
                 self.events.add(**_event("failed", event.rank), error=event.record["error"], message=event.record["message"])
@@ -377,12 +417,17 @@ class Generation:
                 self.supervisor.takes_notice(event.rank, is_on=bool(event.record.get("on")))
             elif event.record.get("event") == LOST_FILE_EVENT:
                 self.job.lost_files.add_record(event.rank, event.record)
+        elif isinstance(event, Spared):
+            self._spare(event)
         elif isinstance(event, Started):
+            self.progress.advance(now)
             self.events.add(**_event("start", event.rank), host=self.job.host_name(event.rank), pid=event.pid, restarts=self.restarts)
         elif isinstance(event, Gone):
+            self.progress.reached(event.rank, now)
             self.events.add(**_event("end", event.rank), pid=self.stacks.pid(event.rank), exit_code=None, signal=None)
             self._do(self.supervisor.gone(event.rank, event.reason, now, event.code))
         elif isinstance(event, Ended):
+            self.progress.reached(event.rank, now)
             code, number = (event.status, None) if event.status >= 0 else (None, -event.status)
             self.events.add(**_event("end", event.rank), pid=self.stacks.pid(event.rank), exit_code=code, signal=number)
             self.ends[event.rank] = event, now + _WORD_S
@@ -400,10 +445,7 @@ class Generation:
             if event.status in _IN_ORDER and self._is_member(rank) and is_open:
                 continue
             del self.ends[rank]
-            beyond = event.beyond
-            if not beyond and -event.status in self.passed:
-                beyond = "passed on to all ranks, and the script has no handler for it"
-            self._do(self.supervisor.exited(rank, event.status, now, joined=self._is_member(rank), beyond=beyond))
+            self._do(self.supervisor.exited(rank, event.status, now, joined=self._is_member(rank), beyond=event.beyond))
             has_failed = rank in self.supervisor.causes and rank not in self.supervisor.stopped
             if not (is_server(rank) or has_failed or self.supervisor.will_restart(rank)):
                 self.store.finished(rank, now)
@@ -456,6 +498,8 @@ class Generation:
         name, host = process_name(action.rank), self.job.host_name(action.rank)
         self.forwarder.say(f"syncvar: {name} on {host} is started again alone ({count}): {action.reason}\n")
         self.store.servers.begins_again(action.rank, count)
+        if self.options.kind != "command":
+            self.progress.expect(action.rank, self.watch.now())
         if isinstance(self.agent, Agents):
             self.agent.start_again(action.rank, count)
         else:
@@ -480,7 +524,14 @@ class Generation:
             return
         if self.supervisor.interrupted or self.supervisor.is_over:
             self.outlets.patience_s = 0.0  # at once means at once; and where no rank runs, only a reader is left to wait for
-        self._do(self.supervisor.signalled(number, now))
+            self._do(self.supervisor.signalled(number, now))
+            return
+        actions = self.supervisor.signalled(number, now)
+        grace_s = self.supervisor.grace_s(now)
+        if grace_s is not None:  # before the ranks are told, which may take a while
+            self.forwarder.say(f"syncvar: {ending_sentence(number, grace_s)}\n")
+            self.forwarder.flush()
+        self._do(actions)
 
     def _pass_on(self) -> None:
         """Pass on signals to the ranks and to what they have started, as mpirun does; where there are no ranks yet, drop them."""
@@ -488,11 +539,17 @@ class Generation:
             drop_passing(self.forwarder, self.watch, "before the ranks began")
         while self.watch.passing:
             number = self.watch.passing.popleft()
-            self.passed.add(number)
-            self.agent.send_groups(number)
             self.events.add("signal_forwarded", signal=number, name=exits.signal_name(number))
-            if self.options.verbose:
+            spared = self.agent.send_groups(number)
+            if spared:
+                self._spare(Spared(number, spared))
+            elif self.options.verbose:
                 self.forwarder.say(f"syncvar: {exits.signal_name(number) or number} passed on to all ranks\n")
+
+    def _spare(self, event: Spared) -> None:
+        """Say that ranks got no signal, since it would have ended them, and what they do."""
+        places = [Other(rank, self._known(rank)) for rank in event.ranks]
+        self.forwarder.say(spared_block(event.number, places, os.getpid()))
 
     def _stop(self) -> None:
         """Stop all ranks and this process, as Ctrl-Z asks, until somebody continues it, and then them.
@@ -532,6 +589,48 @@ class Generation:
                 self._do(self.supervisor.silent(rank, opinion.reason, now))
             else:
                 self.forwarder.say(f"syncvar: {process_name(rank)} on {self.job.host_name(rank)}: {opinion.reason}\n")
+
+    def _look_at_start(self, now: float) -> None:
+        """Say that the start stands still, once that is due; give it up at its deadline."""
+        overdue = None if self.supervisor.is_ending else self.progress.look(now)
+        if overdue is None:
+            return
+        states = [f"{process_name(one)}: {self._process_words(one)}" for one in overdue.missing]
+        if self.server is not None:
+            states = [f"{self.server.describe()} has not imported NumPy and syncvar"]
+        sentence = overdue.sentence(states, set(self.store.coordinator.roll.members))
+        if not overdue.has_failed:
+            self.has_said = True
+            self.events.add("stall", text=sentence)
+            self.forwarder.say(f"syncvar: {sentence}\n")
+            return
+        self.progress.missing.clear()
+        if self.server is None:
+            self._do(self.supervisor.did_not_meet(sentence, now))
+            return
+        server, self.server = self.server, None
+        server.close()
+        self.supervisor.never_began(sentence, exits.RENDEZVOUS)
+
+    def _process_words(self, number: int) -> str:
+        """Return what the system tells of a rank's or server's process."""
+        pid = self.stacks.pid(number)
+        if number not in self.agent.workers or pid < 0:
+            return "its process has not been started"
+        letter = self.agent.state(number)
+        stopped = " is stopped" if letter == "T" else ""
+        return f"process {pid}{stopped} (state {letter})" if letter else f"process {pid} has ended"
+
+    def _absent(self, ranks: Sequence[int]) -> str:
+        """Return what each of the ranks does that others wait for; of many, only of the first."""
+        return "; ".join(f"rank {rank}: {self._absence(rank)}" for rank in ranks[:_ABSENT_SHOWN])
+
+    def _absence(self, rank: int) -> str:
+        words = self._process_words(rank)
+        if rank in self.progress.missing:
+            return f"{words}, has not reached its script" if words.startswith("process") else words
+        place = self.stacks.place_now(rank) if rank in self.agent.workers else ""
+        return f"{words}, {place}" if place else words
 
     def _activity(self, rank: int) -> str:
         """Return what a rank's process has done since it was asked whether it is there, in words."""
@@ -593,13 +692,21 @@ class Generation:
         arguments = self.job.arguments if is_last and not outcome_file else []  # `sv.run` has no command line to try again
         text = failure_block(
             self._failure(cause), others, arguments=arguments, log_dir=log_dir, records=records,
-            raised=self._raised(exits.OF_OTHERS), is_whole=self.options.verbose,
+            raised=self._raised(exits.OF_OTHERS), remedies=self._remedies(cause), is_whole=self.options.verbose,
         )  # fmt: skip
         if outcome_file and is_last:
             told_file = {"rank": cause.rank, "host": self.job.host_name(max(cause.rank, 0)), "exit_code": outcome.exit_code, "text": text}
             Path(outcome_file).write_bytes(pack_object(told_file))
         else:
             self.forwarder.say(text)
+
+    def _remedies(self, cause: Cause) -> list[list[str]]:
+        """Return options with which the job would have gone on without a server that failed."""
+        chosen = self.options
+        if not is_server(cause.rank):
+            return []
+        copies = [["--server-replicas", "1"]] if chosen.servers > 1 and not chosen.server_replicas else []
+        return copies + ([] if chosen.max_restarts else [["--max-restarts", "3"]])
 
     def _failure(self, cause: Cause) -> Failure:
         return Failure(

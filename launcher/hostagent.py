@@ -205,7 +205,9 @@ class HostAgent:
 
     def _signal_groups(self, message: Message) -> None:
         if self._start is not None:
-            self._start.agent.send_groups(message["number"])
+            spared = self._start.agent.send_groups(message["number"])
+            if spared:
+                self._send("spared", number=message["number"], ranks=spared)
 
     def _note(self, message: Message) -> None:
         if self._start is not None:

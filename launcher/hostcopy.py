@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from syncvar.errors import SyncvarError, WireError
 from syncvar.joining.directory import JobDirectory
-from syncvar.private_files import create_private
+from syncvar.private_files import PRIVATE, create_file
 from syncvar_launcher.agent import Agent
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class HostCopy:
             place.mkdir(mode=0o700)
             self._modes.append((place, message["mode"] | 0o700))
         elif what == "file":
-            self._file = create_private(place)
+            self._file = create_file(place, PRIVATE)
             self._modes.append((place, message["mode"] | 0o400))
         elif what == "link":
             self._inside(PurePosixPath(os.path.normpath(path.parent / message["leads_to"])))

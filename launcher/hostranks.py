@@ -76,6 +76,8 @@ class HostRanks:
             if self._beginning.is_forked:
                 self._server = ForkServer(self._command(), base, order.cwd, self._call)
                 self._stack.callback(self._server.close)
+                limit_s = order.ranks[0].environ.get(f"{PREFIX}RENDEZVOUS_TIMEOUT_S")
+                self._server.limit_s = float(limit_s or self._server.limit_s)
                 self._server.order(worker_arguments(order.kind_of_target, order.target, order.args), base)
             self.agent = Agent(directory.path, directory.lock, self._server)
             self._stack.callback(self.finish)
@@ -309,6 +311,7 @@ class HostRanks:
             if refusal is None or not refusal.is_certain:
                 try:
                     self._start_all()
+                    server.release()
                 except ServerEnded as ended:
                     refusal = Refusal(ended.sentence, is_certain=True)
                 else:

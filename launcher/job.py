@@ -22,6 +22,7 @@ from syncvar_launcher.flight import FlightRecords
 from syncvar_launcher.forking import ForkServer
 from syncvar_launcher.limits import cannot_start
 from syncvar_launcher.lost_files import LostFiles
+from syncvar_launcher.start_clock import clock
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -250,9 +251,11 @@ class Job:
             ahead: A fork server that was started before the options had been read, and may serve.
         """
         with contextlib.ExitStack() as stack:
+            clock.enter("starts the process that workers are forked from")
             server = self.fork_server(ahead)
             if server is not None:
                 stack.enter_context(server)
+            clock.enter("imports what starts ranks")
             from syncvar_launcher import running  # meanwhile the fork server imports NumPy
 
             return running.run(self, server)

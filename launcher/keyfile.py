@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from syncvar.errors import ConfigError
 from syncvar.joining.secret import secret_of_file
-from syncvar.private_files import create_private
+from syncvar.private_files import PRIVATE, create_file
 from syncvar.wire.keys import KEY_BYTES, derive
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def make_key_file(path: Path) -> bool:
         ConfigError: It cannot be made there.
     """
     try:
-        descriptor = create_private(path)
+        descriptor = create_file(path, PRIVATE)
     except FileExistsError:
         return False
     except OSError as error:

@@ -10,6 +10,8 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
+from syncvar_launcher.installing import how_to_install
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,6 +32,7 @@ _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 _LINES_SHOWN = 3
 
+_INSTALL = "install"  # `how_to_install` has the words
 _MEANINGS = (
     (r"could not resolve|name or service not known|temporary failure in name", "its name is unknown",
      "check the spelling, or name it in /etc/hosts or ~/.ssh/config"),
@@ -42,7 +45,7 @@ _MEANINGS = (
     (r"timed out|no route to host|network is unreachable|host is down", "it cannot be reached",
      "check the network and `ssh {host} true`"),
     (r"no module named '?syncvar", "syncvar is not installed for {python} there",
-     "{python} -m pip install syncvar, on {host}"),
+     _INSTALL),
     (r"no such file or directory|not found", "there is no {python} there",
      "give python=PATH in the host file, or --remote-python"),
 )  # fmt: skip
@@ -111,7 +114,10 @@ def why_failed(host: Host, status: int | None, words: str, python: str, program:
     for pattern, what, remedy in _MEANINGS:
         is_of_remote = "python" in what
         if (is_of_remote if not is_ssh else (status == _SSH_FAILED) is not is_of_remote) and re.search(pattern, words, re.IGNORECASE):
-            return f"{what}; {remedy}".replace("{host}", host.login()).replace("{python}", host.python or python)
+            there = host.python or python
+            if remedy is _INSTALL:
+                return f"{what}; {how_to_install(there, host.login())}".replace("{python}", there)
+            return f"{what}; {remedy}".replace("{host}", host.login()).replace("{python}", there)
     if status in _NOT_FOUND:
         return f"there is no {host.python or python} there; give python=PATH in the host file, or --remote-python"
     last = [line.strip() for line in words.splitlines() if line.strip()][-_LINES_SHOWN:]

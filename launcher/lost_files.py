@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from syncvar.evidence import check_record_folder
-from syncvar.requested_files import EVIDENCE, LostFile, check_file, check_folder
+from syncvar.requested_files import AUTO_LOG, EVIDENCE, LostFile, check_file, check_folder
 from syncvar.roles import process_name
 from syncvar_launcher.output import escape
 
@@ -85,6 +84,6 @@ def check_requested_files(chosen: LaunchOptions, *, is_local: bool) -> None:
     if chosen.stats and not isinstance(chosen.stats, bool | str):
         check_file(str(chosen.stats), "--stats")
     if is_local and chosen.runtime.trace:
-        check_record_folder(chosen.runtime.trace, "SYNCVAR_TRACE")
+        check_folder(chosen.runtime.trace, "SYNCVAR_TRACE")
     if is_local and chosen.runtime.auto_log:
-        check_file(chosen.runtime.auto_log, "SYNCVAR_AUTO_LOG")
+        check_file(chosen.runtime.auto_log, AUTO_LOG)

@@ -78,6 +78,7 @@ _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "record": {"name": str, "data": bytes},
     "fed": {"count": int},
     "said": {"sentence": str},
+    "spared": {"number": int, "ranks": list},
     "closed": {},
 }
 

@@ -269,7 +269,7 @@ _OPTIONS = (
     _Option("verbose", ("-v", "--verbose"), _OUTPUT, "say more about what the launcher does", "switch", default=False),
     _Option("timeout", ("--timeout",), _LIMITS, "end the whole job after S seconds", "limit", "S", math.inf),
     _Option(
-        "forward_signals", ("--forward-signals",), _LIMITS, "to ranks too; unhandled USR1 kills", "signals", "LIST", signals.DEFAULT,
+        "forward_signals", ("--forward-signals",), _LIMITS, "to ranks that handle them", "signals", "LIST", signals.DEFAULT,
     ),
     _Option("max_restarts", ("--max-restarts",), _LIMITS, "start all again when one fails", "many", "K", 0),
     _Option(
@@ -660,6 +660,11 @@ def _without_dashes(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_script(parser: _Parser, script: str, folder: Path) -> None:
+    if _is_interpreter(folder / script):
+        parser.error(
+            f"{script} is no script: leave out {script}, because the launcher starts Python by "
+            f"itself: syncvar-launch --workers 2 train.py"
+        )
     if (folder / script).exists():
         return
     try:
@@ -668,6 +673,17 @@ def _check_script(parser: _Parser, script: str, folder: Path) -> None:
         here = []
     hint = nearest(Path(script).name, here)
     parser.error(f"there is no script {script} in {folder}{hint}; a module is started with -m, a command with --no-python")
+
+
+def _is_interpreter(path: Path) -> bool:
+    """Return whether a path names Python itself: a program of that name, or no file at all."""
+    if path.name.rstrip("0123456789.") not in ("python", "pypy"):
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except OSError:
+        return not path.exists()
 
 
 # Reading values.

@@ -16,12 +16,13 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from syncvar.private_files import REQUESTED
 from syncvar.requested_files import LostFile, check_folder, why_unwritten
-from syncvar.roles import is_server, process_name, short_name
+from syncvar.roles import SERVER_0, is_server, process_name, short_name
 from syncvar.topology import ranks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
     from pathlib import Path
 
 __all__ = ["IDLE_S", "LINE_NBYTES", "MODES", "PROGRESS_S", "TAIL_LINES", "OutputForwarder", "Sink", "Stream", "escape", "shown_ranks"]
@@ -49,6 +50,7 @@ _UNSAFE = r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u2
 _FOR_FILE = re.compile(_UNSAFE)
 _FOR_TERMINAL = re.compile(f"{_SEQUENCE}|{_UNSAFE}")
 _SEQUENCES = re.compile(_SEQUENCE)
+_LOG = re.compile(r"(rank|server)-(0|[1-9][0-9]{0,8})\.(?:out|err)")
 
 
 class Writable(Protocol):
@@ -204,6 +206,8 @@ class OutputForwarder:
         self._now = 0.0
         self._lost_output: list[LostFile] = []
         self._logs = _Logs(log_dir, self._warn) if log_dir is not None else None
+        if self._logs is not None:
+            self._logs.remove_others(ranks)
         for rank in ranks:
             self._source(rank, "out")
             self._source(rank, "err")
@@ -534,12 +538,29 @@ class _Logs:
         self._files: dict[tuple[int, Stream], int] = {}
         self._lost: dict[tuple[int, Stream], LostFile] = {}
 
+    def remove_others(self, ranks: Container[int]) -> None:
+        """Remove the files of an earlier job for ranks and servers that this one has not.
+
+        Args:
+            ranks: The numbers of this job's ranks and servers.
+        """
+        for path in self._folder.iterdir():
+            match = _LOG.fullmatch(path.name)
+            if match is None or path.is_symlink() or not path.is_file():  # we made regular files only
+                continue
+            if int(match[2]) + (0 if match[1] == "rank" else SERVER_0) in ranks:
+                continue
+            try:
+                path.unlink()
+            except OSError as error:
+                self._warn(f"cannot remove {path} of an earlier job: {why_unwritten(error)}; it is none of this job's")
+
     def open(self, rank: int, stream: Stream, mark: bytes = b"") -> None:
         """Open a file: a fresh one, or with a mark that is written after what is there."""
         flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mark else os.O_TRUNC) | os.O_NOFOLLOW | os.O_CLOEXEC
         flags |= os.O_NONBLOCK  # nothing to a file; a pipe that stands there under this name must not block us
         try:
-            self._files[rank, stream] = os.open(self._path(rank, stream), flags, 0o666)
+            self._files[rank, stream] = os.open(self._path(rank, stream), flags, REQUESTED)
         except OSError as error:
             self._failed(rank, stream, error)
             return

@@ -10,7 +10,7 @@ import re
 import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.exits import describe_exit, exit_code_of
+from syncvar.exits import describe_exit, exit_code_of, signal_name
 from syncvar.roles import is_server, process_name
 from syncvar.topology import process_list
 from syncvar_launcher.output import escape
@@ -23,14 +23,17 @@ __all__ = [
     "Other",
     "Raised",
     "describe_exit",
+    "ending_sentence",
     "exit_code_of",
     "failure_block",
     "failure_sentence",
     "interrupted_block",
     "mask_arguments",
     "mask_environment",
+    "spared_block",
 ]
 
+_CTRL_C = 2
 _EVIDENCE_LINES = 40
 _HEAD_LINES = 6
 _OTHER_LINES = 8
@@ -40,6 +43,7 @@ _FURTHER = 2  # errors that are not the first one's, each with a traceback
 _FURTHER_LINES = 12
 _MESSAGES = 3
 _COMMANDS = 2
+_OF_TORCH = ("MASTER_ADDR", "MASTER_PORT")  # what torch.distributed misses without --torch-env
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|COOKIE", re.IGNORECASE)
 
 
@@ -104,6 +108,7 @@ def failure_block(
     records: str = "",
     hints: Sequence[str] = (),
     raised: Sequence[Raised] = (),
+    remedies: Sequence[Sequence[str]] = (),
     is_whole: bool = False,
 ) -> str:
     """Write the block that ends a failed job.
@@ -116,6 +121,7 @@ def failure_block(
         records: Where the flight records of the ranks are and how they are read, or an empty text where there are none.
         hints: Lines of advice that go before our own.
         raised: The exceptions of all ranks. Those of one traceback are shown together, and these ranks are no others.
+        remedies: Options with which the job would go on after such a failure.
         is_whole: No lines of a traceback are left out.
 
     Returns:
@@ -141,7 +147,7 @@ def failure_block(
     others = [other for other in others if other.rank not in shown]
     if others:
         lines += ["others:", *_others(others)]
-    advice = list(hints) + _commands(failure.rank, arguments, log_dir)
+    advice = list(hints) + _commands(failure, arguments, log_dir, remedies)
     if advice:
         lines += ["try:", *(f"  {escape(line)}" for line in advice[: max(_COMMANDS, len(hints))])]
     if log_dir:
@@ -183,6 +189,50 @@ def interrupted_block(name: str, places: Sequence[Other], raised: Sequence[Raise
         lines += ["where they were:", *_others(places)]
     for group in _grouped(raised):
         lines += _traceback(group, _limit(_EVIDENCE_LINES, is_whole))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def ending_sentence(number: int, grace_s: float) -> str:
+    """Say that the ranks are told to end, how long that may take, and how to shorten it.
+
+    Args:
+        number: The signal that asks for the end.
+        grace_s: After how many seconds the launcher kills the ranks that still run.
+
+    Example:
+        >>> ending_sentence(2, 10.0)
+        'ending the ranks, up to 10 s; Ctrl-C again kills them'
+        >>> ending_sentence(15, 0.5)
+        'SIGTERM came: ending the ranks, up to 0.5 s; a second signal kills them'
+    """
+    if number == _CTRL_C:
+        return f"ending the ranks, up to {grace_s:g} s; Ctrl-C again kills them"
+    return f"{signal_name(number)} came: ending the ranks, up to {grace_s:g} s; a second signal kills them"
+
+
+def spared_block(number: int, places: Sequence[Other], launcher: int) -> str:
+    """Say that a signal was not passed on to ranks, and what these do.
+
+    Args:
+        number: The signal.
+        places: What each of these ranks does; equal texts share one line.
+        launcher: The process of the launcher.
+
+    Example:
+        >>> print(spared_block(10, [Other(0, "computing"), Other(1, "computing")], 4711), end="")
+        syncvar: SIGUSR1 would end ranks 0, 1, which have no handler for it: they do not get it. What they do:
+          ranks 0, 1: computing
+        syncvar: `syncvar stacks 4711` shows where they are in the script
+    """
+    ranks = process_list(place.rank for place in places)
+    have = "has" if len(places) == 1 else "have"
+    they = "it does" if len(places) == 1 else "they do"
+    name = signal_name(number) or number
+    lines = [
+        f"syncvar: {name} would end {ranks}, which {have} no handler for it: {they} not get it. What {they}:",
+        *_others(places),
+        f"syncvar: `syncvar stacks {launcher}` shows where {'it is' if len(places) == 1 else 'they are'} in the script",
+    ]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -325,10 +375,17 @@ def _others(others: Sequence[Other]) -> list[str]:
     return [*lines, f"  {process_list(rest)}: elsewhere"] if rest else lines
 
 
-def _commands(rank: int, arguments: Sequence[str], log_dir: str) -> list[str]:
+def _commands(
+    failure: Failure, arguments: Sequence[str], log_dir: str, remedies: Sequence[Sequence[str]]
+) -> list[str]:
     if not arguments:
         return []
-    options = [] if rank < 0 or is_server(rank) or "--debug" in arguments else [["--debug", str(rank)]]
+    rank, options = failure.rank, [*remedies]
+    said = _split(failure.traceback)[1] or "\n".join(failure.last_lines)
+    if "--torch-env" not in arguments and any(name in said for name in _OF_TORCH):
+        options.append(["--torch-env"])
+    if rank >= 0 and not is_server(rank) and "--debug" not in arguments:
+        options.append(["--debug", str(rank)])
     if not log_dir:
         options.append(["--log-dir", "logs"])
     return [shlex.join(["syncvar-launch", *option, *mask_arguments(arguments)]) for option in options]

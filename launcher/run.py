@@ -10,6 +10,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from syncvar_launcher.start_clock import clock
+
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import NoReturn
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["main", "program"]
 
 
-_EARLY = (signal.SIGUSR1, signal.SIGUSR2)  # passed on to the ranks where nothing else is said, and deadly to who has no handler
+_EARLY = (signal.SIGUSR1, signal.SIGUSR2)  # passed on to the ranks where nothing else is said, and deadly to a process without a handler
+_SPARE_S = 2.0  # whoever has a deadline of its own meets that first
 
 
 def program() -> NoReturn:
@@ -47,10 +50,13 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(number, _drop)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as some daemons leave it, no end of a rank could be told
     _open_streams()
+    clock.read_limits(os.environ)
+    clock.enter("starts the process that workers are forked from")
     from syncvar_launcher.forking import started_ahead
 
     arguments = sys.argv[1:] if argv is None else argv
     ahead = started_ahead(arguments, os.environ)
+    clock.enter("imports what reads its options")
     from syncvar import exits
     from syncvar.errors import ConfigError, HostUnreachable, SyncvarError
     from syncvar_launcher.limits import OF_LIMITS, LimitTooLow, TimePassed
@@ -72,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         _refuse(str(error))
         return exits.INTERNAL
     finally:
+        clock.stop()
         if ahead is not None:
             ahead.close()
 
@@ -119,9 +126,15 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
         here = Path.cwd()
     except FileNotFoundError:  # somebody has removed the folder; with --cwd nothing needs it
         here = Path(os.environ.get("PWD", "/"))
+    clock.enter("reads its options")
     chosen = _options_of(arguments, here)
+    clock.set_limits(chosen.runtime.roll_call_s, chosen.runtime.rendezvous_timeout_s + _SPARE_S)
+    if signal.SIGALRM in forwarded(chosen.forward_signals):
+        clock.turn_off()
     if ahead is not None and (chosen.join is not None or chosen.has_hosts or chosen.dry_run):
         ahead.close()
+    if chosen.join is not None or chosen.has_hosts:
+        clock.stop()  # to log in, and to wait for hosts, has limits and words of its own
     if chosen.join is not None:
         from syncvar_launcher.joining import join
 
@@ -147,6 +160,7 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
         sys.stderr.write(f"\x1b[31m{words}\x1b[0m\n" if chosen.color_on(sys.stderr.isatty()) else f"{words}\n")
     if chosen.has_hosts:
         return several.launch(chosen, arguments)
+    clock.enter("looks for cores, and for the limits of the system")
     job = Job(chosen, arguments, os.environ)
     check_limits(chosen)
     return job.run(ahead)

@@ -27,6 +27,7 @@ from syncvar_launcher.output import OutputForwarder, Sink, shown_ranks
 from syncvar_launcher.report import Failure, failure_block
 from syncvar_launcher.sharing import why_no_arena
 from syncvar_launcher.signals import forwarded
+from syncvar_launcher.start_clock import clock
 from syncvar_launcher.totals import merged, read_totals, table
 from syncvar_launcher.watch import Watch
 
@@ -47,6 +48,7 @@ def run(job: Job, server: ForkServer | None) -> int:
         server: What the workers of the first start are forked from; None where each is a fresh process.
     """
     chosen = job.options
+    clock.enter("looks at the files that it is to write")
     check_requested_files(chosen, is_local=job.fleet is None)
     for host, size in enumerate(job.hosts.sizes):
         why_no_arena(chosen, job.processor_of(host), size)  # raises where the settings do not fit together
@@ -79,9 +81,11 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
         while True:
             with contextlib.ExitStack() as stack:
                 if restarting.number:
+                    clock.enter("starts the process that workers are forked from")
                     server = job.fork_server()
                 if server is not None:
                     stack.enter_context(server)
+                clock.enter("makes the private directory of the job")
                 try:
                     directory = JobDirectory(job.environ, waits=lambda: _raise_if_signalled(watch))
                 except _StartInterrupted:
@@ -93,6 +97,7 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
                     break
                 stack.callback(directory.remove)
                 put_tallies(tallies, directory.path)
+                clock.stop()
                 try:
                     if job.fleet is not None:
                         job.fleet.renew(began + chosen.timeout_s - watch.now())
@@ -100,6 +105,7 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
                     code = exits.TIMEOUT if isinstance(error, TimePassed) else code
                     forwarder.say(f"syncvar: the ranks cannot be started again: {error}\n")
                     break
+                clock.enter("prepares sockets and shared memory")
                 generation = Generation(job, forwarder, events, outlets, directory, watch, number, restarting.number, began, server, had_met=had_met)
                 outcome = generation.run()
                 tallies = take_tallies(directory.path)
@@ -154,6 +160,7 @@ class _StartInterrupted(Exception):  # noqa: N818  (nothing has gone wrong)
 
 
 def _raise_if_signalled(watch: Watch) -> None:
+    clock.enter("waits for the lock of the runtime directory")  # which has words and a deadline of its own
     if watch.pending:
         raise _StartInterrupted
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from syncvar.private_files import create_private
+from syncvar.private_files import PRIVATE, create_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,6 +54,6 @@ def write_secret(secret: bytes, directory: Path) -> str:
     """
     path = directory / _FILE_NAME
     if not path.exists():
-        with os.fdopen(create_private(path), "w", encoding="ascii") as file:
+        with os.fdopen(create_file(path, PRIVATE), "w", encoding="ascii") as file:
             file.write(secret.hex() + "\n")
     return str(path)

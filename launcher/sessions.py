@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["busy_ticks", "followers", "kill_sessions", "members", "process_state", "signal_sessions", "start_time"]
+__all__ = ["busy_ticks", "expects", "followers", "groups", "kill_sessions", "members", "process_state", "signal_sessions", "start_time"]
 
 _KILL, _STOP = 9, 19
 _STAT_MAX = 4096  # numbers, and a name of at most 64 bytes
@@ -79,6 +79,33 @@ def followers(leader: int) -> list[int]:
                 if os.getpgid(int(name)) == leader:
                     found.append(int(name))
     return found
+
+
+def groups(leaders: dict[int, int]) -> dict[int, list[int]]:
+    """Return the processes of the process groups of leaders, themselves included, by leader.
+
+    Args:
+        leaders: Their process ids are the keys.
+    """
+    found: dict[int, list[int]] = {leader: [] for leader in leaders}
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                group = os.getpgid(int(name))
+                if group in found:
+                    found[group].append(int(name))
+    return found
+
+
+def expects(pid: int, number: int) -> bool:
+    """Return whether a process handles, ignores or blocks a signal, so that its default action does not end the process."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith((b"SigBlk:", b"SigIgn:", b"SigCgt:"))]
+    return any(mask >> (number - 1) & 1 for mask in masks)
 
 
 def signal_sessions(sessions: dict[int, int], number: int) -> set[int]:

@@ -332,6 +332,10 @@ class Supervisor:
             due += [at for at in (self._kill_at, None if self._terminated else self._term_at) if at is not None]
         return min([*due, *(at for rank, (at, _) in self._awaited.items() if rank not in self.running)])
 
+    def grace_s(self, now: float) -> float | None:
+        """Return after how many seconds the ranks are killed that still run; None where nothing is to be killed."""
+        return None if self._kill_at is None or not self.running else max(0.0, self._kill_at - now)
+
     def outcome(self) -> Outcome:
         """Return how the job ended, by cause and not by clock."""
         causes = list(self.causes.values())

@@ -84,6 +84,8 @@ def table(rows: Sequence[dict[str, Any]], missing: Sequence[int] = ()) -> str:
         rows: The rows.
         missing: Ranks and servers that have told nothing, as those that were killed.
     """
+    if not rows and missing:
+        return f"syncvar: no totals: {process_list(missing)} ended before writing them\n"
     if not rows:
         return "syncvar: no calls to add up\n"
     head = ("call", "size", "ranks", "calls", "bytes", "mean", "min", "max", "waiting", "algbw", "busbw")

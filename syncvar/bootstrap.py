@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from syncvar import stacks
+from syncvar.exits import error_exit_code
 from syncvar.fork_cleanup import enable_fault_handler, handle_signal, register_exit
 from syncvar.joining.rank_process import claim_rank
 from syncvar.roles import server_number
@@ -41,18 +42,6 @@ _FINDERS = (
 _MARK = "<frames of syncvar>"
 _FOLD = re.compile(rf'  File "{_MARK}", line (\d+), in folded\n')
 _CONSEQUENCES = ("PeerLost", "GroupBroken")
-_EXIT_CODES = {
-    "PeerLost": 70,
-    "GroupBroken": 70,
-    "DeadlineExceeded": 70,
-    "InternalError": 70,
-    "RendezvousError": 69,
-    "CheckpointError": 74,
-    "NotFound": 74,
-    "Corrupt": 74,
-    "MismatchError": 76,
-    "HandshakeError": 76,
-}
 
 
 def main() -> None:
@@ -82,6 +71,7 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
             with contextlib.suppress(OSError):  # then it cannot be asked where it stands
                 rank = int(os.environ["SYNCVAR_RANK"])
                 stacks.listen(stacks.stack_path(directory, rank if run is None else server_number(rank)))
+    word.begun()
     register_exit(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
     try:
         _settled(run or _run)
@@ -208,7 +198,7 @@ def failure_of(error: BaseException) -> Failure:
         if code and not status:  # the system would report success
             status, text = 1, f"sys.exit({code}): an exit code has 8 bits, and the lowest 8 of this number are 0; it counts as 1. Use 1 to 255"
         return Failure(name, str(error.code), text, text, status)
-    code = 130 if isinstance(error, KeyboardInterrupt) else _EXIT_CODES.get(name, 1) if _is_ours(error) else 1
+    code = 130 if isinstance(error, KeyboardInterrupt) else error_exit_code(error)
     text, brief = _traceback_texts(error)
     return Failure(name, _message(error), text, brief, code)
 

@@ -13,8 +13,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.private_files import refuse_foreign_links, write_private
-from syncvar.requested_files import check_folder
+from syncvar.private_files import PRIVATE, REQUESTED, refuse_foreign_links, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,7 +23,6 @@ __all__ = [
     "RECORDS",
     "TOTALS",
     "StateFolder",
-    "check_record_folder",
     "find_job",
     "is_record",
     "job_folders",
@@ -149,30 +147,17 @@ def is_record(name: str) -> bool:
 
 
 def write_record(folder: str, name: str, text: str) -> None:
-    """Write a record in a folder, which is made if it is missing.
+    """Write a record in a folder, which is made if it is missing, then for this user alone.
 
-    Records hold paths, command lines and texts of exceptions. Nothing that another user has put there is followed.
+    Records hold paths, command lines and texts of exceptions. In a folder that others may enter,
+    as that of --log-dir or SYNCVAR_TRACE, the umask decides who may read them.
+    Nothing that another user has put there is followed.
     """
     refuse_foreign_links(folder)
     _make_private(folder)
     refuse_foreign_links(folder)  # one that was laid meanwhile, where the folder was to be
-    write_private(folder, name, text)
-
-
-def check_record_folder(folder: str, origin: str) -> None:
-    """Make a folder of records, private where it is missing, and check that it can be written.
-
-    Args:
-        folder: Its path.
-        origin: The option or the variable that names it.
-
-    Raises:
-        ConfigError: Records cannot be written there.
-    """
-    with contextlib.suppress(OSError):  # `check_folder` fails too, and says why
-        refuse_foreign_links(folder)
-        _make_private(folder)
-    check_folder(folder, origin)
+    is_private = not os.stat(folder).st_mode & 0o077
+    write_file(folder, name, text, PRIVATE if is_private else REQUESTED)
 
 
 def _make_private(folder: str) -> None:

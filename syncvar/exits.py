@@ -26,8 +26,10 @@ __all__ = [
     "USAGE",
     "Weight",
     "describe_exit",
+    "error_exit_code",
     "exit_code_of",
     "is_failing",
+    "is_interactive",
     "signal_name",
     "weight_of",
 ]
@@ -66,6 +68,19 @@ class Weight(IntEnum):
     CONSEQUENCE = 2
 
 
+_OF_ERRORS = {
+    "PeerLost": INTERNAL,
+    "GroupBroken": INTERNAL,
+    "DeadlineExceeded": INTERNAL,
+    "InternalError": INTERNAL,
+    "RendezvousError": RENDEZVOUS,
+    "CheckpointError": CHECKPOINT,
+    "NotFound": CHECKPOINT,
+    "Corrupt": CHECKPOINT,
+    "MismatchError": MISMATCH,
+    "HandshakeError": MISMATCH,
+}
+
 _WEIGHTS = {
     "DeadlineExceeded": Weight.DISAGREEMENT,
     "MismatchError": Weight.DISAGREEMENT,
@@ -85,6 +100,21 @@ def weight_of(error: str) -> Weight:
         (<Weight.OWN: 0>, <Weight.CONSEQUENCE: 2>)
     """
     return _WEIGHTS.get(error, Weight.OWN)
+
+
+def error_exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that an exception ends: 1 for all that are not of syncvar.
+
+    Example:
+        >>> error_exit_code(ValueError("x"))
+        1
+    """
+    return _OF_ERRORS.get(type(error).__name__, 1) if type(error).__module__ == "syncvar.errors" else 1
+
+
+def is_interactive() -> bool:
+    """Return whether somebody works at a prompt of this process, now or after an exception."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive or sys.flags.inspect)
 
 
 def signal_name(number: int) -> str:

@@ -13,7 +13,7 @@ from syncvar.config import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["WORDS", "Word", "explained", "missing", "op_hint", "op_of", "unexpected", "words_text"]
+__all__ = ["WORDS", "Word", "explained", "group_hint", "missing", "object_hint", "op_hint", "op_of", "unexpected", "words_text"]
 
 SEVERAL_HOSTS = (
     "syncvar-launch logs in to other hosts by itself: write --hostfile FILE, with lines such as node1 slots=4, or -H node1:4,node2:4 "
@@ -23,6 +23,13 @@ WITHOUT_SSH = (
     f"{SEVERAL_HOSTS}; without ssh, start the script on each with torchrun --nnodes 2 --nproc-per-node 4 --node-rank 0 --master-addr HOST "
     "--master-port 29500 train.py, or one process for each rank with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR "
     "and MASTER_PORT set; on all of them with the same SYNCVAR_KEY (64 hexadecimal digits) or SYNCVAR_KEY_FILE"
+)
+_MODEL = (
+    "a strategy takes no model, and makes none equal: keep your model and optimizer, and write the "
+    'lines of "A module of PyTorch" or "A model of Keras" in docs/migrating.md'
+)
+_METHODS_OF_TF_DATA = (
+    "write it in the function of sv.data.from_generator(fn), or into dataset.map(fn)"
 )
 _OWN_MACHINE = "there is no such choice: shared memory serves on a host, encrypted tcp between hosts; leave it out"
 
@@ -159,9 +166,22 @@ WORDS = (
           "the names of tf.distribute are in sv itself: sv.MirroredStrategy(), sv.ReduceOp"),
     _word("sv", "train", "the names of tf.train are in sv itself: sv.Checkpoint, sv.CheckpointManager"),
     _word("sv", "latest_checkpoint", "write sv.CheckpointManager(checkpoint, directory).latest"),
-    _word("sv", "keras GradientTape function metrics callbacks summary",
+    _word("sv", "keras GradientTape function metrics callbacks summary layers losses nn Module "
+          "estimator",
           "sv has no models, gradients, metrics or callbacks: docs/migrating.md shows a model of Keras and a module of PyTorch; "
           'a metric is sv.Variable(0.0, synchronization="ON_READ", aggregation="SUM")'),
+    _word("sv", "MinSizePartitioner", "write sv.partitioners.MinSize(min_shard_bytes, max_shards)"),
+    _word("sv", "MaxSizePartitioner", "write sv.partitioners.MaxSize(max_shard_bytes)"),
+    _word("sv", "FixedShardsPartitioner", "write sv.partitioners.FixedShards(num_shards)"),
+    _word("sv.partitioners", "MinSizePartitioner min_max_variable_partitioner",
+          "write sv.partitioners.MinSize(min_shard_bytes, max_shards)"),
+    _word("sv.partitioners", "MaxSizePartitioner variable_axis_size_partitioner",
+          "write sv.partitioners.MaxSize(max_shard_bytes)"),
+    _word("sv.partitioners", "FixedShardsPartitioner fixed_size_partitioner",
+          "write sv.partitioners.FixedShards(num_shards)"),
+    _word("sv.partitioners", "Partitioner",
+          "any function of shape and dtype is a partitioner: it returns the number of parts of "
+          "each axis"),
     _word("sv", "Dataset AUTOTUNE", "write sv.data.from_arrays(x, batch_size=32) or sv.data.from_generator(fn)"),
     _word("sv", "DataLoader DistributedSampler TensorDataset",
           "write strategy.experimental_distribute_dataset(sv.data.from_arrays(x, batch_size=32, shuffle=True)), or use PyTorch's "
@@ -186,6 +206,12 @@ WORDS = (
     _word("sv.optimizers", "schedules lr_scheduler",
           "learning_rate may be a function of the step: sv.optimizers.SGD(lambda step: 0.1 / (1 + step))"),
     _word("Optimizer", "step", "write optimizer.apply_gradients(zip(gradients, variables))"),
+    _word("Optimizer", "lr", "write optimizer.learning_rate"),
+    _word("Optimizer", "param_groups",
+          "write optimizer.learning_rate; there are no groups of parameters: make an optimizer for each"),
+    _word("Optimizer", "state_dict load_state_dict get_weights set_weights weights get_config",
+          "write sv.Checkpoint(optimizer=optimizer, w=w).save(path), which saves its state beside "
+          "the variables; restore(path) reads it"),
     _word("Optimizer", "zero_grad minimize compute_gradients get_gradients",
           "gradients are yours: write optimizer.apply_gradients(zip(gradients, variables))"),
     _word("keyword", "lr", "write learning_rate="),
@@ -226,7 +252,12 @@ WORDS = (
           "write itertools.islice(dataset, 10), or dataset.at(epoch=0, position=10) to begin later"),
     _word("Dataset", "cache", "arrays are in memory already; leave it out"),
     _word("Dataset", "filter unbatch flat_map interleave zip enumerate concatenate padded_batch window",
-          "write it in the function of sv.data.from_generator(fn), or into dataset.map(fn)"),
+          _METHODS_OF_TF_DATA),
+    _word("Dataset", "from_tensor_slices from_tensors",
+          "write sv.data.from_arrays(x, batch_size=32), or batch_size=None for single rows"),
+    _word("Dataset", "from_generator list_files", "write sv.data.from_generator(fn)"),
+    _word("Dataset", "AUTOTUNE", "write dataset.prefetch(2)"),
+    _word("Dataset", "range", "write sv.data.from_arrays(np.arange(n), batch_size=32)"),
     _word("Dataset", "as_numpy_iterator", "write iter(dataset): its elements are NumPy arrays"),
     _word("Dataset", "cardinality", "write len(dataset)"),
     _word("Dataset", "with_options options",
@@ -414,6 +445,40 @@ def op_hint(op: Any, known: Iterable[str]) -> str:
     if text := explained("op", last):
         return f": {text}"
     return nearest(op.lower(), known) if isinstance(op, str) else ""
+
+
+def object_hint(given: Any) -> str:
+    """Return what to do with another library's object where a strategy is made, or an empty text.
+
+    Args:
+        given: A resolver of tf.distribute, names of devices, or a model.
+
+    Example:
+        >>> object_hint("gpu:0")
+        ': one replica is one process: syncvar-launch --workers 4 says how many'
+    """
+    names = given if isinstance(given, list | tuple) and given else [given]
+    if all(isinstance(name, str) for name in names):
+        return f": {explained('keyword', 'devices')}"
+    if "Resolver" in type(given).__name__:
+        return f": {explained('keyword', 'cluster_resolver')}"
+    if hasattr(given, "named_parameters") or hasattr(given, "trainable_variables"):
+        return f": {_MODEL}"
+    return ""
+
+
+def group_hint(given: Any) -> str:
+    """Return what to write instead of something that is no group, or an empty text.
+
+    Example:
+        >>> group_hint([0, 1])
+        ': write group = sv.new_group([0, 1]), on all ranks of the world'
+    """
+    if isinstance(given, list | tuple | range) and all(isinstance(rank, int) for rank in given):
+        return f": write group = sv.new_group({given!r:.60}), on all ranks of the world"
+    if hasattr(given, "Get_rank") or type(given).__name__ in ("ProcessGroup", "ProcessSet"):
+        return f": {explained('sv', 'Comm')}"
+    return object_hint(given)
 
 
 def words_text() -> str:

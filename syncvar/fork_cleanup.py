@@ -17,6 +17,7 @@ import faulthandler
 import functools
 import os
 import signal
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -25,14 +26,18 @@ from syncvar.parent import libc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
-__all__ = ["enable_fault_handler", "handle_signal", "register_exit", "register_fault_dump", "release_signal", "unregister_exit"]
+    ExceptionHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+__all__ = ["enable_fault_handler", "handle_signal", "hook_exceptions", "register_exit", "register_fault_dump", "release_signal", "unregister_exit"]
 
 _SIGSET_BYTES = 128  # sizeof(sigset_t) on Linux
 _STDERR = 2
 
 _handlers: list[tuple[int, Any, Any]] = []  # signal, our handler, what the signal had before; oldest first
 _exit_handlers: list[Callable[..., None]] = []
+_exception_hooks: list[tuple[ExceptionHook, ExceptionHook]] = []  # ours, and the one before
 _fault_dumps: list[int] = []  # signals to which the fault handler writes stacks
 
 
@@ -88,6 +93,14 @@ def unregister_exit(function: Callable[..., None]) -> None:
         _exit_handlers.remove(function)
 
 
+def hook_exceptions(hook: ExceptionHook) -> ExceptionHook:
+    """Set `sys.excepthook` in this process, but in no child that it forks; return the hook that was there."""
+    before = sys.excepthook
+    sys.excepthook = hook
+    _exception_hooks.append((hook, before))
+    return before
+
+
 def enable_fault_handler() -> None:
     """Let the interpreter write a stack when this process crashes, unless somebody has asked for that already."""
     global _fault_file  # noqa: PLW0603  (of the process, as the fault handler is)
@@ -112,13 +125,16 @@ def _undo() -> None:
                 now = before
         if now != current:
             signal.signal(number, signal.SIG_DFL if now is None else now)
+    for hook, earlier in reversed(_exception_hooks):
+        if sys.excepthook is hook:
+            sys.excepthook = earlier
     for number in _fault_dumps:
         faulthandler.unregister(number)
     if _fault_file is not None and _fault_file() is not None:
         faulthandler.disable()
     for function in _exit_handlers:
         atexit.unregister(function)
-    for kept in (_handlers, _fault_dumps, _exit_handlers):
+    for kept in (_handlers, _fault_dumps, _exit_handlers, _exception_hooks):
         kept.clear()
 
 

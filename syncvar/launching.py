@@ -92,7 +92,7 @@ def run(
             `syncvar.engines.Dask` take options.
         max_restarts: How often all workers may be started again after a failure; see `restart_count`.
         pickle: Let arguments and results travel by cloudpickle, as functions of notebooks do: DataFrames, models, figures,
-            instances of your own classes. It needs `pip install 'syncvar[notebook]'`.
+            instances of your own classes. It needs `pip install cloudpickle`.
         servers: How many parameter servers, as `syncvar-launch --servers`.
         hosts: A list of hosts with slots (`["node1:4", "node2:4"]`) or the path of a host file, as `syncvar-launch -H` and
             `--hostfile`. The function then travels as one of a notebook does, unless a module has it.

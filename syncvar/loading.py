@@ -9,7 +9,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["Taught", "attributes_of", "unexpected"]
+__all__ = ["Taught", "TaughtClass", "attributes_of", "explained_attribute", "unexpected"]
+
+
+def explained_attribute(kind: type[Any], name: str) -> str:
+    """Return what to write instead of an attribute that a class does not have, or an empty text."""
+    from syncvar.foreign_names import explained
+
+    return next((text for one in kind.__mro__ if (text := explained(one.__name__, name))), "")
+
+
+class TaughtClass(type):
+    """Classes that say what to write where other libraries have a method of the class."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Any:
+            text = "" if name.startswith("_") else explained_attribute(cls, name)
+            hint = f": {text}" if text else ""
+            message = f"type object {cls.__name__!r} has no attribute {name!r}{hint}"
+            raise AttributeError(message, name=name, obj=None)
 
 
 class Taught:
@@ -20,13 +39,9 @@ class Taught:
     if not TYPE_CHECKING:  # a type checker is to know the attributes that there are
 
         def __getattr__(self, name: str) -> Any:
-            if not name.startswith("_"):
-                from syncvar.foreign_names import explained
-
-                for kind in type(self).__mro__:
-                    if text := explained(kind.__name__, name):
-                        shown = type(self).__name__
-                        raise AttributeError(f"{shown!r} object has no attribute {name!r}: {text}", name=name, obj=None)
+            if not name.startswith("_") and (text := explained_attribute(type(self), name)):
+                message = f"{type(self).__name__!r} object has no attribute {name!r}: {text}"
+                raise AttributeError(message, name=name, obj=None)
             return object.__getattribute__(self, name)  # raises what it raised, also what a property raised
 
 

@@ -36,7 +36,7 @@ def pack_function(fn: Callable[..., Any]) -> tuple[bytes, dict[str, str]]:
     """
     pickler = _pickler(
         f"{getattr(fn, '__qualname__', fn)!r} cannot be found by name in a module, as functions of a notebook or "
-        f"inner functions: define it at the top of a file, or pip install 'syncvar[notebook]'"
+        f"inner functions: define it at the top of a file, or pip install cloudpickle"
     )
     try:
         data, places = _dumped(fn, pickler, ())
@@ -72,7 +72,7 @@ def pack_values(values: Any, what: str, main_names: Sequence[str]) -> bytes:
     Raises:
         ConfigError: The package cloudpickle is missing, or there is something that cannot be pickled.
     """
-    pickler = _pickler("pickle=True needs the package cloudpickle: pip install 'syncvar[notebook]'")
+    pickler = _pickler("pickle=True needs the package cloudpickle: pip install cloudpickle")
     try:
         return _dumped(values, pickler, main_names)[0]
     except Exception as error:  # objects raise whatever they like

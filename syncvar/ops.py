@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.choices import word_of
 from syncvar.errors import ConfigError
 from syncvar.wire import dtype_index
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     Combiner = Callable[..., Any]  # (left, right, out=array): a ufunc, or a function of ours
 
-__all__ = ["OPS", "Combiner", "Reduction", "divided", "finish", "identity", "quiet", "quiet_caller", "reduction", "register_op"]
+__all__ = ["OPS", "Combiner", "Reduction", "divided", "finish", "identity", "op_name", "quiet", "quiet_caller", "reduction", "register_op"]
 
 OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor", "minloc", "maxloc")
 _UFUNCS: dict[str, np.ufunc] = {
@@ -269,6 +270,11 @@ def _take(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any], is_better:
     made = np.where(better, right, left)
     out[...] = made
     return out
+
+
+def op_name(op: Any) -> Any:
+    """Return the name of an op that is given as a member of an enumeration, else what is given."""
+    return op if type(op) is str else word_of(op, (*OPS, *_registered)) or op
 
 
 def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:

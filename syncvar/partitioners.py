@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["FixedShards", "MaxSize", "MinSize", "row_ranges"]
 
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        from syncvar.foreign_names import missing
+
+        raise missing("sv.partitioners", name, __all__)
+
 
 @dataclass(frozen=True, slots=True)
 class FixedShards:

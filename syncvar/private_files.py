@@ -1,4 +1,4 @@
-"""Files and folders of this user alone: made where nobody else leads, and seen whole or not at all."""
+"""New files and folders, mostly of this user alone: made where nobody else leads, and seen whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,31 +13,54 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["create_private", "make_private_folder", "refuse_foreign_links", "write_private"]
+__all__ = [
+    "PRIVATE",
+    "REQUESTED",
+    "create_file",
+    "make_private_folder",
+    "refuse_foreign_links",
+    "write_file",
+]
+
+PRIVATE = 0o600
+"""The mode of keys and of files that syncvar makes for itself."""
+
+REQUESTED = 0o666
+"""The mode of files that a user asks for: the umask of the process decides who may read them."""
+
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def create_private(path: str | Path, folder: int | None = None) -> int:
-    """Create a file that only this user can read, and return a descriptor to write to it.
+def create_file(path: str | Path, mode: int, folder: int | None = None) -> int:
+    """Create a file and return a descriptor to write to it.
 
     Args:
         path: Its name.
+        mode: `PRIVATE` or `REQUESTED`.
         folder: The descriptor of the folder it is in, where the name is relative to that.
 
     Raises:
         FileExistsError: There is something of this name.
     """
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    return os.open(path, _NEW, mode, dir_fd=folder)
 
 
-def write_private(folder: str | Path, name: str, text: str) -> None:
-    """Write a file that only this user can read; whoever looks sees all of it or what was there before."""
+def write_file(folder: str | Path, name: str, text: str, mode: int) -> None:
+    """Write a file; whoever looks sees all of it or what was there before.
+
+    Args:
+        folder: The folder it is in.
+        name: Its name there.
+        text: Its content.
+        mode: `PRIVATE` or `REQUESTED`.
+    """
     directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         draft = f"{name}.{os.getpid()}.tmp"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(draft, dir_fd=directory)  # of a process that was killed while it wrote
         try:
-            with open(create_private(draft, directory), "w", encoding="utf-8", errors="backslashreplace") as file:
+            with open(create_file(draft, mode, directory), "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
             os.replace(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:

@@ -15,10 +15,11 @@ import sys
 from typing import NamedTuple
 
 from syncvar.errors import ConfigError
-from syncvar.private_files import create_private
+from syncvar.private_files import PRIVATE, create_file
 from syncvar.word import tell
 
 __all__ = [
+    "AUTO_LOG",
     "EVIDENCE",
     "LOST_FILE_EVENT",
     "LostFile",
@@ -30,6 +31,9 @@ __all__ = [
 
 LOST_FILE_EVENT = "lost_file"
 """The name of the record by which a rank reports a lost file to its launcher."""
+
+AUTO_LOG = "SYNCVAR_AUTO_LOG"
+"""The origin of the file of AUTO's decisions."""
 
 EVIDENCE = "flight records"
 """The origin of flight records. Their loss does not change the exit code: the user has not asked for them."""
@@ -142,7 +146,7 @@ def _remedy(error: OSError) -> str:
 def _probe(folder: str) -> None:
     """Write and remove a file: an empty file would fit on a full disk."""
     path = os.path.join(folder, f".syncvar-probe-{os.urandom(6).hex()}")
-    descriptor = create_private(path)
+    descriptor = create_file(path, PRIVATE)
     try:
         rest = bytes(_PROBE_NBYTES)
         while rest:

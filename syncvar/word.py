@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["Word", "adopt", "tell"]
+__all__ = ["BEGUN", "Word", "adopt", "tell"]
+
+BEGUN = "begun"
+"""The name of the first record: the process runs Python, and comes to its script next."""
 
 _TEXT_MAX = 200_000
 
@@ -30,6 +33,10 @@ class Word:
     def is_open(self) -> bool:
         """Whether an agent listens, as far as this process knows."""
         return self._descriptor >= 0
+
+    def begun(self) -> None:
+        """Say that this process runs Python, and comes to its script next."""
+        self.tell({"event": BEGUN})
 
     def goodbye(self) -> None:
         """Say that the script ended in order; nothing after a failure."""

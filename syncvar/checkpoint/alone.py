@@ -116,7 +116,9 @@ def load(path: Any) -> Any:
 
     Returns:
         The value: arrays where arrays and variables were, and what `state_dict()` told for objects that have it. Dicts of
-        other types are dicts.
+        other types are dicts. Tensors are arrays as well: a module of PyTorch takes
+        `{name: torch.from_numpy(x) for name, x in sv.load(path).items()}`. A `Checkpoint` gives
+        tensors back as tensors.
 
     Raises:
         NotFound: There is no such file.

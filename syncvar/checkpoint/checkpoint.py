@@ -6,6 +6,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from syncvar.checkpoint.manifest import Label
 from syncvar.checkpoint.naming import checked_path
 from syncvar.checkpoint.objects import (
     VariableLeaf,
@@ -177,13 +178,12 @@ class Checkpoint:
             that is combined. Each rank writes 1/N of the values, and its own copies; nothing is copied in memory.
         """
         where, refused = _path_or_error(path)
-        return self._save(where, None, None, timeout, async_op=async_op, refused=refused)
+        return self._save(where, Label(), timeout, async_op=async_op, refused=refused)
 
     def _save(
         self,
         path: str,
-        step: int | None,
-        metric: float | None,
+        label: Label,
         timeout: float | None,
         *,
         async_op: bool,
@@ -213,7 +213,7 @@ class Checkpoint:
                         leaves = sorted([*leaves, *on_servers], key=lambda leaf: leaf.key)
                     except Exception as error:  # told to the other ranks where there are some
                         refused = error
-                saving = Saving(leaves, refused, communicator, path, step, metric, timeout, guard, pushes)
+                saving = Saving(leaves, refused, communicator, path, label, timeout, guard, pushes)
             if async_op:
                 pending = PendingSave(saving, communicator.member_rank, after)
                 self.__dict__["_pending"] = pending

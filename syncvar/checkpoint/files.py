@@ -1,6 +1,6 @@
 """Files of a checkpoint: written so that a name is either absent or whole, read without trust.
 
-A file is written under a temporary name in the same folder (created exclusively, mode 0600), synced, closed, renamed, and the
+A file is written under a temporary name in the same folder (created exclusively; the umask decides who may read it), synced, closed, renamed, and the
 folder is synced. A sync that fails is final: the kernel may have dropped the pages, and a second sync would report success, so the
 file is thrown away instead.
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 
 from syncvar.checkpoint.naming import is_left_over, temporary_name
 from syncvar.errors import CheckpointError, NotFound
-from syncvar.private_files import create_private, refuse_foreign_links
+from syncvar.private_files import REQUESTED, create_file, refuse_foreign_links
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -32,8 +32,8 @@ class Disk:
 
     @staticmethod
     def create(folder: int, name: str) -> int:
-        """Create a file that is not there yet, for this user only, and return its descriptor."""
-        return create_private(name, folder)
+        """Create a file that is not there yet, and return its descriptor."""
+        return create_file(name, REQUESTED, folder)
 
     @staticmethod
     def write(descriptor: int, data: memoryview) -> int:
@@ -178,6 +178,14 @@ class Folder:
         """Return whether there is something of this name."""
         return os.access(name, os.F_OK, dir_fd=self._descriptor, follow_symlinks=False)
 
+    def nbytes_of(self, name: str) -> int | None:
+        """Return the length of a file, None where there is no ordinary file of this name."""
+        try:
+            about = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        except OSError:
+            return None
+        return about.st_size if stat.S_ISREG(about.st_mode) else None
+
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[tuple[int, int]]:
         """Open a file to read; gives its descriptor and length.
@@ -273,7 +281,7 @@ def make_folder(path: str) -> Folder:
             at = os.path.dirname(at)
         for folder in reversed(missing):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o755)
+                os.mkdir(folder)
             above = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 Disk.sync_folder(above)

@@ -18,6 +18,7 @@ import weakref
 
 from syncvar.checkpoint.naming import LOCK
 from syncvar.errors import CheckpointError
+from syncvar.private_files import REQUESTED
 
 __all__ = ["Lock"]
 
@@ -71,7 +72,8 @@ def _locked(path: str, what: str) -> int:
     """Return the descriptor of the lock's file, locked."""
     while True:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(path, flags, REQUESTED)
         except OSError as error:
             raise CheckpointError(f"cannot lock {os.path.dirname(path)}: {error.strerror}") from error
         try:

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
 
 import numpy as np
 
+from syncvar.checkpoint.agreement import failure_of, raise_failures
 from syncvar.checkpoint.checkpoint import Checkpoint
 from syncvar.checkpoint.files import Folder, make_folder
 from syncvar.checkpoint.lock import Lock
+from syncvar.checkpoint.manifest import Label
 from syncvar.checkpoint.naming import LOCK, MANIFEST, checked_path, step_name, step_of
+from syncvar.checkpoint.objects import outside
 from syncvar.checkpoint.preemption import EXIT_CODE, Notice
-from syncvar.checkpoint.reading import read_manifest
-from syncvar.checkpoint.retention import Kept, best_of, superfluous
+from syncvar.checkpoint.retention import best_of, superfluous
 from syncvar.checkpoint.saving import checked_metric
+from syncvar.checkpoint.step_folders import StepFolders
 from syncvar.checkpoint.together import Alone, gathered
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.errors import CheckpointError, ConfigError, MismatchError
@@ -40,12 +43,14 @@ class CheckpointManager(Taught):
     """The checkpoints of a run, in folders `step-…` of one directory.
 
     From its first save on rank 0 holds the directory's lock: a second job that saves there is refused, jobs that only restore are not.
-    Old checkpoints are removed after a new one is committed. It is a context manager; `close` gives the lock back.
+    Old checkpoints are removed after a new one is committed. Their order is that of saving, whatever
+    their steps are: after a return to step 50, its save is the latest. It is a context manager;
+    `close` gives the lock back.
 
     Args:
         checkpoint: What is saved.
         directory: Where; made at the first save. All ranks must see it.
-        keep: So many of the latest stay; None: all. `max_to_keep=`, as tf.train writes it, is taken as well.
+        keep: So many of the latest saves stay; None: all. `max_to_keep=`, as tf.train writes it, is taken as well.
         best: "min" or "max": the checkpoint with the smallest or largest `metric` stays too.
         on_preemption: Take SIGTERM for a notice that this process will be ended soon; see `should_stop`.
         check_every: Ranks ask each other at every so many calls of `should_stop`.
@@ -92,12 +97,13 @@ class CheckpointManager(Taught):
         if not isinstance(on_preemption, bool):
             raise ConfigError(f"on_preemption must be True or False, not {on_preemption!r:.60}")
         self._checkpoint = checkpoint
-        self._directory = os.path.abspath(checked_path(directory))
+        self._folders = StepFolders(os.path.abspath(checked_path(directory)))
         self._keep, self._best = keep, best
         self._check_every, self._asked = check_every, 0
         self._must_stop = False
         self._lock: Lock | None = None
-        self._saved: tuple[int, float | None] | None = None  # the last step that was saved here
+        self._saved: tuple[int, float | None, object] | None = None  # step, metric, restore before it
+        self._warned_of_going_back = False
         self._notice = Notice(listens=on_preemption)
         weakref.finalize(self, self._notice.close)
         self._group: tuple[Any, Together] | None = None
@@ -123,47 +129,29 @@ class CheckpointManager(Taught):
 
     # -- what there is --------------------------------------------------------------------------------------------
 
-    def _found(self) -> list[Kept]:
-        """Return the committed checkpoints in the order of their steps."""
-        steps = []
-        with contextlib.suppress(OSError):
-            steps = [step for name in os.listdir(self._directory) if (step := step_of(name)) is not None]
-        return [Kept(step) for step in sorted(steps) if os.path.lexists(os.path.join(self._path(step), MANIFEST))]
-
-    def _rated(self) -> list[Kept]:
-        """Return them with their metrics, which are in their manifests."""
-        made = []
-        for kept in self._found():
-            metric = None
-            with contextlib.suppress(CheckpointError), Folder(self._path(kept.step)) as folder:
-                metric = read_manifest(folder).metric
-            made.append(Kept(kept.step, metric))
-        return made
-
-    def _path(self, step: int) -> str:
-        return os.path.join(self._directory, step_name(step))
-
     @property
     def directory(self) -> str:
         """Where the checkpoints are."""
-        return self._directory
+        return self._folders.directory
 
     @property
     def checkpoints(self) -> list[str]:
-        """Paths of the committed checkpoints, oldest first; looks at the directory, sends nothing."""
-        return [self._path(kept.step) for kept in self._found()]
+        """Paths of the committed checkpoints, the oldest save first; sends nothing.
+
+        Checkpoints of earlier versions, whose order of saving is not known, come first, by steps.
+        """
+        return [self._folders.path(kept.step) for kept in self._folders.committed()]
 
     @property
     def latest(self) -> str | None:
-        """Path of the latest, or None."""
-        paths = self.checkpoints
-        return paths[-1] if paths else None
+        """Path of the latest save whose files are there, or None; sends nothing."""
+        return self._folders.latest()[0]
 
     @property
     def best(self) -> str | None:
         """Path of the one with the best metric, or None (also where the manager was not told what is best)."""
-        winner = best_of(self._rated(), self._best)
-        return None if winner is None else self._path(winner.step)
+        winner = best_of(self._folders.committed(), self._best)
+        return None if winner is None else self._folders.path(winner.step)
 
     # -- saving ---------------------------------------------------------------------------------------------------
 
@@ -183,7 +171,9 @@ class CheckpointManager(Taught):
         """Save as a step, then remove what need not stay. Collective, right in every context. Returns the path.
 
         Args:
-            step: Of the program, at least 0; None means one more than the latest. A step that is there is replaced.
+            step: Of the program, at least 0; None means one more than that of the latest save. A
+                step that is there is replaced. One below a step that is there is saved after a
+                warning: it is the latest from then on, and the higher ones are removed before it.
             metric: How good it is, the same on all ranks; NaN is never the best.
             async_op: As `Checkpoint.save`; old checkpoints are removed in `wait`.
             timeout: Seconds that each call of the group waits; None means the job's default.
@@ -198,13 +188,15 @@ class CheckpointManager(Taught):
         communicator = self._checkpoint._collect().group  # noqa: SLF001  (the manager is the checkpoint's other half)
         if isinstance(communicator, Alone) and communicator.rank and step is None:
             raise ConfigError("rank 0 saves what is on servers, and other workers do not know how often it has: say the step, manager.save(step)")
+        self._finish_pending()
 
         def bring() -> list[Any]:
             if step is not None:
                 step_name(step)
             rated = checked_metric(metric)
-            found = self._found() if communicator.member_rank == 0 else []
-            return [self._directory, step, None if rated is None else repr(rated), found[-1].step + 1 if found else 0]
+            found = self._folders.committed() if communicator.member_rank == 0 else []
+            following = found[-1].step + 1 if found else 0
+            return [self.directory, step, None if rated is None else repr(rated), following]
 
         communicator.require_all("saving a checkpoint", "let one rank write alone: sv.save(path, …)")
         everyone = gathered(communicator, "checkpoint step", bring, timeout)
@@ -221,35 +213,56 @@ class CheckpointManager(Taught):
         agreed = everyone[0][3] if step is None else step
         rated = checked_metric(metric)
         is_first = communicator.member_rank == 0
+        label = Label(agreed, rated, self._folders.next_number() if is_first else 0)
+        restored = self._checkpoint._waiting  # noqa: SLF001
 
         def after() -> None:
-            self._saved = agreed, rated
+            self._saved = agreed, rated, restored
             if is_first:
+                self._folders.forget(agreed)
+                self._warn_of_going_back(agreed)
                 self._remove_superfluous()
 
+        path = self._folders.path(agreed)
         return self._checkpoint._save(  # noqa: SLF001
-            self._path(agreed), agreed, rated, timeout, async_op=async_op, guard=self._hold, after=after
+            path, label, timeout, async_op=async_op, guard=self._hold, after=after
         )
+
+    def _finish_pending(self) -> None:
+        """Commit a save that nobody has waited for; it is before what comes now."""
+        with outside():
+            self._checkpoint._finish_pending()  # noqa: SLF001
+
+    def _warn_of_going_back(self, step: int) -> None:
+        highest = max(self._folders.steps(), default=step)
+        if highest <= step or self._warned_of_going_back:
+            return
+        self._warned_of_going_back = True
+        stays = "" if self._keep is None else f", and keep={self._keep} counts saves, not steps"
+        _log.warning(
+            "step %d is saved in %s, which has step %d already. Checkpoints go by the order of "
+            "saving: step %d is now the latest%s. If this is a new run, give it a directory of its own",
+            step, self.directory, highest, step, stays,
+        )  # fmt: skip
 
     def _hold(self) -> None:
         """Take the directory's lock, on rank 0; remove what unfinished saves and removals left."""
-        with make_folder(self._directory) as folder:
+        with make_folder(self.directory) as folder:
             if self._lock is None or not self._lock.is_held:
-                self._lock = Lock(self._directory, "saves checkpoints")
-            committed = {kept.step for kept in self._found()}
+                self._lock = Lock(self.directory, "saves checkpoints")
+            committed = set(self._folders.steps())
             for name in folder.names():
                 step = step_of(name)
                 if step is not None and step not in committed:
                     self._remove(step)
 
     def _remove_superfluous(self) -> None:
-        rated = self._rated() if self._best is not None else self._found()
-        for kept in superfluous(rated, self._keep, self._best):
+        for kept in superfluous(self._folders.committed(), self._keep, self._best):
             self._remove(kept.step)
 
     def _remove(self, step: int) -> None:
         """Remove a checkpoint: its manifest first, so that it is never there in part. Other files in the folder stay."""
-        path = self._path(step)
+        path = self._folders.path(step)
         try:
             with Folder(path) as folder:
                 if folder.has(MANIFEST):
@@ -268,7 +281,10 @@ class CheckpointManager(Taught):
     def restore_latest(
         self, *, restore_policy: str = "same_rank_or_initial", partial: bool = False, timeout: float | None = None
     ) -> str | None:
-        """Restore the latest checkpoint, the one that rank 0 sees. Collective. Returns its path, None if there is none.
+        """Restore the latest save that is whole. Collective. Returns its path, None if there is none.
+
+        Rank 0 looks for it, and all ranks restore that one. It warns of later ones that it cannot
+        use: their manifest cannot be read, or a file is missing or has another length.
 
         Args:
             restore_policy: As `Checkpoint.restore`.
@@ -276,19 +292,46 @@ class CheckpointManager(Taught):
             timeout: Seconds that each call of the group waits; None means the job's default.
 
         Raises:
-            CheckpointError: As `Checkpoint.restore`. `checkpoints` lists the others.
+            CheckpointError: As `Checkpoint.restore`, and where there are only checkpoints that
+                cannot be used. `checkpoints` lists the others.
         """
         communicator = self._checkpoint._collect().group  # noqa: SLF001
         if isinstance(communicator, Alone):
-            return self._checkpoint._restore(None, lambda: self.latest, restore_policy, timeout, partial=partial)  # noqa: SLF001
-        self._checkpoint._finish_pending()  # noqa: SLF001
-        path = gathered(
-            communicator, "checkpoint latest", lambda: self.latest if communicator.member_rank == 0 else None, timeout
-        )[0]
+            return self._checkpoint._restore(None, self._latest_whole, restore_policy, timeout, partial=partial)  # noqa: SLF001
+        self._finish_pending()
+        mine: CheckpointError | None = None
+
+        def look() -> list[Any]:
+            nonlocal mine
+            try:
+                return [None, self._latest_whole() if communicator.member_rank == 0 else None]
+            except CheckpointError as error:
+                mine = error
+                return [failure_of(error), None]
+
+        failure, path = gathered(communicator, "checkpoint latest", look, timeout)[0]
+        if failure is not None:
+            raise_failures({communicator.members[0]: failure}, mine, "nothing was restored")
         if path is not None:
             self._checkpoint.restore(path, restore_policy=restore_policy, partial=partial, timeout=timeout)
         found: str | None = path
         return found
+
+    def _latest_whole(self) -> str | None:
+        """Return the latest save that is whole, None if there is no checkpoint; warn of later ones.
+
+        Raises:
+            CheckpointError: None of them is whole.
+        """
+        path, faults = self._folders.latest()
+        if path is None and faults:
+            raise CheckpointError(
+                f"{self.directory} has no checkpoint that can be restored: {'; '.join(faults[:8])}. "
+                f"Repair one, or remove their folders to begin anew"
+            )
+        for fault in faults:
+            _log.warning("restore_latest takes %s and passes over one that is damaged: %s", path, fault)
+        return path
 
     def _communicator(self) -> Together:
         """Return the group of the checkpoint, which is looked for again only where something has changed."""
@@ -334,7 +377,7 @@ class CheckpointManager(Taught):
     def stop(self, step: int | None = None, metric: Any = None, timeout: float | None = None) -> NoReturn:
         """Save, leave the job in order and end the process with exit code 75: "run me again". Collective.
 
-        A step that has just been saved is not saved again.
+        A step that has just been saved is not saved again, unless something was restored since.
 
         Args:
             step: As `save`.
@@ -344,15 +387,26 @@ class CheckpointManager(Taught):
         Raises:
             SystemExit: Always, with code 75; unless saving fails.
         """
-        if step is None or self._saved != (step, checked_metric(metric)):
-            self.save(step, metric, timeout=timeout)
+        self._finish_pending()
+        if step is None or not self._is_saved(step, metric):
+            path = self.save(step, metric, timeout=timeout)
+        else:
+            path = self._folders.path(step)
         rank = self._communicator().rank
         self._notice.end()
         self.close()
         shutdown()
         if rank == 0:
-            _log.warning("stopped as asked; %s has all that is needed to go on", self.latest)
+            _log.warning("stopped as asked; %s has all that is needed to go on", path)
         raise SystemExit(EXIT_CODE)
+
+    def _is_saved(self, step: int, metric: Any) -> bool:
+        """Return whether this was the last save, and nothing was restored since."""
+        if self._saved is None:
+            return False
+        *saved, restored = self._saved
+        is_same = saved == [step, checked_metric(metric)]
+        return is_same and restored is self._checkpoint._waiting  # noqa: SLF001
 
 
 def _most(communicator: Communicator, mine: list[int], timeout: float | None) -> list[int]:

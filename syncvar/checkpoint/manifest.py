@@ -17,7 +17,7 @@ from syncvar.checkpoint.naming import shard_name
 from syncvar.checkpoint.tensors import CODES, itemsize_of, strict_json
 from syncvar.errors import CheckpointError, Corrupt
 
-__all__ = ["DIGEST_BYTES", "FORMAT", "MANIFEST_BYTES_MAX", "Entry", "Manifest", "Piece", "Shard", "Stored", "digest_of"]
+__all__ = ["DIGEST_BYTES", "FORMAT", "MANIFEST_BYTES_MAX", "Entry", "Label", "Manifest", "Piece", "Shard", "Stored", "digest_of"]
 
 FORMAT = "syncvar.checkpoint"
 VERSION = 1
@@ -53,6 +53,20 @@ class Stored(NamedTuple):
     def words(self) -> str:
         """Its dtype and shape in words."""
         return f"{self.dtype}{list(self.shape)}"
+
+
+class Label(NamedTuple):
+    """What the saver calls a checkpoint.
+
+    Args:
+        step: The program's step, or None.
+        metric: How good it is, or None.
+        number: Of the save, counted in the directory of a manager; 0 outside one.
+    """
+
+    step: int | None = None
+    metric: float | None = None
+    number: int = 0
 
 
 class Shard(NamedTuple):
@@ -127,8 +141,7 @@ class Manifest:
     Args:
         identity: 16 hexadecimal digits, new for every save.
         ranks: How many ranks saved it.
-        step: The program's step, or None.
-        metric: How good it is, or None.
+        label: Its step, metric and number.
         shards: By the rank that wrote them.
         entries: By key.
         pushes: Rank -> how many of its pushes are in the variables on servers; empty where there are none.
@@ -136,8 +149,7 @@ class Manifest:
 
     identity: str
     ranks: int
-    step: int | None = None
-    metric: float | None = None
+    label: Label = field(default_factory=Label)
     shards: dict[int, Shard] = field(default_factory=dict)
     entries: dict[str, Entry] = field(default_factory=dict)
     pushes: dict[int, int] = field(default_factory=dict)
@@ -150,7 +162,7 @@ class Manifest:
         """Return the file's content.
 
         Example:
-            >>> manifest = Manifest("00112233aabbccdd", 1, step=7)
+            >>> manifest = Manifest("00112233aabbccdd", 1, Label(step=7))
             >>> Manifest.from_bytes(manifest.to_bytes()) == manifest
             True
         """
@@ -159,14 +171,16 @@ class Manifest:
             "version": VERSION,
             "identity": self.identity,
             "world_size": self.ranks,
-            "step": self.step,
-            "metric": None if self.metric is None else repr(float(self.metric)),
+            "step": self.label.step,
+            "metric": None if self.label.metric is None else repr(float(self.label.metric)),
             "shards": {
                 str(rank): {"file": self.shard_file(rank), "nbytes": one.nbytes, "header_digest": one.header_digest}
                 for rank, one in self.shards.items()
             },
             "entries": {key: _entry_body(entry) for key, entry in self.entries.items()},
         }
+        if self.label.number:
+            body["save_number"] = self.label.number
         if self.pushes:
             body["pushes"] = {str(rank): count for rank, count in self.pushes.items()}
         body["digest"] = _own_digest(body)
@@ -195,8 +209,7 @@ class Manifest:
             made = cls(
                 _text(body["identity"], 16),
                 _number(body["world_size"], 1, _REPLICAS_MAX),
-                None if body["step"] is None else _number(body["step"], 0, 10**19),
-                None if body["metric"] is None else float(_is(body["metric"], str)),
+                _label(body),
                 {_index(rank): _shard(one) for rank, one in _is(body["shards"], dict).items()},
                 {key: _entry(one) for key, one in _is(body["entries"], dict).items()},
                 {_index(rank): _number(count, 0, 1 << 62) for rank, count in _is(body.get("pushes", {}), dict).items()},
@@ -261,6 +274,15 @@ def _entry(body: Any) -> Entry:
     value = _stored(body["value"]) if "value" in body else None
     copies = {_index(number): _stored(one) for number, one in _is(body.get("copies", {}), dict).items()}
     return Entry(kind, _is(body["mode"], str), replicas, value, copies)
+
+
+def _label(body: dict[str, Any]) -> Label:
+    step, metric = body["step"], body["metric"]
+    return Label(
+        None if step is None else _number(step, 0, 10**19),
+        None if metric is None else float(_is(metric, str)),
+        _number(body.get("save_number", 0), 0, 1 << 62),
+    )
 
 
 def _stored(body: Any) -> Stored:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from syncvar.checkpoint.manifest import Piece, Stored
 
-__all__ = ["Source", "bytes_of", "read_manifest"]
+__all__ = ["Source", "bytes_of", "fault_of", "read_manifest"]
+
+_TRIES = 3
 
 
 def bytes_of(array: NDArray[Any]) -> memoryview:
@@ -32,13 +34,43 @@ def read_manifest(folder: Folder) -> Manifest:
 
     Raises:
         NotFound: There is none: nothing was ever committed there.
-        CheckpointError: It is damaged.
+        Corrupt: Its bytes are not those that were written.
+        CheckpointError: It cannot be read.
     """
     try:
-        return Manifest.from_bytes(folder.read(MANIFEST, MANIFEST_BYTES_MAX))
+        data = folder.read(MANIFEST, MANIFEST_BYTES_MAX)
     except NotFound:
         found = " (there are files of a save that did not finish)" if any(is_left_over(n, None) for n in folder.names()) else ""
         raise NotFound(f"there is no checkpoint at {folder.path}: it has no {MANIFEST}{found}") from None
+    try:
+        return Manifest.from_bytes(data)
+    except Corrupt as error:
+        where = f"the manifest of the checkpoint {folder.path}"
+        raise Corrupt(where, error.expected, error.actual) from None
+    except CheckpointError as error:
+        raise CheckpointError(f"the checkpoint {folder.path} cannot be read: {error}") from None
+
+
+def fault_of(path: str) -> str:
+    """Return why a checkpoint cannot be restored, else an empty text.
+
+    It reads the manifest and compares the lengths of the files; it does not read their bytes.
+
+    Raises:
+        NotFound: There is no checkpoint.
+    """
+    fault = ""
+    for _ in range(_TRIES):
+        try:
+            with Source(path) as source:
+                fault = source.part_fault()
+                if not fault or not source.was_replaced():
+                    return fault
+        except NotFound:
+            raise
+        except CheckpointError as error:
+            return str(error)
+    return fault
 
 
 class Source:
@@ -74,6 +106,17 @@ class Source:
             return read_manifest(self._folder).identity != self.manifest.identity
         except CheckpointError:
             return False
+
+    def part_fault(self) -> str:
+        """Return which file of the checkpoint is missing or too short, else an empty text."""
+        for rank, shard in self.manifest.shards.items():
+            file = self.manifest.shard_file(rank)
+            nbytes = self._folder.nbytes_of(file)
+            if nbytes is None:
+                return f"the checkpoint {self._folder.path} has no ordinary file {file}"
+            if nbytes != shard.nbytes:
+                return f"{self._folder.path}/{file} has {nbytes} bytes instead of {shard.nbytes}"
+        return ""
 
     def array(self, key: str, stored: Stored) -> NDArray[Any]:
         """Return an array of the checkpoint.

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder stay, and which is the best one."""
+"""Which checkpoints of a directory stay, and which is the best one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,24 @@ __all__ = ["Kept", "best_of", "superfluous"]
 
 
 class Kept(NamedTuple):
-    """A committed checkpoint of a folder."""
+    """A committed checkpoint of a manager's directory.
+
+    Args:
+        step: Of the program.
+        metric: How good it is, or None.
+        number: Of the save, counted in the directory; 0 where the manifest has none.
+        is_whole: Nothing is known to be wrong with it.
+    """
 
     step: int
     metric: float | None = None
+    number: int = 0
+    is_whole: bool = True
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its place in the order of saving; checkpoints without a number keep the order of steps."""
+        return self.number, self.step
 
 
 def best_of(kept: Sequence[Kept], best: str | None) -> Kept | None:
@@ -26,18 +40,20 @@ def best_of(kept: Sequence[Kept], best: str | None) -> Kept | None:
         best: "min", "max" or None.
 
     Example:
-        >>> best_of([Kept(1, 0.5), Kept(2, float("nan")), Kept(3, 0.7)], "min")
-        Kept(step=1, metric=0.5)
+        >>> best_of([Kept(1, 0.5), Kept(2, float("nan")), Kept(3, 0.7)], "min").step
+        1
     """
     if best is None:
         return None
     sign = 1.0 if best == "max" else -1.0
-    rated = [(sign * one.metric, one.step, one) for one in kept if one.metric is not None and not math.isnan(one.metric)]
-    return max(rated)[2] if rated else None
+    rated = [(sign * one.metric, one) for one in kept if one.metric is not None and not math.isnan(one.metric)]
+    return max(rated, key=lambda pair: (pair[0], pair[1].place))[1] if rated else None
 
 
 def superfluous(kept: Sequence[Kept], keep: int | None, best: str | None) -> list[Kept]:
-    """Return the checkpoints to remove, oldest first: all but the `keep` latest and the best.
+    """Return the checkpoints to remove, oldest first: all but the `keep` latest saves and the best.
+
+    One that is not whole does not count; it is removed when it is older than all that stay.
 
     Args:
         kept: In any order.
@@ -45,14 +61,13 @@ def superfluous(kept: Sequence[Kept], keep: int | None, best: str | None) -> lis
         best: "min", "max" or None.
 
     Example:
-        >>> superfluous([Kept(1, 0.1), Kept(2, 0.5), Kept(3, 0.4), Kept(4, 0.3)], 2, "min")
-        [Kept(step=2, metric=0.5)]
+        >>> saves = [Kept(1, 0.1), Kept(2, 0.5), Kept(3, 0.4), Kept(4, 0.3)]
+        >>> [one.step for one in superfluous(saves, 2, "min")]
+        [2]
     """
-    if keep is None:
+    ordered = sorted(kept, key=lambda one: one.place)
+    whole = [at for at, one in enumerate(ordered) if one.is_whole]
+    if keep is None or len(whole) <= keep:
         return []
-    ordered = sorted(kept, key=lambda one: one.step)
-    stays = {one.step for one in ordered[-keep:]}
     winner = best_of(ordered, best)
-    if winner is not None:
-        stays.add(winner.step)
-    return [one for one in ordered if one.step not in stays]
+    return [one for one in ordered[: whole[-keep]] if one is not winner]

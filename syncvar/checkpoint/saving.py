@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.checkpoint.manifest import Label
     from syncvar.checkpoint.objects import Leaf
     from syncvar.checkpoint.together import Together
 
@@ -57,8 +58,7 @@ class Saving:
         refused: Why something that should be saved cannot be, for the others to be told; or None.
         communicator: Of the ranks that save.
         path: The folder.
-        step: Of the program, or None.
-        metric: How good it is, or None.
+        label: What the saver calls it; ranks agree on step and metric, rank 0 has the number.
         timeout: Seconds that a call of the group waits.
         pushes: Rank -> how many of its pushes to servers are in what is saved; on rank 0.
         guard: Called on rank 0 before anything is touched; raises CheckpointError.
@@ -75,15 +75,14 @@ class Saving:
         refused: Exception | None,
         communicator: Together,
         path: str,
-        step: int | None,
-        metric: float | None,
+        label: Label,
         timeout: float | None,
         guard: Callable[[], None] | None = None,
         pushes: dict[int, int] | None = None,
     ) -> None:
         communicator.require_all("saving a checkpoint", "let one rank write alone: sv.save(path, …)")
         self.path = path
-        self._step, self._metric = step, metric
+        self._label = label
         self._pushes = pushes or {}
         self._context = None if isinstance(communicator, Alone) else current()  # who saves alone need not have joined
         self._communicator = communicator
@@ -128,8 +127,8 @@ class Saving:
                 except CheckpointError as error:
                     mine = error
                     said = ["", failure_of(error)]
-            metric = None if self._metric is None else repr(self._metric)
-            return [self.path, self._step, metric, {key: [*one] for key, one in brought.items()}, said]
+            step, metric, _ = self._label
+            return [self.path, step, None if metric is None else repr(metric), {key: [*one] for key, one in brought.items()}, said]
 
         everyone = gathered(communicator, "checkpoint save", bring, self._timeout)
         self._identity, failure = everyone[0][4]
@@ -287,7 +286,8 @@ class Saving:
     def _write_manifest(self, written: list[Any]) -> None:
         shards = {rank: shard for rank, one in enumerate(written) if (shard := shard_of(one[0])) is not None}
         entries = entries_of(self._layout, [one[1] for one in written])
-        manifest = Manifest(self._identity, self._communicator.size, self._step, self._metric, shards, entries, self._pushes)
+        size = self._communicator.size
+        manifest = Manifest(self._identity, size, self._label, shards, entries, self._pushes)
         with Folder(self.path) as folder:
             folder.write(MANIFEST, [memoryview(manifest.to_bytes())], self._identity)
             with contextlib.suppress(CheckpointError):

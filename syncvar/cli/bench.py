@@ -9,6 +9,7 @@ hardware.
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from syncvar.cli.starting import is_launched, start_workers
 from syncvar.config import nearest
 from syncvar.errors import ConfigError
 from syncvar.plans import ALGORITHMS
+from syncvar.requested_files import check_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,6 +138,17 @@ def _kinds(collective: Collective, dtype_text: str, op_text: str) -> list[tuple[
     return kinds
 
 
+def check_files(chosen: argparse.Namespace) -> None:
+    """Check, before anything is measured, that the files for the results can be written.
+
+    Raises:
+        ConfigError: One of them cannot be written.
+    """
+    for path, origin in ((chosen.json, "--json"), (chosen.plot, "--plot")):
+        if path is not None and os.environ.get("SYNCVAR_RANK", "0") == "0":  # the rank that writes them
+            check_file(path, origin)
+
+
 def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code.
 
@@ -147,6 +160,7 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         ConfigError: An option is wrong; nothing was started.
     """
     planned(chosen)
+    check_files(chosen)
     if is_launched():
         from syncvar.cli.bench_worker import work
 

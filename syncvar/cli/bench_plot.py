@@ -22,7 +22,7 @@ def require_matplotlib() -> None:
         ConfigError: The package is not there.
     """
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs the package matplotlib: pip install 'syncvar[bench]'")
+        raise ConfigError("--plot needs the package matplotlib: pip install matplotlib")
 
 
 def draw(path: str, title: str, rows: Sequence[Row]) -> None:

@@ -24,6 +24,7 @@ from syncvar.cli.contributions import Case, count_wrong, spoiled
 from syncvar.cli.registry import BUS_FACTORS, has_result_like_input
 from syncvar.errors import ConfigError, UsageError
 from syncvar.joining.process import current
+from syncvar.requested_files import LostFile, report_lost_file, why_unwritten
 
 if TYPE_CHECKING:
     import argparse
@@ -281,38 +282,54 @@ def _preamble(plan: Plan, transport: str) -> str:
 
 
 def _keep(plan: Plan, transport: str, rows: list[Row], models: dict[str, Any]) -> None:
-    """Write the files that were asked for."""
+    """Write the files that were asked for; report those that cannot be written."""
     chosen = plan.chosen
-    wrong, average = summary(rows)
     if chosen.json is not None:
-        results = []
-        for row in rows:
-            record = asdict(row)
-            for half in (record["out_of_place"], record["in_place"]):
-                if half is not None:
-                    half |= dict(zip(("time_rank0", "time_avg", "time_min", "time_max"), half.pop("times"), strict=True))
-            results.append(record)
-        record = {
-            "version": 1,
-            "collective": plan.collective.name,
-            "ranks": sv.world_size(),
-            "transport": transport,
-            "bus_factor": plan.collective.bus,
-            "config": {key: value for key, value in vars(chosen).items() if key not in ("report_to", "command", "cudagraph")},
-            "machine": {"host": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
-            "versions": {"syncvar": sv.__version__, "python": platform.python_version(), "numpy": np.__version__},
-            "results": results,
-            "out_of_bounds": {"count": wrong, "okay": not wrong},
-            "average_bus_bandwidth": {"bandwidth": average},
-            "models": models,
-        }
-        with open(chosen.json, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
-            file.write("\n")
+        with _reports_loss(chosen.json, "--json"):
+            _write_json(plan, transport, rows, models)
     if chosen.plot is not None:
         from syncvar.cli.bench_plot import draw
 
-        draw(chosen.plot, f"{plan.collective.name}, {sv.world_size()} ranks, {transport.partition(':')[0]}", rows)
+        title = f"{plan.collective.name}, {sv.world_size()} ranks, {transport.partition(':')[0]}"
+        with _reports_loss(chosen.plot, "--plot"):
+            draw(chosen.plot, title, rows)
+
+
+@contextlib.contextmanager
+def _reports_loss(path: str, origin: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        report_lost_file(LostFile(path, origin, why_unwritten(error)))
+
+
+def _write_json(plan: Plan, transport: str, rows: list[Row], models: dict[str, Any]) -> None:
+    chosen = plan.chosen
+    wrong, average = summary(rows)
+    results = []
+    for row in rows:
+        record = asdict(row)
+        for half in (record["out_of_place"], record["in_place"]):
+            if half is not None:
+                half |= dict(zip(("time_rank0", "time_avg", "time_min", "time_max"), half.pop("times"), strict=True))
+        results.append(record)
+    record = {
+        "version": 1,
+        "collective": plan.collective.name,
+        "ranks": sv.world_size(),
+        "transport": transport,
+        "bus_factor": plan.collective.bus,
+        "config": {key: value for key, value in vars(chosen).items() if key not in ("report_to", "command", "cudagraph")},
+        "machine": {"host": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
+        "versions": {"syncvar": sv.__version__, "python": platform.python_version(), "numpy": np.__version__},
+        "results": results,
+        "out_of_bounds": {"count": wrong, "okay": not wrong},
+        "average_bus_bandwidth": {"bandwidth": average},
+        "models": models,
+    }
+    with open(chosen.json, "w", encoding="utf-8") as file:
+        json.dump(record, file, indent=1)
+        file.write("\n")
 
 
 if __name__ == "__main__":

@@ -191,21 +191,32 @@ TASKS = (
         ),
     ),
     Task(
-        "a strategy", "tf.distribute.MultiWorkerMirroredStrategy()", _NONE, _NONE, "DistributedDataParallel(model)",
+        "train a module or a model", "model.fit(ds) under strategy.scope()",
+        "hvd.DistributedOptimizer(optimizer, model.named_parameters()).step()", _NONE,
+        "DistributedDataParallel(model)", 'sv.all_reduce(grads, "mean", out=grads)',
+        (
+            (
+                (*_HVD, *_TORCH),
+                'Keep module and optimizer: see "A module of PyTorch" in docs/migrating.md.',
+            ),
+            (_TF, 'scope() leaves variables of Keras local: "A model of Keras", docs/migrating.md.'),
+        ),
+    ),
+    Task(
+        "a strategy", "tf.distribute.MultiWorkerMirroredStrategy()", _NONE, _NONE, _NONE,
         "sv.MultiWorkerMirroredStrategy()",
         (
             (_TF, "One replica is one process; MirroredStrategy is one over the workers of this host."),
-            (_TORCH, "Variables are made equal when they are made, and stay equal by their writes."),
-            (_TORCH, 'You keep your module: docs/migrating.md, "A module of PyTorch", has the lines that replace DistributedDataParallel.'),
-            (_TF, 'scope() synchronizes variables of sv, not those of Keras: see "A model of Keras" in docs/migrating.md.'),
+            (_TORCH, "It keeps variables of sv equal, and takes no module."),
         ),
     ),
     Task(
         "a weight, equal everywhere", "tf.Variable(0.0, aggregation=tf.VariableAggregation.MEAN)",
         "hvd.broadcast_parameters(model.state_dict(), root_rank=0)", "comm.Bcast(w, root=0)",
-        "DistributedDataParallel(model)", "sv.Variable(0.0, aggregation=sv.VariableAggregation.MEAN)",
+        _NONE, "sv.Variable(0.0, aggregation=sv.VariableAggregation.MEAN)",
         (
             (_TF, "A write takes effect at once, on all replicas; v.sync() and v.read_from(rank) are new."),
+            (_TF, "Members of tf.VariableAggregation and of tf's other enumerations are taken."),
             ((*_HVD, *_TORCH), "A module of PyTorch begins equal by model.load_state_dict(sv.broadcast(model.state_dict(), root=0))."),
         ),
     ),
@@ -225,13 +236,13 @@ TASKS = (
         ((_TF, "run returns this process's own value, unwrapped; PerReplica is met only in merge_call."),),
     ),
     Task(
-        "gradients to a step", "optimizer.apply_gradients(zip(grads, weights))", "hvd.DistributedOptimizer(optimizer).step()",
-        _NONE, "loss.backward(); optimizer.step()", "sv.optimizers.Adam(1e-3).apply_gradients(zip(grads, weights))",
+        "gradients to a step of sv's variables", "optimizer.apply_gradients(zip(grads, weights))",
+        _NONE, _NONE, _NONE,
+        "sv.optimizers.Adam(1e-3).apply_gradients(zip(grads, weights))",
         (
             (_TF, "apply_gradients takes the mean over the replicas: divide the loss by the rows of this replica."),
             (_TF, 'A loss divided by the GLOBAL batch, as in the tutorials of TensorFlow, needs apply_gradients(..., reduce="sum").'),
-            ((*_HVD, *_TORCH), "sv.optimizers steps variables of sv. It takes gradients as NumPy arrays or tensors, and their mean, as there."),
-            ((*_HVD, *_TORCH), 'An optimizer of PyTorch stays: grads = [p.grad for p in model.parameters()]; sv.all_reduce(grads, "mean", out=grads); optimizer.step().'),
+            ((*_HVD, *_TORCH), "It takes the mean of the gradients. For modules see above."),
         ),
     ),
     Task(

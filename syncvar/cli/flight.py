@@ -18,6 +18,7 @@ from syncvar.roles import is_server
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Mapping
 
 __all__ = ["COMMANDS", "add_options", "run"]
 
@@ -58,6 +59,26 @@ def _of_job(names: list[str]) -> list[str]:
     return [str(found)]
 
 
+def _write_trace(path: str, trace: Mapping[str, Any]) -> None:
+    """Write a trace: a regular file whole or not at all, a pipe or a device as it is.
+
+    Args:
+        path: The file, pipe or device.
+        trace: What `merged` returns.
+    """
+    is_replaced = not os.path.exists(path) or os.path.isfile(path)
+    target = f"{path}.{os.getpid()}.tmp" if is_replaced else path
+    try:
+        with open(target, "w", encoding="utf-8") as file:
+            json.dump(trace, file, separators=(",", ":"))
+        if is_replaced:
+            os.replace(target, path)
+    except OSError:
+        if is_replaced:
+            Path(target).unlink(missing_ok=True)
+        raise
+
+
 def run(chosen: argparse.Namespace) -> int:
     """Run a command; returns the exit code.
 
@@ -69,13 +90,9 @@ def run(chosen: argparse.Namespace) -> int:
         text, has_diverged = explained(records)
         print(text, end="")
         return int(has_diverged)
-    draft = f"{chosen.output}.{os.getpid()}.tmp"
     try:
-        with open(draft, "w", encoding="utf-8") as file:
-            json.dump(merged(records), file, separators=(",", ":"))
-        os.replace(draft, chosen.output)
+        _write_trace(chosen.output, merged(records))
     except OSError as error:
-        Path(draft).unlink(missing_ok=True)
         raise ConfigError(f"{chosen.output}: {error.strerror}") from error
     hosts = unaligned(records)
     if hosts:

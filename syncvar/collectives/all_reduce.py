@@ -21,6 +21,7 @@ from syncvar.collectives.reducing import (
 )
 from syncvar.engine.group import Request
 from syncvar.errors import ConfigError
+from syncvar.ops import op_name
 from syncvar.wire.arrays import as_array, checked_output
 from syncvar.wire.structures import arrays_of, flatten, fresh, is_structure, unflatten
 
@@ -81,7 +82,7 @@ def all_reduce(
         array(3.)
     """
     scales = None if prescale is None and postscale is None and weight is None else (prescale, postscale, weight)
-    return make_call(all_reduce, _form, _request, x, out, group, async_op, timeout, _foreign, (op, reproducible, scales, algorithm))
+    return make_call(all_reduce, _form, _request, x, out, group, async_op, timeout, _foreign, (op_name(op), reproducible, scales, algorithm))
 
 
 def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | Leaves | None:

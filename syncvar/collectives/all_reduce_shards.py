@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.choices import word_of
 from syncvar.collectives import finite
 from syncvar.collectives.flat import gather_bytes, gather_flat
 from syncvar.collectives.groups import communicator_of
@@ -144,11 +145,11 @@ def shards_request(
     """Check the arguments of an all-reduce of shards and return the request; `digest` must be the same on all ranks too."""
     ids, leaves, kind = _checked(shards)
     like = shards[ids[0]] if ids else None
-    op = op.lower() if isinstance(op, str) else op
+    op = word_of(op, _OPS) or op
     if op not in _OPS:
         from syncvar.foreign_names import op_hint, op_of
 
-        given, op = op, op_of(str(op))
+        given, op = op, op_of(str(op).lower())
         if op not in _OPS:
             raise ConfigError(f"op of all_reduce_shards must be one of {', '.join(_OPS)}, not {given!r}{op_hint(given, _OPS)}")
     for index, _ in () if kind is None else kind.arrays:

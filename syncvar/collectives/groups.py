@@ -168,7 +168,10 @@ def communicator_of(group: Any) -> Communicator:
     if group is None:
         return current().world
     if not isinstance(group, Group):
-        raise ConfigError(f"group must be made by sv.new_group or split, not {type(group).__name__}")
+        from syncvar.foreign_names import group_hint
+
+        given = f"{type(group).__name__}{group_hint(group)}"
+        raise ConfigError(f"group must be made by sv.new_group or split, not {given}")
     communicator = group._communicator  # noqa: SLF001
     if communicator.engine is not current().engine:
         raise UsageError("this group belongs to a job that this process has left; make it again after sv.init()")

@@ -17,6 +17,7 @@ from syncvar.collectives.reducing import (
 )
 from syncvar.engine.group import fingerprint
 from syncvar.execution.lower_reduce import Ends
+from syncvar.ops import op_name
 from syncvar.wire.arrays import checked_output
 from syncvar.wire.structures import arrays_in, fresh, unflatten
 
@@ -61,7 +62,7 @@ def reduce(
         >>> sv.reduce(np.array([1.0, 2.0]), root=0)
         array([1., 2.])
     """
-    return make_call(reduce, _form, _request, x, out, group, async_op, timeout, _foreign, (op, root, algorithm))
+    return make_call(reduce, _form, _request, x, out, group, async_op, timeout, _foreign, (op_name(op), root, algorithm))
 
 
 def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:

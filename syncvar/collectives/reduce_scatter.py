@@ -14,7 +14,7 @@ from syncvar.collectives.moving import Moving, fits_out, moves, place_of, result
 from syncvar.collectives.reducing import contribution, described, outcome, run_plan
 from syncvar.errors import ConfigError, UsageError
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.ops import OPS
+from syncvar.ops import OPS, op_name
 from syncvar.plans import even_chunks
 from syncvar.wire.arrays import as_array, checked_output, deliver
 
@@ -58,7 +58,7 @@ def reduce_scatter(
         >>> sv.reduce_scatter(np.arange(3.0))
         array([0., 1., 2.])
     """
-    return make_call(reduce_scatter, _form, _request, x, out, group, async_op, timeout, _foreign, (op, lengths, algorithm))
+    return make_call(reduce_scatter, _form, _request, x, out, group, async_op, timeout, _foreign, (op_name(op), lengths, algorithm))
 
 
 def _form(communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:

@@ -18,7 +18,7 @@ from syncvar.collectives.reducing import (
     tell_that_all_came,
 )
 from syncvar.execution.lower_reduce import Ends
-from syncvar.ops import identity
+from syncvar.ops import identity, op_name
 from syncvar.wire.arrays import as_array, checked_output, deliver
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def scan(
         >>> sv.scan([1.0, 2.0])
         array([1., 2.])
     """
-    return make_call(scan, _form, _scan_request, x, out, group, async_op, timeout, {}, (op, algorithm))
+    return make_call(scan, _form, _scan_request, x, out, group, async_op, timeout, {}, (op_name(op), algorithm))
 
 
 @entered(second="op", usual="sum", positions=2)
@@ -87,7 +87,7 @@ def exscan(
         >>> sv.exscan([1.0, 2.0], "prod")
         array([1., 1.])
     """
-    return make_call(exscan, _form, _exscan_request, x, out, group, async_op, timeout, {}, (op, algorithm))
+    return make_call(exscan, _form, _exscan_request, x, out, group, async_op, timeout, {}, (op_name(op), algorithm))
 
 
 def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:

@@ -47,7 +47,7 @@ class Dask:
 
     def __init__(self, client: Any = None, *, workers: Sequence[str] | None = None) -> None:
         if distributed is None:
-            raise ConfigError("engine='dask' needs Dask: pip install 'syncvar[dask]', here and on the hosts of the cluster")
+            raise ConfigError("engine='dask' needs Dask: pip install distributed cloudpickle, here and on the hosts of the cluster")
         self._client = client
         self._only = None if workers is None else set(workers)
         self._own: contextlib.ExitStack | None = None

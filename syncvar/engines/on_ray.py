@@ -53,7 +53,7 @@ class Ray:
 
     def __init__(self, *, cpus: float = 1.0, resources: Mapping[str, float] | None = None, strategy: str = "PACK") -> None:
         if ray is None:
-            raise ConfigError("engine='ray' needs Ray: pip install 'syncvar[ray]', here and on the hosts of the cluster")
+            raise ConfigError("engine='ray' needs Ray: pip install ray cloudpickle, here and on the hosts of the cluster")
         if isinstance(cpus, bool) or not isinstance(cpus, int | float) or not 0 < cpus < 1e6:
             raise ConfigError(f"cpus must be a number above 0, not {cpus!r:.100}")
         if strategy not in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"):

@@ -57,7 +57,7 @@ def load(seed: int = 0) -> Data:
         from threadpoolctl import threadpool_limits
     except ImportError as error:
         raise ImportError(
-            "this example takes its data from scikit-learn: pip install 'syncvar[examples]'"
+            "this example takes its data from scikit-learn: pip install scikit-learn"
         ) from error
     threadpool_limits(1)  # the bits of a matrix product may depend on the number of BLAS threads
     images, labels = load_digits(return_X_y=True)

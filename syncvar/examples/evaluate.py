@@ -54,7 +54,7 @@ def load() -> tuple[NDArray[Any], NDArray[Any]]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("this example takes its data from scikit-learn: pip install 'syncvar[examples]'") from error
+        raise ImportError("this example takes its data from scikit-learn: pip install scikit-learn") from error
     images, digits = load_digits(return_X_y=True)
     return images, digits.astype(np.int64)
 

@@ -1,6 +1,6 @@
 """Gradients by JAX, variables and all-reduce by syncvar.
 
-    pip install 'syncvar[jax]'
+    pip install jax
     syncvar-launch --workers 4 -m syncvar.examples.jax_gradients
 
 JAX compiles the loss and its gradients once on each worker and computes on its CPU. The variables' values go in as NumPy
@@ -26,7 +26,7 @@ def main() -> None:
     try:
         import jax
     except ImportError:
-        sys.exit("this example computes gradients with JAX: pip install 'syncvar[jax]'")
+        sys.exit("this example computes gradients with JAX: pip install jax")
     from jax import numpy as jnp
 
     sv.init()

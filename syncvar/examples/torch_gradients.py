@@ -1,6 +1,6 @@
 """Gradients by PyTorch, variables and all-reduce by syncvar.
 
-    pip install 'syncvar[torch]'
+    pip install torch
     syncvar-launch --workers 4 -m syncvar.examples.torch_gradients
 
 PyTorch computes on each worker, in its own memory, and knows nothing of the others. The weights are variables: before each
@@ -24,7 +24,7 @@ def main() -> None:
     try:
         import torch
     except ImportError:
-        sys.exit("this example computes gradients with PyTorch: pip install 'syncvar[torch]'")
+        sys.exit("this example computes gradients with PyTorch: pip install torch")
     from torch.nn import functional
 
     sv.init()  # first, for it says how many threads each worker may use

@@ -1,6 +1,6 @@
 """A module of PyTorch, trained by PyTorch's own optimizer on all workers.
 
-    pip install 'syncvar[torch]'
+    pip install torch
     syncvar-launch --workers 4 -m syncvar.examples.torch_module [FOLDER]
 
 Three lines make the program of one process one of many: the parameters of all workers become rank 0's, each worker takes
@@ -25,7 +25,7 @@ def main() -> None:
     try:
         import torch
     except ImportError:
-        sys.exit("this example trains a module of PyTorch: pip install 'syncvar[torch]'")
+        sys.exit("this example trains a module of PyTorch: pip install torch")
     from torch import nn
     from torch.nn import functional
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from syncvar.errors import ConfigError, RendezvousError
 from syncvar.exits import is_failing
 from syncvar.fork_cleanup import register_exit
-from syncvar.private_files import make_private_folder, write_private
+from syncvar.private_files import PRIVATE, make_private_folder, write_file
 from syncvar.topology.engines.placing import host_of_each, placed
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Folder(Cards):
 
     def put(self, key: str, text: str) -> None:
         """Put a card down: it is there whole, or not."""
-        write_private(self._path, key, text)
+        write_file(self._path, key, text, PRIVATE)
 
     def read(self, key: str, whose: str) -> str:
         """Return a card, once it is there."""

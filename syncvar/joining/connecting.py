@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.arena.mapping import Arena
 from syncvar.errors import ConfigError, UsageError
 from syncvar.joining.context import Context
+from syncvar.joining.exit_codes import give_exit_codes
 from syncvar.joining.freed_memory import keep_freed_memory
 from syncvar.joining.rank_process import environment_of
 from syncvar.joining.secret import job_secret, keys_of
@@ -59,7 +60,8 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
     config = RuntimeConfig.from_mapping(environ).consistent()
     log_at(config.log_level)
     keeper = 0 if environment is None else None  # of the roll: rank 0's process, or the launcher
-    if environment is None:  # syncvar-launch, which hands its settings on, has said so itself
+    if environment is None:  # syncvar-launch, which hands its settings on, has said so itself, and knows the exit codes
+        give_exit_codes()
         for sentence in doubtful_variables(environ):
             _log.warning("%s", sentence)
     secret: bytes | None = None

@@ -80,9 +80,9 @@ class Context:
         self.engine: Engine | None = None
         self.post: Post | None = None  # messages between ranks of this host
         if config.trace:
-            from syncvar.evidence import check_record_folder
+            from syncvar.requested_files import check_folder
 
-            check_record_folder(config.trace, "SYNCVAR_TRACE")
+            check_folder(config.trace, "SYNCVAR_TRACE")
         self.recorder = Recorder(
             me.rank, me.world_size, generation, job=me.job_id, host=me.host, folder=me.flight_dir, trace=config.trace, stats=me.stats_dir
         )

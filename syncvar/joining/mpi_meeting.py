@@ -142,7 +142,7 @@ def _library() -> tuple[Any, bool]:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"SYNCVAR_TRANSPORT=mpi needs mpi4py and an MPI library ({error}): pip install 'syncvar[mpi]', and have the library of "
+            f"SYNCVAR_TRANSPORT=mpi needs mpi4py and an MPI library ({error}): pip install mpi4py, and have the library of "
             f"the mpirun that starts the job found first (MPI4PY_MPIABI, LD_LIBRARY_PATH)"
         ) from error
     if MPI.Is_finalized():

@@ -58,12 +58,13 @@ def answer_roll_call(
         )
     )
     # The launcher decides when the roll call has failed; this limit only guards against a launcher that is stuck.
-    deadline = time.monotonic() + config.rendezvous_timeout_s + 10.0
+    limit_s = config.rendezvous_timeout_s + 10.0
+    deadline = time.monotonic() + limit_s
     while True:
         message: Message | None = control.receive()
         if message is None:
             if time.monotonic() > deadline:
-                raise RendezvousError(f"the launcher did not answer rank {environment.rank} in time")
+                raise RendezvousError(_no_answer(environment, control, limit_s))
             transport.wait(min(1.0, deadline - time.monotonic()))
         elif message["kind"] == "roll":
             transport.open(message["addresses"], message["generation"])
@@ -76,6 +77,19 @@ def answer_roll_call(
             raise PeerLost(message["rank"], message["host"], message["reason"], "while the ranks met")
         elif message["kind"] not in _OF_THE_LAST:
             raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")
+
+
+def _no_answer(environment: RankEnvironment, control: Control, limit_s: float) -> str:
+    """Say that nobody answered the roll call, and what to look at."""
+    rank, place = environment.rank, environment.rendezvous
+    if control.keeper is None:
+        return f"syncvar-launch did not answer rank {rank} at {place} within {limit_s:g} s"
+    return (
+        f"rank {control.keeper} did not answer rank {rank} at {place} within {limit_s:g} s: no syncvar-launch started these ranks, so "
+        f"they meet in the process of rank {control.keeper}. Check that it runs, that this host reaches the address, and that all "
+        f"ranks have the same variables: rank {rank} reads from its own that {environment.world_size} ranks run on "
+        f"{environment.host_count} host{'s' * (environment.host_count != 1)}, {environment.local_world_size} of them on this one"
+    )
 
 
 def likeness(config: RuntimeConfig) -> dict[str, int | str]:

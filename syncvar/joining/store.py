@@ -16,7 +16,7 @@ from syncvar.wire.coordinator import Action, Coordinator, Fail, Mute, Say
 from syncvar.wire.servers import ServerTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from syncvar.config import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
@@ -43,6 +43,7 @@ class Store:
         seen: Says of a rank what can be seen of its process, for instance ", CPU busy"; nothing unless it is set.
         servers: Where the servers of the job are; what changes there is told by `serve`.
         place: Says where a rank stands of which no Python thread answers, for instance "in user code, train.py:49"; likewise.
+        absent: Says what ranks do that have not joined while others wait for them; likewise.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Store:
         self.stalls: set[str] = set()
         self.seen: Callable[[int], str] = lambda _: ""
         self.place: Callable[[int], str] = lambda _: ""
+        self.absent: Callable[[Sequence[int]], str] = lambda _: ""
         self.failure: Fail | None = None
         self.refused_messages = 0
         self._peers: dict[int, bytes] = {}
@@ -72,7 +74,7 @@ class Store:
         try:
             bound_messages(self.socket, CONTROL_NBYTES_MAX, _QUEUED)
             self.socket.setsockopt(zmq.LINGER, 0)
-            self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
+            self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.link_opening_s))
             if endpoint.startswith("tcp://"):
                 self._listen_to_hosts(endpoint, config, keys)
             self.socket.bind(endpoint)
@@ -211,17 +213,23 @@ class Store:
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Say):
-                self.said.append(action.text)
+                text = self._with_absent(action.text, action.absent)
+                self.said.append(text)
                 if action.is_stall:
-                    self.stalls.add(action.text)
+                    self.stalls.add(text)
             elif isinstance(action, Mute):
                 words = f"no Python thread answers since {action.seconds:.0f} s{self.seen(action.rank)}"
                 self.coordinator.stalls.mute(action.rank, words)
                 place = self.place(action.rank)
                 self.said.append(f"rank {action.rank}: {words}" + (f", {place}" if place else ""))
             elif isinstance(action, Fail):
-                self.failure = self.failure or action
+                reason = self._with_absent(action.reason, action.absent)
+                self.failure = self.failure or action._replace(reason=reason)
             else:
                 peer = self._peers.get(action.rank)
                 if peer is not None:
                     self._send(peer, action.data)
+
+    def _with_absent(self, text: str, ranks: Sequence[int]) -> str:
+        words = self.absent(ranks) if ranks else ""
+        return f"{text}; {words}" if words else text

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
+from syncvar.choices import word_of
 from syncvar.config import nearest
 from syncvar.errors import ConfigError
 
@@ -77,13 +78,13 @@ def checked_count(name: str, given: Any) -> int:
 
 
 def checked_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
-    """Return one of some texts.
+    """Return one of some words, given as text or as a member of an enumeration.
 
     Raises:
         ConfigError: It is none of them.
     """
-    if isinstance(given, str) and given in choices:
-        return given
+    if (word := word_of(given, choices)) is not None:
+        return word
     hint = nearest(given, choices) if isinstance(given, str) else ""
     raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, not {given!r:.80}{hint}")
 

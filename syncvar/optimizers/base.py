@@ -12,7 +12,7 @@ from syncvar.collectives.all_reduce_shards import shards_request
 from syncvar.collectives.sync_points import meet
 from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError, UsageError
-from syncvar.loading import Taught
+from syncvar.loading import Taught, explained_attribute
 from syncvar.ops import quiet
 from syncvar.optimizers.arguments import (
     Options,
@@ -108,6 +108,13 @@ class Optimizer(Taught, Rule):
         self._variables_of_step: tuple[int, ...] | None = None
         self._elsewhere = Elsewhere(type(self).__name__, self._settings)
         self._refused: str | None = None  # why an earlier call of this step was refused here
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if not name.startswith("_") and explained_attribute(type(self), name):
+                getattr(self, name)  # raises: to set it would change nothing
+            super().__setattr__(name, value)
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
@@ -309,9 +316,7 @@ class Optimizer(Taught, Rule):
                 self._bases[identities] = known  # keeps the variables, and with them their identities
         owner, variables, _, travels, base, shown = known
         context = context_of(owner, "apply_gradients")
-        op = getattr(reduce, "value", reduce)
-        if op is not None:
-            op = checked_choice("reduce", op.lower() if isinstance(op, str) else op, ("mean", "sum"))
+        op = None if reduce is None else checked_choice("reduce", reduce, ("mean", "sum"))
         is_given = op is None or context in (Context.CROSS, Context.MERGE)
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
         if shards:

@@ -60,13 +60,29 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
         raise ConfigError(_NO_PAIRS.format(repr(grads_and_vars)[:100])) from None
     for pair in pairs:
         if len(pair) != 2 or not isinstance(pair[1], Variable):
-            raise ConfigError(_NO_PAIRS.format(repr(pair)[:100]))
+            raise ConfigError(_no_pair(pair))
     if all(gradient is None for gradient, _ in pairs):
         raise ConfigError(
             "apply_gradients got no gradient at all: pass [(gradient, variable), …]; a None gradient leaves its variable "
             "as it is, but one of them must be an array"
         )
     return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+
+
+def _no_pair(pair: tuple[Any, ...]) -> str:
+    """Return what is wrong with what was passed for a gradient and a variable."""
+    if len(pair) == 2 and not isinstance(pair[0], Variable) and hasattr(pair[1], "dtype"):
+        from syncvar.foreign_names import explained
+
+        kind = type(pair[1])
+        remedy = explained("sv", "DistributedOptimizer")
+        if kind.__module__.partition(".")[0] == "numpy":
+            remedy = "make it with sv.Variable(array)"
+        return (
+            f"apply_gradients steps variables of sv, and the second of a pair is a "
+            f"{kind.__module__}.{kind.__qualname__}: {remedy}"
+        )
+    return _NO_PAIRS.format(repr(pair)[:100])
 
 
 def checked_variables(variables: Sequence[Variable]) -> Owner:

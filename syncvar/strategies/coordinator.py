@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import sys
 import traceback
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -19,6 +21,7 @@ from syncvar.wire.exceptions import pack_exception, unpack_exception
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
     from syncvar.servers import Ticket
 
@@ -27,6 +30,10 @@ __all__ = ["ClusterCoordinator", "PerWorkerDataset", "RemoteValue"]
 _BOARD = 0  # the server that has the tasks
 _FOR_EVER_S = 1e9
 _DATASET = "syncvar per-worker dataset"
+_REMEDY = (
+    "Move the line with sv.ClusterCoordinator below the functions and variables that scheduled "
+    "functions use, just above the first create_per_worker_dataset or schedule."
+)
 
 
 class RemoteValue:
@@ -59,22 +66,42 @@ class PerWorkerDataset:
     """A dataset of which each worker has its own iterator; made by `ClusterCoordinator.create_per_worker_dataset`.
 
     Passed to `schedule` as an argument, the function gets the iterator of the worker that runs it.
+    `iter(dataset)` gives another iterator on each worker, which begins anew.
     """
 
-    def __init__(self, number: int, name: list[str]) -> None:
-        self.number, self.name = number, name
+    def __init__(self, name: list[str], numbers: Iterator[int]) -> None:
+        self._name, self._numbers = name, numbers
+        self._number = next(numbers)
 
-    def told(self) -> dict[str, Any]:
-        """Return what travels of it."""
-        return {"is": _DATASET, "number": self.number, "fn": self.name}
+    def __iter__(self) -> PerWorkerIterator:
+        return PerWorkerIterator(self._name, self._numbers)
+
+    @property
+    def _sent(self) -> dict[str, Any]:
+        """What travels of it."""
+        return {"is": _DATASET, "number": self._number, "fn": self._name}
+
+
+class PerWorkerIterator(PerWorkerDataset):
+    """An iterator on each worker, an argument of `schedule`; made by `iter(dataset)`."""
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise UsageError(
+            "each worker has an iterator of its own, and the coordinator has none: write "
+            "coordinator.schedule(fn, args=(iterator,)) and next(iterator) in fn"
+        )
 
 
 class ClusterCoordinator:
     """Rank 0 hands functions to the other workers: `schedule`, `join`, `fetch`.
 
     All workers run the same script. On rank 0 constructing returns the coordinator. On the others it runs the functions that they
-    are given, until rank 0 has ended, and then ends the process in order: what stands below it is rank 0's. With one worker
-    functions run where they are scheduled.
+    are given, until rank 0 has ended, and then ends the process in order: what stands below it is
+    rank 0's. So define above it the functions and variables that scheduled functions use. With one
+    worker functions run where they are scheduled.
 
     A function travels by its name, never as code: it is a function at the top level of the script or of a module. What it gets
     and returns are numbers, texts, arrays and structures of these. It reads and writes the strategy's variables. If its worker
@@ -85,6 +112,7 @@ class ClusterCoordinator:
 
     Raises:
         ConfigError: Another strategy, or one with a bound of staleness.
+        UsageError: The script defines below this line what its scheduled functions need.
 
     Example:
         >>> import operator, syncvar as sv
@@ -103,11 +131,12 @@ class ClusterCoordinator:
             )
         self._strategy = strategy
         self._tasks = 0
-        self._datasets = 0
+        self._numbers = itertools.count(1)  # of per-worker iterators
         self._cancelled: set[int] = set()
         self._reported: set[int] = set()
         self._iterators: dict[int, Iterator[Any]] = {}
         self._alone: dict[int, tuple[bool, Any]] | None = {} if strategy.num_replicas_in_sync == 1 else None
+        self._place = _checked_order(sys._getframe(1))  # noqa: SLF001
         if strategy.replica_id != 0:
             self._serve()
         if self._alone is None:
@@ -123,10 +152,9 @@ class ClusterCoordinator:
         self._raise_first()
         if not isinstance(args, tuple | list):
             raise ConfigError(f"args must be a tuple or list, not {type(args).__name__}: write args=(x,)")
-        told = [one.told() if isinstance(one, PerWorkerDataset) else one for one in args]
-        if any(isinstance(one, RemoteValue) for one in told):
-            raise ConfigError("a RemoteValue cannot be an argument of schedule: pass value.fetch()")
-        call = pack_object([_name_of(fn), told, dict(kwargs or {})])
+        positional = [_sendable(one) for one in args]
+        named = {key: _sendable(one) for key, one in dict(kwargs or {}).items()}
+        call = pack_object([_name_of(fn), positional, named])
         self._tasks += 1
         if self._alone is not None:
             self._alone[self._tasks] = self._called(call)
@@ -169,8 +197,7 @@ class ClusterCoordinator:
         Raises:
             ConfigError: `fn` has no importable name.
         """
-        self._datasets += 1
-        return PerWorkerDataset(self._datasets, _name_of(fn))
+        return PerWorkerDataset(_name_of(fn), self._numbers)
 
     def outcome_of(self, task: int, timeout: float | None) -> tuple[bool, Any]:
         """Wait for a task; returns whether it failed, and its result or error. Of use to this package only."""
@@ -243,11 +270,13 @@ class ClusterCoordinator:
 
     def _called(self, call: bytes) -> tuple[bool, Any]:
         """Make a call; returns whether it failed, and its result or its error."""
-        name, given, named = unpack_object(call)
+        name, positional, named = unpack_object(call)
         try:
-            arguments = [self._iterator(one) if isinstance(one, dict) and one.get("is") == _DATASET else one for one in given]
+            arguments = [self._received(one) for one in positional]
+            keywords = {key: self._received(one) for key, one in named.items()}
+            function = self._function(name)
             with self._strategy.as_one():
-                return False, _found(name)(*arguments, **named)
+                return False, function(*arguments, **keywords)
         except SyncvarError as error:
             if self._strategy.session.client.broken is not None:
                 raise
@@ -255,11 +284,70 @@ class ClusterCoordinator:
         except Exception as error:  # the function's own: rank 0 is told
             return True, error
 
-    def _iterator(self, told: dict[str, Any]) -> Iterator[Any]:
-        number = told["number"]
+    def _received(self, argument: Any) -> Any:
+        """Return an argument as the function gets it."""
+        if not isinstance(argument, dict) or argument.get("is") != _DATASET:
+            return argument
+        number = argument["number"]
         if number not in self._iterators:
-            self._iterators[number] = iter(_found(told["fn"])())
+            self._iterators[number] = iter(self._function(argument["fn"])())
         return self._iterators[number]
+
+    def _function(self, name: list[str]) -> Callable[..., Any]:
+        """Return a function by its name.
+
+        Raises:
+            MissingFunctionError: This worker does not have it.
+        """
+        try:
+            function: Callable[..., Any] = _found(name)
+        except (ImportError, AttributeError):
+            from syncvar.strategies.script_order import line_of
+
+            module, path = name
+            place = line_of(module, path.partition(".")[0])
+            raise MissingFunctionError(
+                f"{path}{f', {place},' if place else ''} does not exist on rank "
+                f"{self._strategy.here.rank}, which has run the script down to "
+                f"sv.ClusterCoordinator, {self._place}. {_REMEDY}"
+            ) from None
+        return function
+
+
+class MissingFunctionError(UsageError):
+    """A worker does not have a function that it was to call."""
+
+
+def _checked_order(frame: FrameType) -> str:
+    """Return where the script has arrived: "train.py line 7".
+
+    Raises:
+        UsageError: It binds below this line what its scheduled functions need.
+    """
+    from syncvar.strategies.script_order import RunningModule, late_names, running_modules
+
+    modules = running_modules(frame)
+    for module in modules:
+        if late := late_names(module):
+            names = "; ".join(str(one) for one in late)
+            raise UsageError(
+                f"{PurePath(module.file).name} makes sv.ClusterCoordinator in line {module.line}, "
+                f"above what its scheduled functions need: {names}. The other workers run the "
+                f"script down to this line, and nothing below it. {_REMEDY}"
+            )
+    here = modules[0] if modules else RunningModule(frame.f_code.co_filename, frame.f_lineno, "")
+    return f"{PurePath(here.file).name} line {here.line}"
+
+
+def _sendable(argument: Any) -> Any:
+    """Return what travels of an argument.
+
+    Raises:
+        ConfigError: It is a RemoteValue.
+    """
+    if isinstance(argument, RemoteValue):
+        raise ConfigError("a RemoteValue cannot be an argument of schedule: pass value.fetch()")
+    return argument._sent if isinstance(argument, PerWorkerDataset) else argument  # noqa: SLF001
 
 
 def _name_of(fn: Any) -> list[str]:
@@ -292,6 +380,8 @@ def _found(name: list[str]) -> Any:
 def _packed(value: Any, *, failed: bool) -> tuple[bool, bytes]:
     """Return whether a function has failed, and its packed result or error; a result that cannot travel is an error."""
     if failed:
+        if isinstance(value, MissingFunctionError):
+            return True, pack_object([pack_exception(UsageError(str(value))), ""])
         where = "".join(traceback.format_exception(value))
         return True, pack_object([pack_exception(value), where])
     try:

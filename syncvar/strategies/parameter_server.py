@@ -177,11 +177,15 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         if _foreign:
             raise unexpected(type(self), _foreign)
-        if variable_partitioner is not None and not callable(variable_partitioner):
-            raise ConfigError(
-                f"variable_partitioner must be a partitioner or None, not {variable_partitioner!r:.80}: write "
-                f"sv.partitioners.FixedShards(2)"
-            )
+        if variable_partitioner is not None:
+            from syncvar.foreign_names import object_hint
+
+            hint = object_hint(variable_partitioner)
+            if hint or not callable(variable_partitioner):
+                raise ConfigError(
+                    "variable_partitioner must be a partitioner or None, not "
+                    f"{variable_partitioner!r:.80}{hint or ': write sv.partitioners.FixedShards(2)'}"
+                )
         self._partitioner = variable_partitioner
         self.staleness = self.checked_staleness(staleness)
         self.timeout = None if timeout is None else checked_timeout(timeout)

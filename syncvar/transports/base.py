@@ -102,7 +102,13 @@ class Transport(Protocol):
 
 
 class Control(Protocol):
-    """The channel to the launcher."""
+    """The channel to who keeps the roll.
+
+    Attributes:
+        keeper: The rank whose process keeps the roll; None for the launcher.
+    """
+
+    keeper: int | None
 
     def send(self, data: bytes) -> None:
         """Send a control message; never blocks."""

@@ -14,6 +14,8 @@ from syncvar.transports.sockets import (
     ask_for_signs_of_life,
     close_monitor,
     events_of,
+    limit_frames,
+    milliseconds,
     monitor_of,
     set_family,
     why_closed,
@@ -28,7 +30,6 @@ __all__ = ["ZeromqControl", "control_identity", "parse_control_identity"]
 
 _IDENTITY = struct.Struct("<cI8s")
 _POLLIN = int(zmq.POLLIN)  # to combine flags of pyzmq takes a microsecond
-_HANDSHAKE_MS = 10_000
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _REFUSALS_MAX = 5
 
@@ -59,6 +60,7 @@ class ZeromqControl:
         kind: Of the channel, as `control_identity` has it.
 
     Attributes:
+        keeper: As above.
         monitor: Tells of the channel's end; None where a launcher listens.
     """
 
@@ -75,11 +77,11 @@ class ZeromqControl:
         self.socket: Any = context.socket(zmq.DEALER)
         self.monitor: Any = None
         self._config = config
-        self._keeper = keeper
+        self.keeper = keeper
         self._is_up = self._is_lost = self._has_told = False
         self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank, kind))
-        self.socket.setsockopt(zmq.MAXMSGSIZE, CONTROL_NBYTES_MAX)
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        limit_frames(self.socket, CONTROL_NBYTES_MAX)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.rendezvous_timeout_s))
         self.socket.setsockopt(zmq.LINGER, 0)
         if endpoint.startswith("tcp://"):
             set_family(self.socket, endpoint)
@@ -125,7 +127,7 @@ class ZeromqControl:
         if self._is_lost and not self._has_told:
             self._has_told = True
             return {
-                "kind": "abort", "rank": self._keeper, "host": "", "kind_of_break": "lost", "reason": why_closed(self._config),
+                "kind": "abort", "rank": self.keeper, "host": "", "kind_of_break": "lost", "reason": why_closed(self._config),
                 "group": -1, "call": -1, "missing": [],
             }  # fmt: skip
         return None

@@ -287,6 +287,7 @@ class MemoryControl:
     def __init__(self, network: MemoryNetwork, rank: int) -> None:
         self._network = network
         self._rank = rank
+        self.keeper: int | None = None
         with network.lock:
             network.control[rank].clear()
 

@@ -29,6 +29,7 @@ from syncvar.transports.sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
     job_nonce,
+    limit_frames,
     milliseconds,
     set_family,
     why_closed,
@@ -274,8 +275,8 @@ class ZeromqTransport:
         socket.set_hwm(0)  # bytes are bounded by credit above; messages need no second bound
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        socket.setsockopt(zmq.MAXMSGSIZE, config.segment_bytes + 4096)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
+        limit_frames(socket, config.segment_bytes)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.link_opening_s))
         # Signs of life tell of partitions and hosts that are gone. Within a host there are none of these: the system
         # closes the connections of a process that ends, and the agent sees one that is stopped.
         if address.startswith("tcp://"):
@@ -398,8 +399,8 @@ class ZeromqTransport:
                 if link.has_said_goodbye():
                     self._departed.add(peer)
                 self._closing.setdefault(peer, now + _OTHER_HALF_S)
-            elif not link.is_connected and now - link.opened > self._config.handshake_timeout_s:
-                self._lose(peer, f"no connection within {self._config.handshake_timeout_s:g} s")
+            elif not link.is_connected and now - link.opened > self._config.link_opening_s:
+                self._lose(peer, f"no connection within {self._config.link_opening_s:g} s")
 
     def _judge_closing(self) -> None:
         # The ROUTER was empty after the disconnection was seen: all that had arrived, goodbyes too, has been taken.

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from syncvar.errors import ConfigError
+from syncvar.private_files import REQUESTED
+from syncvar.requested_files import AUTO_LOG, LostFile, report_lost_file, why_unwritten
 
 __all__ = ["Change", "Point", "append", "read"]
 
@@ -43,7 +45,7 @@ class Change(NamedTuple):
     why: str
 
 
-def append(path: str, strategy: int, changes: list[Change], *, begins: bool) -> None:
+def append(path: str, strategy: int, changes: list[Change], *, begins: bool) -> bool:
     """Write changes to a file.
 
     Args:
@@ -52,8 +54,8 @@ def append(path: str, strategy: int, changes: list[Change], *, begins: bool) -> 
         changes: In order.
         begins: This is the first time in this job.
 
-    Raises:
-        ConfigError: It cannot be written.
+    Returns:
+        Whether the file has them. If not, `report_lost_file` has got its name.
     """
     key = f"{strategy:016x}"
     lines: list[dict[str, Any]] = [{"strategy": key, "begins": True}] if begins else []
@@ -65,10 +67,10 @@ def append(path: str, strategy: int, changes: list[Change], *, begins: bool) -> 
         for one in changes
     ]  # fmt: skip
     if not lines:
-        return
+        return True
     text = "".join(json.dumps(line) + "\n" for line in lines)
     try:  # one write to the end of the file, since several groups may have the same
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, REQUESTED)
         try:
             rest = text.encode()
             while rest:  # a disk that fills up takes a part, and raises the error for the next one
@@ -76,7 +78,9 @@ def append(path: str, strategy: int, changes: list[Change], *, begins: bool) -> 
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise ConfigError(f"auto_log={path!r} cannot be written: {error.strerror}. Name a file in a folder that exists") from error
+        report_lost_file(LostFile(path, AUTO_LOG, why_unwritten(error)))
+        return False
+    return True
 
 
 def read(path: str, strategy: int) -> list[tuple[str, int, str, str, str]]:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from syncvar.choices import word_of
 from syncvar.config import nearest
 from syncvar.errors import ConfigError, NoAggregation, UsageError
 
@@ -346,7 +347,7 @@ def resolve(synchronization: VariableSynchronization) -> tuple[VariableSynchroni
 
 
 def as_member(kind: type[_E], given: Any, what: str) -> _E:
-    """Return a member of an enumeration, given as a member or as its name in any case.
+    """Return a member of an enumeration, given as its name or as that member of another one.
 
     Raises:
         ConfigError: It is neither.
@@ -357,9 +358,9 @@ def as_member(kind: type[_E], given: Any, what: str) -> _E:
     """
     if isinstance(given, kind):
         return given
-    if isinstance(given, str) and given.upper() in kind.__members__:
-        return kind[given.upper()]
     names = list(kind.__members__)
+    if (word := word_of(given, names)) is not None:
+        return kind[word]
     hint = nearest(given.upper(), names) if isinstance(given, str) else ""
     if "MEAN" in names and not hint:  # of ops, for which others have words of their own
         from syncvar.foreign_names import op_hint, op_of

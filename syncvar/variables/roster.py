@@ -28,6 +28,7 @@ from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.sync_points import gather_objects
 from syncvar.errors import MismatchError
 from syncvar.kernel import Watch
+from syncvar.requested_files import AUTO_LOG, check_file
 from syncvar.variables.checker import compare
 from syncvar.variables.decisions import Change, Point, append, read
 from syncvar.variables.pace import COSTS, Bar, Window, choose, period
@@ -122,6 +123,9 @@ class Roster(Watch):
         self._config = owner.context.config
         self._replay: dict[Point, list[tuple[str, str]]] | None = None
         self._has_begun = False
+        self._logs = bool(self._config.auto_log) and owner.communicator.member_rank == 0
+        if self._logs:
+            check_file(self._config.auto_log, AUTO_LOG)
 
     @property
     def owner(self) -> Owner:
@@ -444,8 +448,8 @@ class Roster(Watch):
         if communicator.member_rank == 0:
             for one in changes:
                 _log.info("AUTO, %s %d: variable %r %s -> %s: %s", point.at, point.step, one.variable, one.before, one.after, one.why)
-            if self._config.auto_log:
-                append(self._config.auto_log, communicator.identity, changes, begins=not self._has_begun)
+            if self._logs:  # a file with a hole would mislead whoever replays it
+                self._logs = append(self._config.auto_log, communicator.identity, changes, begins=not self._has_begun)
                 self._has_begun = True
 
     def _follow(self, point: Point) -> None:

@@ -34,7 +34,9 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
         ConfigError: It cannot be an array, its dtype cannot be communicated, or it is a masked array.
     """
     if type(value) is not np.ndarray:
-        if value is None or isinstance(value, str | bytes | dict | set):
+        if value is None:
+            raise ConfigError(f"{what} must be an array or a number, not None: {_NOTHING_TO_BRING}")
+        if isinstance(value, str | bytes | dict | set):
             raise ConfigError(f"{what} must be an array or a number, not {value!r}"[:300])
         if type(value) is Untaken:
             raise ConfigError(f"{what} {value.reason}")
@@ -54,6 +56,11 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
     return np.asarray(value)
 
 
+_NOTHING_TO_BRING = (
+    "write np.zeros(shape) where a rank has nothing to bring. Where the gradient of a parameter of "
+    "PyTorch is None, write p.grad = torch.zeros_like(p), or leave out the parameters whose "
+    "p.requires_grad is False, on all ranks"
+)
 _UNTRAVELLED = {
     "c": "x.astype('complex128'), for instance",
     "U": "texts travel as objects, sv.broadcast_object(x.tolist()) for instance",
@@ -86,6 +93,9 @@ def _untravelled(array: NDArray[Any], what: str) -> str:
     if array.dtype.kind != "O":
         remedy = _UNTRAVELLED.get(array.dtype.kind, "x.astype('float64'), for instance")
         return f"{what}: dtype {array.dtype} cannot be communicated; use one of {', '.join(DTYPE_NAMES)}: {remedy}"
+    if array.ndim == 0 and hasattr(array.item(), "__iter__"):
+        kind = type(array.item()).__name__
+        return f"{what} is a {kind}, and no array: pass a list of arrays, list(x)"
     for item in array.flat:
         if not isinstance(item, NUMBERS):
             return f"{what} holds {reprlib.repr(item)} of type {type(item).__name__}, which is no number: pass np.zeros(shape), or other numbers"

@@ -9,10 +9,10 @@ import msgpack
 
 from syncvar.errors import WireError
 from syncvar.wire.likeness import check_about
+from syncvar.wire.limits import CONTROL_NBYTES_MAX
 
-__all__ = ["CONTROL_NBYTES_MAX", "Message", "pack_message", "parse_message"]
+__all__ = ["Message", "pack_message", "parse_message"]
 
-CONTROL_NBYTES_MAX = 1 << 20
 _DEPTH_MAX = 8
 _ITEMS_MAX = 4096
 _TEXT_MAX = 65536

@@ -31,17 +31,25 @@ class Tell(NamedTuple):
 
 
 class Say(NamedTuple):
-    """Show a sentence to the user; `is_stall`: somebody waits for others for long."""
+    """Show a sentence to the user.
+
+    Args:
+        text: The sentence.
+        is_stall: Somebody waits for others for long.
+        absent: The ranks that others wait for, where they have not joined.
+    """
 
     text: str
     is_stall: bool = False
+    absent: tuple[int, ...] = ()
 
 
 class Fail(NamedTuple):
-    """The job cannot come together."""
+    """The job cannot come together; `absent` are the ranks that have not joined."""
 
     error: str
     reason: str
+    absent: tuple[int, ...] = ()
 
 
 class Mute(NamedTuple):
@@ -196,7 +204,7 @@ class Coordinator:
         for roll in (self.roll, self.next_roll):
             sentence, failure = roll.tick(now)
             if sentence:
-                actions.append(Say(sentence))
+                actions.append(Say(sentence, absent=tuple(roll.missing())))
             if failure:
                 actions += self._rendezvous_failed(roll, failure)
         if self._reports:
@@ -299,7 +307,7 @@ class Coordinator:
 
     def _rendezvous_failed(self, roll: RollCall, reason: str) -> list[Action]:
         data = pack_message("refused", error="RendezvousError", reason=reason, missing=roll.missing())
-        return [Fail("RendezvousError", reason), *(Tell(rank, data) for rank in sorted(roll.members))]
+        return [Fail("RendezvousError", reason, tuple(roll.missing())), *(Tell(rank, data) for rank in sorted(roll.members))]
 
     def _abort(self, rank: int, reason: str) -> list[Action]:
         return self._tell_others(rank, self._lost_data(rank, reason))

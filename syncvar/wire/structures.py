@@ -237,11 +237,13 @@ def _places(value: Any, place: str) -> Iterator[str]:
 
 
 def describe(structure: Structure, length_max: int = 120) -> str:
-    """Return a structure in words, with a star for each leaf.
+    """Return a structure in words.
 
     Example:
         >>> describe(flatten({"b": 1.0, "a": [{"c": 2.0}]})[0])
-        '{a: [{c: *}], b: *}'
+        '{a: [{c: array}], b: array}'
+        >>> describe(flatten({"layers": [np.ones(2)] * 8})[0])
+        '{layers: [8 arrays]}'
     """
     text = _describe(structure)
     return text if len(text) <= length_max else text[: length_max - 2] + " …"
@@ -251,12 +253,14 @@ def _describe(structure: Structure) -> str:
     kind, keys, children = structure
     items = [_describe(child) for child in children]
     if kind == "leaf":
-        return "*"
+        return "array"
     if kind == "dict":
         return "{" + ", ".join(f"{key}: {item}" for key, item in zip(keys, items, strict=True)) + "}"
     if kind == "dataclass":
         return f"{keys[0]}({', '.join(f'{key}={item}' for key, item in zip(keys[1:], items, strict=True))})"
-    return f"[{', '.join(items)}]" if kind == "list" else f"({', '.join(items)})"
+    are_arrays = len(items) > 2 and set(items) == {"array"}
+    inside = f"{len(items)} arrays" if are_arrays else ", ".join(items)
+    return f"[{inside}]" if kind == "list" else f"({inside})"
 
 
 def holds_dataclass(structure: Structure) -> bool:

@@ -334,6 +334,24 @@ def test_a_refused_increment_leaves_the_decision_points_where_they_are(ranks):
 # -- the record -------------------------------------------------------------------------------------------------------
 
 
+def test_a_log_on_a_full_disk_is_named_once_and_the_run_goes_on(ranks, capsys):
+    def fn():
+        strategy = sv.MirroredStrategy()
+        v = made(strategy, np.zeros(2), name="v")
+        return [after for _, _, after, _ in phases(strategy, v, np.ones(2), (20, 20, 20))]
+
+    first, second = ranks(2, fn, config=RuntimeConfig(auto_log="/dev/full"))
+    assert first == second == ["deferred", "eager", "deferred"]
+    said = capsys.readouterr().err
+    assert said.count("cannot write /dev/full of SYNCVAR_AUTO_LOG: No space left on device") == 1
+
+
+def test_a_log_that_cannot_be_written_is_an_error_before_the_first_run(ranks, tmp_path):
+    config = RuntimeConfig(auto_log=str(tmp_path / "missing" / "file"))
+    with pytest.raises(sv.ConfigError, match="of SYNCVAR_AUTO_LOG: No such file or directory; make the folder"):
+        ranks(2, lambda: made(sv.MirroredStrategy(), np.zeros(2), name="v"), config=config)
+
+
 def test_decisions_are_logged_and_a_run_can_be_replayed(ranks, tmp_path, caplog):
     path = tmp_path / "auto.jsonl"
 

@@ -635,6 +635,70 @@ def test_a_manager_keeps_the_latest_and_the_best(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step-0000000001", "step-0000000003", "step-0000000010"], "the lock is given back"
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_return_to_lower_steps_keeps_the_latest_saves(tmp_path, caplog, is_async):
+    def fn():
+        v = sv.Variable(0.0, name="v")
+
+        def save(manager, step):
+            v.assign(float(step))
+            path = manager.save(step, async_op=is_async)
+            return path.wait() if is_async else path
+
+        with sv.CheckpointManager(sv.Checkpoint(v=v), tmp_path, keep=2) as manager:
+            seen = [manager.checkpoints for step in (90, 100, 50, 51, 100) if save(manager, step)]
+            sv.barrier()
+        with sv.CheckpointManager(sv.Checkpoint(v=v), tmp_path, keep=2) as manager:
+            v.assign(0.0)
+            assert manager.restore_latest() == manager.latest
+            restored = float(v)
+            save(manager, 7)
+            sv.barrier()
+            assert manager.latest.endswith("7")
+        with sv.CheckpointManager(sv.Checkpoint(v=v), tmp_path, keep=2) as manager:
+            assert manager.save().endswith("8"), "one more than the latest save"
+        return seen, restored
+
+    for seen, restored in world(2, fn):
+        names = [[int(path[-3:]) for path in paths] for paths in seen]
+        # One rank may look when rank 0 has not yet removed.
+        assert [name[-2:] for name in names] == [[90], [90, 100], [100, 50], [50, 51], [51, 100]]
+        assert restored == 100.0
+    assert sorted(os.listdir(tmp_path)) == ["step-0000000007", "step-0000000008"]
+    warned = [line for line in caplog.messages if "Checkpoints go by the order of saving" in line]
+    assert len(warned) == 3, "once for each manager, on rank 0"
+    assert warned[0].startswith(f"step 50 is saved in {tmp_path}, which has step 100 already")
+
+
+def test_times_of_files_play_no_part_in_the_order_of_saving(tmp_path):
+    with sv.CheckpointManager(sv.Checkpoint(n=0), tmp_path) as manager:
+        paths = [manager.save(step) for step in (3, 2, 1)]
+        for days, path in enumerate(paths):
+            os.utime(os.path.join(path, "manifest.json"), (86400 * (9 - days),) * 2)
+            os.utime(path, (86400 * (9 - days),) * 2)
+        assert manager.checkpoints == paths
+
+
+def test_checkpoints_of_earlier_versions_keep_the_order_of_steps_and_come_first(tmp_path):
+    for step in (30, 10, 20):
+        sv.Checkpoint(n=step).save(tmp_path / f"step-{step:010d}")
+    checkpoint = sv.Checkpoint(n=0)
+    with sv.CheckpointManager(checkpoint, tmp_path, keep=3) as manager:
+        assert [int(path[-2:]) for path in manager.checkpoints] == [10, 20, 30]
+        assert manager.restore_latest().endswith("30")
+        assert checkpoint.n == 30
+        manager.save(15)
+        assert [int(path[-2:]) for path in manager.checkpoints] == [20, 30, 15]
+
+
+def test_a_save_without_a_step_counts_one_that_is_being_written(tmp_path):
+    with sv.CheckpointManager(sv.Checkpoint(n=0), tmp_path) as manager:
+        for _ in range(3):
+            manager.save(async_op=True)
+        manager.restore_latest()
+        assert [int(path[-2:]) for path in manager.checkpoints] == [0, 1, 2]
+
+
 def test_a_manager_saves_beside_the_program(tmp_path):
     with sv.CheckpointManager(sv.Checkpoint(n=0), tmp_path, keep=1) as manager:
         first = manager.save(0, async_op=True)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -285,6 +286,73 @@ def test_damage_is_seen_on_every_rank_and_nothing_is_restored(tmp_path, what):
     assert all(isinstance(error, sv.CheckpointError) for error in errors), errors
     if what != "a bit of the manifest":
         assert all(isinstance(error, sv.Corrupt) and error.expected != error.actual for error in errors), errors
+
+
+def newer_version(path):
+    from syncvar.checkpoint.manifest import digest_of
+
+    body = json.loads((path / "manifest.json").read_text()) | {"version": 2}
+    del body["digest"]
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    (path / "manifest.json").write_text(json.dumps(body | {"digest": digest_of(canonical)}))
+
+
+# What is done to a checkpoint, and what the warning says. Bits within values are seen by restore only.
+NOT_WHOLE = {
+    "cut": (lambda path: os.truncate(path / "manifest.json", 100), "the manifest is no JSON"),
+    "empty": (lambda path: os.truncate(path / "manifest.json", 0), "the manifest is no JSON"),
+    "a bit": (lambda path: flip(path / "manifest.json", -3), ""),
+    "newer": (newer_version, "the manifest has version 2; this syncvar reads version 1"),
+    "missing": (lambda path: (path / shards(path)[1]).unlink(), "has no ordinary file shard-"),
+    "short": (lambda path: os.truncate(path / shards(path)[0], 50), "has 50 bytes instead of"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_WHOLE)
+def test_restore_latest_takes_the_one_before_those_that_are_damaged(tmp_path, caplog, what):
+    damage, words = NOT_WHOLE[what]
+
+    def fn():
+        v = sv.Variable(np.zeros(100), name="v", aggregation="MEAN")
+        with sv.CheckpointManager(sv.Checkpoint(v=v), tmp_path, keep=3) as manager:
+            for step in (5, 8, 6, 7):
+                v.assign(np.full(100, float(step)))
+                manager.save(step)
+            sv.barrier()
+            if sv.rank() == 0:
+                for path in manager.checkpoints[1:]:
+                    damage(pathlib.Path(path))
+            sv.barrier()
+            found = manager.restore_latest(), manager.latest, float(v.numpy()[0])
+            refusal = failure(manager._checkpoint.restore, tmp_path / "step-0000000007")
+            manager.save(9)
+            sv.barrier()
+            return found, str(refusal), [int(path[-1]) for path in manager.checkpoints]
+
+    folders = [str(tmp_path / f"step-000000000{step}") for step in (8, 6, 7)]
+    for found, refusal, kept in world(2, fn):
+        assert found == (folders[0], folders[0], 8.0)
+        assert folders[2] in refusal, "restore(path) names the folder"
+        assert sorted(kept) == [6, 7, 8, 9], "the damaged ones do not count"
+    warnings = [line for line in caplog.messages if "passes over one that is damaged" in line]
+    assert len(warnings) == 2, "rank 0 warns of each"
+    for folder in folders[1:]:
+        assert any(folder in line.split(": ", 1)[1] and words in line for line in warnings), warnings
+
+
+def test_a_directory_of_damaged_checkpoints_is_not_an_empty_one(tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"step-000000000{step}").mkdir()
+        (tmp_path / f"step-000000000{step}" / "manifest.json").write_text("{")
+
+    def fn():
+        manager = sv.CheckpointManager(sv.Checkpoint(v=sv.Variable(0.0, name="v")), tmp_path)
+        return [failure(manager.restore_latest), manager.latest, len(manager.checkpoints)]
+
+    for error, latest, count in world(2, fn):
+        assert f"{tmp_path} has no checkpoint that can be restored" in str(error)
+        assert all(f"step-000000000{step} cannot be read" in str(error) for step in (1, 2))
+        assert (latest, count) == (None, 2)
 
 
 @pytest.mark.parametrize("at", range(12))

@@ -292,6 +292,27 @@ def _one_checkpoint(directory):
         manager.save(1)
 
 
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_all_workers_take_the_checkpoint_before_a_damaged_one_or_learn_that_there_is_none(tmp_path, damaged):
+    def program(restores):
+        _, _, _, _, checkpoint = begun(staleness=None)
+        manager = sv.CheckpointManager(checkpoint, tmp_path)
+        if restores:
+            error = caught(manager.restore_latest)
+            return checkpoint.epoch, str(error)
+        for checkpoint.epoch in (1, 2):
+            manager.save(checkpoint.epoch)
+        manager.close()
+        return None
+
+    workers(1, program, False)
+    for step in (2, 1)[:damaged]:
+        (tmp_path / f"step-000000000{step}" / "manifest.json").write_text("{")
+    for epoch, error in workers(2, program, True):
+        assert epoch == 2 - damaged
+        assert ("has no checkpoint that can be restored" in error) == (damaged == 2), error
+
+
 def test_variables_on_servers_beside_copies_of_workers(tmp_path):
     def program(restores):
         strategy = sv.ParameterServerStrategy(staleness=None)

@@ -53,5 +53,5 @@ def test_the_last_line(capsys):
 
 def test_a_missing_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r"pip install 'syncvar\[examples\]'"):
+    with pytest.raises(ImportError, match=r"pip install scikit-learn"):
         evaluate.load()

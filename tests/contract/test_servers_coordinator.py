@@ -112,6 +112,27 @@ def test_functions_run_and_errors_are_told_once(workers):
     job(workers, program)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_iter_of_a_per_worker_dataset_begins_anew_on_each_worker(workers):
+    def program(coordinator, _local):
+        dataset = coordinator.create_per_worker_dataset(rows)
+        for _ in range(2):
+            iterator = iter(dataset)
+            assert iter(iterator) is iterator
+            values = [coordinator.schedule(take, args=(iterator,)) for _ in range(6)]
+            values += [coordinator.schedule(take, kwargs={"rows": iterator}) for _ in range(6)]
+            taken = coordinator.fetch(values)
+            assert min(taken) == 0
+            assert max(taken) >= 12 / workers - 1
+            assert len(set(taken)) >= 12 / max(1, workers - 1)
+        with pytest.raises(sv.UsageError, match=r"schedule\(fn, args=\(iterator,\)\)"):
+            next(iterator)
+        with pytest.raises(sv.ConfigError, match="RemoteValue"):
+            coordinator.schedule(take, kwargs={"rows": values[0]})
+
+    job(workers, program)
+
+
 def test_the_function_of_a_lost_worker_is_run_by_another_one():
     seen.update(calls=[], begun=threading.Event(), may_go_on=threading.Event())
 

@@ -69,5 +69,5 @@ def test_each_shard_of_digits_has_one_worker(workers):
 
 def test_digits_without_scikit_learn_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r"pip install 'syncvar\[examples\]'"):
+    with pytest.raises(ImportError, match=r"pip install scikit-learn"):
         digits.load()

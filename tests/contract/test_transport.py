@@ -321,7 +321,7 @@ def test_a_killed_peer_is_lost_within_a_second_and_after_its_frames(scheme):
 
 
 def test_a_peer_that_is_not_there_is_lost_after_the_handshake_timeout():
-    config = RuntimeConfig(handshake_timeout_s=0.3)
+    config = RuntimeConfig(handshake_timeout_s=0.3, lost_after_s=0.1, heartbeat_interval_s=0.05)
     with tcp(2, GENERATION, config=config) as world:
         world[0].open({1: "tcp://127.0.0.1:1"}, GENERATION)
         world[0].send(1, *frame(b"abc", source=0)[:1])

@@ -108,7 +108,7 @@ def test_all_hosts_that_cannot_be_used_are_told_at_once_and_nothing_is_started(h
     ("options", "words"),
     [
         (("--remote-python", "/no/python"), "there is no /no/python there; give python=PATH"),
-        pytest.param(("--remote-python", "/usr/bin/python3"), "syncvar is not installed for /usr/bin/python3 there; /usr/bin/python3 -m pip install", marks=pytest.mark.slow),
+        pytest.param(("--remote-python", "/usr/bin/python3"), "syncvar is not installed for /usr/bin/python3 there; install syncvar", marks=pytest.mark.slow),
         pytest.param(("--workers", "9"), "9 workers have no place: the hosts have 2 slots", marks=pytest.mark.slow),
         pytest.param(("--cores-per-worker", "999"), "1 worker with 999 cores each need 999 cores, but this host lets us use", marks=pytest.mark.slow),
         pytest.param(("--iface", "wlan7"), "is not reached by all others: it has no address", marks=pytest.mark.slow),

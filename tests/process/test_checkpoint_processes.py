@@ -99,13 +99,43 @@ def test_killed_in_the_middle_of_a_save_and_resumed_the_weights_are_the_same_to_
     assert sorted(os.listdir(folder)) == ["step-0000000009", "step-0000000011"]
 
 
+DAMAGED = """
+    import os, sys
+    import numpy as np
+    import probe, syncvar as sv
+
+    w = sv.Variable(np.zeros(4), name="w", aggregation="MEAN")
+    with sv.CheckpointManager(sv.Checkpoint(w=w), sys.argv[1]) as manager:
+        path = manager.restore_latest()
+        probe.note("restored", path=path, value=float(w.numpy()[0]))
+        if path is None:
+            for step in (1, 2):
+                w.assign(np.full(4, float(step)))
+                manager.save(step)
+            sv.barrier()
+            if sv.rank() == 0:
+                os.truncate(os.path.join(manager.latest, "manifest.json"), 10)
+                sys.exit(3)
+            sv.barrier()
+"""
+
+
+def test_a_restart_goes_on_from_the_checkpoint_before_a_damaged_one(launch, tmp_path):
+    job = launch(DAMAGED, arguments=[str(tmp_path)], options=["--max-restarts", "1"])
+    assert job.wait() == 0, job
+    again = [event for event in job.events("restored") if event["path"] is not None]
+    assert [(event["path"][-1], event["value"]) for event in again] == [("1", 1.0)] * 2
+    assert f"{tmp_path}/step-0000000002 cannot be read: the manifest is no JSON" in job.err
+
+
 PREEMPTED = """
     import sys, time
     import numpy as np
     import probe, syncvar as sv
 
     w = sv.Variable(np.zeros(4), name="w", aggregation="SUM")
-    with sv.CheckpointManager(sv.Checkpoint(w=w), sys.argv[1], on_preemption=True) as manager:
+    with sv.CheckpointManager(sv.Checkpoint(w=w), sys.argv[1], keep=1, on_preemption=True) as manager:
+        manager.save(10_000)  # a later step of a run before
         for step in range(10_000):
             w.assign(np.full(4, float(step)) / sv.world_size())
             if step == 3:
@@ -126,6 +156,7 @@ def test_sigterm_to_one_rank_is_a_notice_and_all_save_the_same_step_and_exit_75(
     assert set(stops) == {0, 1, 2}, job
     assert len(set(stops.values())) == 1
     assert os.listdir(tmp_path / "c") == [f"step-{stops[0]:010d}"], "and nothing else, the lock neither"
+    assert f"step-{stops[0]:010d} has all that is needed to go on" in job.err
 
 
 @pytest.mark.slow  # by default test_restarts.py tells the launcher to end, lets the ranks save and goes on

@@ -183,6 +183,8 @@ def test_f14_second_interrupt_kills_at_once(launch, phase):
     job.await_events("writing" if phase == "K" else "ready", 2)
     job.send(signal.SIGINT)
     job.await_events("ignored", 2)
+    said = "syncvar: ending the ranks, up to 2 s; Ctrl-C again kills them\n"
+    await_true(lambda: said in job.err, what="what the launcher says at once")
     assert job.process.poll() is None
     sent = job.send(signal.SIGINT)
     assert job.wait() == 130, str(job)
@@ -195,6 +197,7 @@ def test_f14_without_a_second_interrupt_the_grace_ends_it(launch):
     sent = job.send(signal.SIGTERM)
     assert job.wait() == 143, str(job)
     assert job.ended - sent > 1.9, str(job)
+    assert "syncvar: SIGTERM came: ending the ranks, up to 2 s; a second signal kills them\n" in job.err, str(job)
     check_bound("F13-ignored SIGTERM", job.ended - sent, 3.0)
 
 

@@ -180,6 +180,18 @@ def test_log_files(launch, tmp_path):
     assert (tmp_path / "logs" / "rank-1.err").read_text() == "err of 1\n"
 
 
+def test_log_files_of_an_earlier_job_are_not_left_beside_those_of_this_one(launch, tmp_path):
+    earlier = ("rank-0.out", "rank-2.out", "rank-12.err", "server-0.err", "flight-rank2.json")
+    others = ("notes.txt", "rank-2.out.gz", "rank-02.out", "server-0.log")
+    for name in (*earlier, *others):
+        (tmp_path / name).write_text("of an earlier job")
+    job = launch(WRITE, workers=2, options=["--log-dir", str(tmp_path), "--output", "none"])
+    assert job.wait() == 0, str(job)
+    own = ("rank-0.err", "rank-0.out", "rank-1.err", "rank-1.out")
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {*own, *others}
+    assert "earlier" not in (tmp_path / "rank-0.out").read_text(errors="replace")
+
+
 def test_timestamps(launch):
     job = launch(WRITE, workers=1, options=["--timestamps"])
     assert job.wait() == 0, str(job)

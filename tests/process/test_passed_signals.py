@@ -1,9 +1,10 @@
 """Signals to the launcher that belong to the program: they reach all ranks of all hosts, and what these have started."""
 
+import re
 import signal
 
 import pytest
-from launching import await_true
+from launching import await_true, line_of
 
 SCRIPT = """
 import os, signal, subprocess, sys
@@ -43,14 +44,39 @@ def test_signals_reach_all_ranks_and_their_children(launch, start, options):
     assert "syncvar: SIGUSR1 passed on to all ranks" in job.err
 
 
-def test_a_signal_that_nobody_handles_ends_the_job(launch):
-    script = "import probe\nprobe.note('ready')\nprobe.gate('never', 60)\n"
-    job = launch(script)
-    job.await_events("ready", 2)
+UNHANDLED = """
+import signal, subprocess, sys
+import probe, syncvar as sv
+
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+if probe.RANK == 2:
+    signal.signal(signal.SIGUSR1, lambda *_: probe.note("got"))
+sv.barrier()
+probe.note("ready")
+if probe.RANK == 1:
+    probe.gate("go")
+sv.all_reduce(1)  # the others wait here
+assert child.poll() is None
+child.kill()
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("-H", "localhost:3")], ids=["here", "agent"])
+def test_a_signal_that_a_rank_does_not_expect_is_not_passed_on_to_it(launch, options):
+    job = launch(UNHANDLED, workers=3, options=options, env={"SYNCVAR_STALL_WARNING_S": "0.5"})
+    job.await_events("ready", 3)
+    await_true(lambda: " since " in job.err, what="rank 0 waits")
     job.send(signal.SIGUSR1)
-    assert job.wait() == 128 + signal.SIGUSR1, str(job)
-    assert "was killed by signal 10 (SIGUSR1)" in job.report, str(job)
-    assert "passed on to all ranks, and the script has no handler for it" in job.report, str(job)
+    job.await_events("got", rank=2)
+    await_true(lambda: "syncvar: `syncvar stacks" in job.err, what="what the launcher says")
+    title = "syncvar: SIGUSR1 would end ranks 0, 1, which have no handler for it: they do not get it. What they do:\n"
+    places = job.report.split(title)[1].split("\n")
+    waits = f"at script.py:{line_of(UNHANDLED, '# the others wait here')}"
+    assert re.fullmatch(rf"  rank 0: waiting in all_reduce.* {waits}.*", places[0]), str(job)
+    assert places[1].startswith("  rank 1: not waiting in any call"), str(job)
+    assert places[2] == f"syncvar: `syncvar stacks {job.process.pid}` shows where they are in the script", str(job)
+    job.open_gate("go")
+    assert job.wait() == 0, str(job)
 
 
 def test_signals_stay_with_the_launcher_where_none_is_passed_on(launch):

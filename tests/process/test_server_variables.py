@@ -7,7 +7,7 @@ import signal
 
 import counted
 import pytest
-from launching import await_true
+from launching import Job, await_true
 from test_servers import servers_of
 
 BITS = """
@@ -114,6 +114,60 @@ def test_functions_of_a_worker_that_is_killed_run_elsewhere(launch):
     (results,) = job.events("results")
     assert results["values"] == [k * k for k in range(40)]
     assert results["table"] == list(range(40))
+
+
+DEFINED_LATE = """
+import syncvar as sv
+
+def step(x):
+    return double(x)
+
+strategy = sv.ParameterServerStrategy(staleness=None)
+coordinator = sv.ClusterCoordinator(strategy)
+
+def double(x):
+    return 2 * x
+
+coordinator.schedule(step, args=(2,)).fetch()
+"""
+ABSENT = """
+import probe, syncvar as sv
+
+strategy = sv.ParameterServerStrategy(staleness=None)
+functions = []
+if strategy.is_chief:
+    def double(x):
+        return 2 * x
+
+    functions = [double]
+coordinator = sv.ClusterCoordinator(strategy)
+try:
+    coordinator.schedule(*functions, args=(2,)).fetch()
+except sv.UsageError as error:
+    probe.note("refused", text=str(error), notes=getattr(error, "__notes__", []))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [["job.py"], ["-m", "job"]])
+def test_a_coordinator_above_what_its_functions_need_says_what_to_move(tmp_path, target):
+    (tmp_path / "job.py").write_text(DEFINED_LATE)
+    job = Job(tmp_path, workers=2, options=["--servers", "1"], target=target)
+    assert job.wait(60) == 1, job
+    expected = (
+        "UsageError: job.py makes sv.ClusterCoordinator in line 8, above what its scheduled "
+        "functions need: double (which step uses), line 10. "
+    )
+    assert expected in job.err, job
+
+
+@pytest.mark.slow
+def test_a_function_that_a_worker_does_not_have_is_one_sentence(launch):
+    job = start(launch, ABSENT, workers=2)
+    assert job.wait(60) == 0, job
+    (event,) = job.events("refused")
+    assert event["text"].startswith("double, script.py line 7, does not exist on rank 1, which"), event
+    assert event["notes"] == []
 
 
 SAVED = """

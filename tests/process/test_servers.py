@@ -96,6 +96,8 @@ def test_a_server_that_is_lost_without_a_copy_ends_the_job_and_is_named(launch):
     assert first.startswith("syncvar: server 1 on "), job
     assert "was killed by signal 9 (SIGKILL)" in first, job
     assert "  server 0: waiting for requests" in job.report.splitlines(), job
+    tried = job.report.split("\ntry:\n")[1].splitlines()[:2]
+    assert [line.split()[1:3] for line in tried] == [["--server-replicas", "1"], ["--max-restarts", "3"]], job
     (record,) = job.folder.glob("state/**/flight-server*.json")
     told = json.loads(record.read_text())
     assert (record.name, told["rank"], told["reason"]) == ("flight-server0.json", SERVER_0, "server 1 was lost: signal 9")
@@ -186,6 +188,51 @@ def test_servers_over_hosts_are_placed_in_turns_and_reached_by_protected_links(l
         job.open_gate("on")
         assert job.wait() == 0, job
         check_sums(job)
+
+
+# Arrays of 160 kB: those of a worker's own host move through shared memory, the others over the network.
+LONG = """
+import numpy as np
+import probe, syncvar as sv
+
+COUNT, STEPS = 20_000, 6
+strategy = sv.ParameterServerStrategy(staleness=None)
+with strategy.scope():
+    variables = [sv.Variable(np.full(COUNT, 7.0 + index), name=f"v{index}") for index in range(4)]
+sv.barrier()
+for step in range(1, STEPS + 1):
+    for one in variables:
+        one.assign_add(np.full(COUNT, sv.rank() + 1.0))
+    if step == STEPS // 2:
+        probe.note("half")
+        probe.gate("on")
+    sv.barrier()
+    for index, one in enumerate(variables):
+        wanted = 7.0 + index + step * sv.world_size() * (sv.world_size() + 1) / 2
+        assert (one.read_value() == wanted).all(), (step, index, wanted, one.read_value())
+    sv.barrier()
+print("exact", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("encryption", "server"),
+    [
+        ("required", 0),
+        pytest.param("required", 1, marks=pytest.mark.slow),
+        pytest.param("control-only", 0, marks=pytest.mark.slow),
+        pytest.param("control-only", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_long_arrays_are_exact_over_hosts_when_a_server_is_killed(launch, encryption, server):
+    options = ("--fake-hosts", "2", "--server-replicas", "1", "--encryption", encryption)
+    job = start(launch, *options, script=LONG, workers=4, env=PATIENT)
+    job.await_events("half", 4)
+    os.kill(servers_of(job)[server], signal.SIGKILL)
+    job.open_gate("on")
+    assert job.wait() == 0, job
+    assert job.out.count("exact") == 4, job
+    assert f"server {server} on" in job.err, job
 
 
 @pytest.mark.slow

@@ -366,6 +366,37 @@ def test_a_killed_rank_is_told(start):
     assert SCRIPT.split("\n")[int(re.fullmatch(late, stall[2])[1]) - 1].strip().startswith(("time.sleep", "while")), stall[2]
 
 
+UNCAUGHT = """
+import os, sys
+import syncvar as sv
+if "hooked" in sys.argv:
+    sys.excepthook = lambda kind, error, trace: print("own hook:", kind.__name__, file=sys.stderr)
+sv.barrier()
+if "forks" in sys.argv and os.fork() == 0:
+    raise sv.PeerLost(0, "here", "as an example")
+if "forks" in sys.argv:
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+if sv.rank() == 1:
+    raise ValueError("planted")
+sv.barrier()
+"""
+
+
+@pytest.mark.parametrize("arguments", [(), ("hooked",)], ids=str)
+def test_an_error_of_syncvar_ends_a_process_with_the_code_of_the_table(start, arguments):
+    number = free_ports(2)
+    (lost, said), (failed, _) = start([torch(rank, 2, number) for rank in range(2)], *arguments, script=UNCAUGHT)
+    assert (lost, failed) == (70, 1)
+    assert said.count("own hook: PeerLost" if arguments else "Traceback") == 1, said
+    assert "SystemExit" not in said
+
+
+def test_a_forked_child_ends_with_the_code_of_python(start):
+    number = free_ports(2)
+    results = start([torch(rank, 2, number) for rank in range(2)], "forks", script=UNCAUGHT)
+    assert [code for code, _ in results] == [1, 1], results
+
+
 def test_a_contradiction_names_both_sources(launch):
     script = "import syncvar as sv\nsv.init()\n"
     job = launch(script, workers=2, env={"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}})})

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.checkpoint.agreement import Brought, entries_of, failure_of, lay_out, raise_failures
-from syncvar.checkpoint.manifest import Entry, Manifest, Piece, Shard, Stored, digest_of
+from syncvar.checkpoint.manifest import Entry, Label, Manifest, Piece, Shard, Stored, digest_of
 from syncvar.checkpoint.naming import checked_path, is_left_over, is_shard, shard_name, step_name, step_of
 from syncvar.checkpoint.retention import Kept, best_of, superfluous
 from syncvar.checkpoint.sharing import shares
@@ -131,7 +131,7 @@ def manifest():
     value = Stored("float32", (3,), (Piece(0, 0, 2, DIGEST), Piece(1, 2, 3, DIGEST)))
     copies = {0: Stored("int8", (), (Piece(0, 0, 1, DIGEST),)), 1: Stored("bool", (0, 4), ())}
     entries = {"w": Entry("variable", "ON_WRITE SUM", 2, value), "a/b": Entry("variable", "NONE NONE", 2, None, copies)}
-    return Manifest(IDENTITY, 2, 7, 0.5, {0: Shard(100, DIGEST), 1: Shard(90, DIGEST)}, entries)
+    return Manifest(IDENTITY, 2, Label(7, 0.5, 3), {0: Shard(100, DIGEST), 1: Shard(90, DIGEST)}, entries)
 
 
 def test_a_manifest_is_read_as_it_was_written():
@@ -175,7 +175,7 @@ def sealed(**changes):
 
 
 def test_sealed_gives_what_can_be_read():
-    assert Manifest.from_bytes(sealed(step=9)).step == 9
+    assert Manifest.from_bytes(sealed(step=9)).label.step == 9
 
 
 @pytest.mark.parametrize(
@@ -318,3 +318,22 @@ def test_the_latest_and_the_best_stay():
     assert superfluous(kept, None, "max") == []
     assert best_of(kept[2:4], "max") is None
     assert best_of([Kept(1, 0.5), Kept(2, 0.5)], "min").step == 2
+
+
+def test_retention_goes_by_the_number_of_the_save_and_a_damaged_one_does_not_count():
+    saves = [Kept(90), Kept(100), Kept(50, 0.5, 1), Kept(40, 0.9, 2), Kept(45, 0.5, 3)]
+    assert [one.step for one in superfluous(saves, 2, None)] == [90, 100, 50]
+    assert [one.step for one in superfluous(saves, 1, "max")] == [90, 100, 50]
+    assert best_of(saves, "min").step == 45
+    saves[-1] = Kept(45, None, 3, is_whole=False)
+    assert [one.step for one in superfluous(saves, 2, None)] == [90, 100]
+    assert superfluous([*saves, Kept(60, None, 4)], 1, None) == [Kept(90), Kept(100), *saves[2:]]
+
+
+def test_a_manifest_without_a_number_of_the_save_is_of_an_earlier_version():
+    body = json.loads(Manifest(IDENTITY, 1).to_bytes())
+    assert "save_number" not in body
+    assert Manifest.from_bytes(sealed()).label.number == 3
+    for wrong in (-1, "3", True, None):
+        with pytest.raises(CheckpointError):
+            Manifest.from_bytes(sealed(save_number=wrong))

@@ -75,6 +75,14 @@ def test_one_library_beside_syncvar_with_its_notes_only(library, capsys):
             assert (text in shown) is (not libraries or library in libraries)
 
 
+@pytest.mark.parametrize("library", ["horovod", "torch.distributed"])
+def test_who_comes_with_a_module_is_sent_to_its_section(library):
+    shown = coming_from_text(library)
+    assert '"A module of PyTorch" in docs/migrating.md' in shown
+    (row,) = [line for line in shown.splitlines() if "Parallel" in line or "model.named_" in line]
+    assert 'sv.all_reduce(grads, "mean", out=grads)' in row
+
+
 def test_an_unknown_library_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["coming-from", "dask"])

@@ -16,7 +16,8 @@ from syncvar.foreign_names import WORDS, explained, words_text
 from syncvar_launcher import options
 
 OURS = {
-    "sv": sv, "sv.optimizers": sv.optimizers, "sv.data": sv.data, "Optimizer": sv.optimizers.SGD, "Strategy": sv.MirroredStrategy,
+    "sv": sv, "sv.optimizers": sv.optimizers, "sv.data": sv.data, "sv.partitioners": sv.partitioners,
+    "Optimizer": sv.optimizers.SGD, "Strategy": sv.MirroredStrategy,
     "ReplicaContext": sv.ReplicaContext, "Variable": sv.Variable, "CheckpointManager": sv.CheckpointManager,
     "Dataset": sv.data.Dataset, "DistributedIterator": sv.DistributedIterator, "Work": sv.Work, "Group": sv.Group,
 }  # fmt: skip
@@ -48,7 +49,7 @@ def test_what_a_word_is_told_is_there():
             assert set(re.findall(r"(?<!\S)--[a-z-]+", word.text)) <= flags, word
 
 
-@pytest.mark.parametrize(("place", "name"), [one for one in ATTRIBUTES if one[0] in ("sv", "sv.optimizers", "sv.data")])
+@pytest.mark.parametrize(("place", "name"), [one for one in ATTRIBUTES if one[0].startswith("sv")])
 def test_a_foreign_name_of_a_module_is_explained(place, name):
     with pytest.raises(AttributeError) as raised:
         getattr(OURS[place], name)
@@ -71,6 +72,58 @@ def test_foreign_names_of_objects_are_explained(tmp_path):
     for one in objects.values():
         with pytest.raises(AttributeError, match=f"^'{type(one).__name__}' object has no attribute 'no_such_name'$"):
             one.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("name", [name for place, name in ATTRIBUTES if place == "Dataset"])
+def test_a_foreign_method_of_the_class_of_datasets_is_explained(name):
+    text = f"type object 'Dataset' has no attribute {name!r}: {explained('Dataset', name)}"
+    with pytest.raises(AttributeError, match=re.escape(text)):
+        getattr(sv.data.Dataset, name)
+    with pytest.raises(AttributeError, match=r"^type object 'Dataset' has no attribute 'wobble'$"):
+        sv.data.Dataset.wobble  # noqa: B018
+
+
+@pytest.mark.parametrize("name", [name for place, name in ATTRIBUTES if place == "Optimizer"])
+def test_a_foreign_attribute_of_an_optimizer_is_not_set_in_vain(name):
+    optimizer = sv.optimizers.SGD(0.1)
+    with pytest.raises(AttributeError, match=re.escape(explained("Optimizer", name))):
+        setattr(optimizer, name, 0.5)
+    optimizer.learning_rate = 0.5
+    optimizer.comment = "of the program's own"
+    assert optimizer.learning_rate == 0.5
+
+
+class TFConfigClusterResolver:
+    """As of tf.distribute."""
+
+
+class Linear:
+    """As a module of PyTorch shows itself; it can be called, as a partitioner can."""
+
+    def named_parameters(self):
+        return []
+
+    def __call__(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: sv.MirroredStrategy(["gpu:0", "gpu:1"]), "one replica is one process"),
+        (lambda: sv.CentralStorageStrategy("gpu:0"), "one replica is one process"),
+        (lambda: sv.MirroredStrategy([0, 1]), "write group = sv.new_group([0, 1]), on all ranks"),
+        (lambda: sv.all_reduce(X, group=range(2)), "write group = sv.new_group(range(0, 2))"),
+        (lambda: sv.MultiWorkerMirroredStrategy(Linear()), '"A module of PyTorch"'),
+        (lambda: sv.MirroredStrategy(TFConfigClusterResolver()), "leave it out: TF_CONFIG"),
+        (lambda: sv.ParameterServerStrategy(TFConfigClusterResolver()), "leave it out: TF_CONFIG"),
+        (lambda: sv.ParameterServerStrategy(Linear()), '"A module of PyTorch"'),
+        (lambda: sv.ParameterServerStrategy(3), "write sv.partitioners.FixedShards(2)"),
+    ],
+)
+def test_what_others_give_a_strategy_is_explained(make, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        make()
 
 
 def test_what_a_property_raises_is_not_covered_up():

@@ -4,10 +4,12 @@ import shlex
 
 import pytest
 
+import syncvar as sv
 from syncvar.errors import ConfigError
 from syncvar_launcher.addresses import Interface, allowed
 from syncvar_launcher.fleet import is_here
 from syncvar_launcher.hostfile import Host, parse_hosts
+from syncvar_launcher.installing import remedy
 from syncvar_launcher.login import SSH_OPTIONS, remote_command, ssh_command, why_failed
 
 TWO = [Interface("eth0", "10.0.0.7"), Interface("ib0", "10.9.0.7"), Interface("docker0", "172.17.0.1"), Interface("lo", "127.0.0.1")]
@@ -48,7 +50,7 @@ def test_the_remote_command_is_fixed_and_quoted(python):
         (255, "something else", "ssh ended with 255: something else"),
         (127, "bash: line 1: exec: /p: not found", "there is no /p there"),
         (126, "", "there is no /p there"),
-        (1, "ModuleNotFoundError: No module named 'syncvar'", "/p -m pip install syncvar, on ann@n1"),
+        (1, "ModuleNotFoundError: No module named 'syncvar'", "/p -m pip install "),
         (1, "a\n\nb\nc\nd\n", "the agent ended with 1: b | c | d"),
         (1, "", "the agent ended with 1, and said nothing"),
         (None, "", "it does not answer in time"),
@@ -56,6 +58,24 @@ def test_the_remote_command_is_fixed_and_quoted(python):
 )
 def test_a_failure_is_told_with_its_remedy(status, words, told):
     assert told in why_failed(Host("n1", user="ann"), status, words, "/p")
+
+
+@pytest.mark.parametrize(
+    ("origin", "told"),
+    [
+        ({}, "copy its folder or wheel to ann@n1 and run there: /p -m pip install PATH"),
+        (
+            {"url": "file:///a%20b/syncvar-1-py3.whl", "archive_info": {}},
+            "copy '/a b/syncvar-1-py3.whl' to ann@n1 and run there: /p -m pip install '/a b/syncvar-1-py3.whl'",
+        ),
+        (
+            {"url": "https://h/syncvar.git", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
+            "run on ann@n1: /p -m pip install git+https://h/syncvar.git@abc",
+        ),
+    ],
+)
+def test_syncvar_comes_from_where_this_host_has_it(origin, told):
+    assert remedy("/p", "ann@n1", origin) == f"install syncvar {sv.__version__} as on this host: {told}"
 
 
 @pytest.mark.parametrize(

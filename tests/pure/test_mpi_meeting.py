@@ -3,14 +3,16 @@
 That they meet and compute, under real MPIs, is tests/engines' claim.
 """
 
+import itertools
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
-from syncvar.errors import ConfigError
-from syncvar.joining import connecting, mpi_meeting
+from syncvar.errors import ConfigError, RendezvousError
+from syncvar.joining import connecting, mpi_meeting, roll_call
 from syncvar.joining.roll_call import answer_roll_call
 from syncvar.topology import Told
 from syncvar.topology.engines.placing import placed
@@ -41,7 +43,7 @@ def test_encryption_that_is_asked_for_is_not_given_up_silently():
 
 def test_without_mpi4py_the_remedy_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(ConfigError, match=r"needs mpi4py and an MPI library.*pip install 'syncvar\[mpi\]'"):
+    with pytest.raises(ConfigError, match=r"needs mpi4py and an MPI library.*pip install mpi4py"):
         mpi_meeting._join(RuntimeConfig(transport="mpi"), MPI)
 
 
@@ -90,3 +92,27 @@ def test_who_joins_anew_does_not_mind_that_others_leave_the_generation_before():
     links, channel = _Links(), _Channel(pack_message("left", rank=1, entered={}, skipped=[]), verdict, roll)
     answer_roll_call(rank, RuntimeConfig(), links, channel, 1, "")
     assert links.opened == ({0: "a", 1: "b"}, 1)
+
+
+@pytest.mark.parametrize(
+    ("keeper", "told"),
+    [
+        (None, "syncvar-launch did not answer rank 3 at tcp://h:1 within 11 s"),
+        (0, "rank 0 did not answer rank 3 at tcp://h:1 within 11 s: no syncvar-launch started these ranks, so"),
+    ],
+)
+def test_a_roll_call_without_an_answer_names_who_was_asked(monkeypatch, keeper, told):
+    class Silent(_Channel):
+        def receive(self):
+            return None
+
+    channel = Silent()
+    channel.keeper = keeper
+    clock = itertools.count(0, 4)
+    monkeypatch.setattr(roll_call, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(_Links, "wait", lambda self, timeout_s: None, raising=False)
+    rank = RankEnvironment(3, 4, 1, 2, 1, 2, 0, "tcp://h:1", "j")
+    with pytest.raises(RendezvousError) as raised:
+        answer_roll_call(rank, RuntimeConfig(rendezvous_timeout_s=1), _Links(), channel, 0, "")
+    assert str(raised.value).startswith(told)
+    assert ("4 ranks run on 2 hosts, 2 of them on this one" in str(raised.value)) == (keeper == 0)

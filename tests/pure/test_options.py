@@ -195,6 +195,14 @@ def test_a_missing_script_names_the_nearest_file(capsys, folder):
     assert "there is no script nowhere/x.py" in usage_error(capsys, "nowhere/x.py", cwd=folder)
 
 
+@pytest.mark.parametrize("python", ["python", "python3", "python3.11", "pypy3", sys.executable])
+def test_python_before_the_script_is_left_out(capsys, folder, python):
+    text = usage_error(capsys, "-np", "2", python, "train.py", cwd=folder)
+    assert f"leave out {python}, because the launcher starts Python by itself" in text
+    (folder / "python").write_text("print('a script of this name')\n")
+    assert parse(["python"], {}, folder).target == "python"
+
+
 def test_the_script_is_looked_for_in_the_folder_of_the_ranks(folder):
     (folder / "sub").mkdir()
     (folder / "sub" / "deep.py").write_text("")

@@ -67,6 +67,16 @@ def test_block_names_the_flight_records():
     assert text.endswith("\nevidence: flight records in a\\x0a (syncvar explain 12345678)\n")
 
 
+@pytest.mark.parametrize("arguments", [["-n", "2", "ddp.py"], ["--torch-env", "ddp.py"]])
+def test_a_rank_that_misses_the_variables_of_torch_is_offered_them(arguments):
+    message = "ValueError: environment variable MASTER_ADDR expected, but not set"
+    traceback = f'Traceback (most recent call last):\n  File "ddp.py", line 3\n{message}\n'
+    for failure in (Failure(1, 1, traceback=traceback), Failure(1, 1, last_lines=[message])):
+        _, _, offered = failure_block(failure, arguments=arguments).partition("try:\n")
+        is_offered = offered.startswith("  syncvar-launch --torch-env -n 2 ddp.py\n")
+        assert is_offered is ("--torch-env" not in arguments)
+
+
 def test_block_of_the_job_as_a_whole():
     text = failure_block(Failure(rank=-1, status=None, reason="ranks 3, 4 did not come within 300 s"))
     assert text == "syncvar: the job failed: ranks 3, 4 did not come within 300 s\n"

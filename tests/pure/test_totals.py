@@ -120,6 +120,7 @@ def test_the_table_has_at_most_twenty_lines():
     assert "26 more kinds" in lines[-3]
     assert lines[-1] == "  ranks 2, 3 told nothing"
     assert table([]) == "syncvar: no calls to add up\n"
+    assert table([], [0, 1]) == "syncvar: no totals: ranks 0, 1 ended before writing them\n"
 
 
 def test_files_that_are_none_are_left_out(tmp_path):

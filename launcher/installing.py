@@ -1,0 +1,58 @@
+"""How syncvar gets onto another host: from the place where this host has it, since all hosts need the same one."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import syncvar
+
+__all__ = ["how_to_install"]
+
+
+def how_to_install(python: str, host: str) -> str:
+    """Return in words how to install the syncvar of this host on another one.
+
+    Args:
+        python: The interpreter there.
+        host: Its name, for ssh.
+    """
+    return remedy(python, host, _origin())
+
+
+def remedy(python: str, host: str, origin: dict[str, Any]) -> str:
+    """Return the words for a package that was installed from a place.
+
+    Args:
+        python: The interpreter on the other host.
+        host: Its name, for ssh.
+        origin: What pip has noted of the place in direct_url.json; empty where it has noted nothing.
+
+    Example:
+        >>> words = remedy("python3", "n1", {"url": "file:///opt/syncvar", "dir_info": {}})
+        >>> words.removeprefix(f"install syncvar {syncvar.__version__} as on this host: ")
+        'copy /opt/syncvar to n1 and run there: python3 -m pip install /opt/syncvar'
+    """
+    begin = f"install syncvar {syncvar.__version__} as on this host: "
+    url = str(origin.get("url", ""))
+    source = origin.get("vcs_info")
+    if source:
+        place = f"{source['vcs']}+{url}@{source['commit_id']}"
+        return f"{begin}run on {host}: {python} -m pip install {shlex.quote(place)}"
+    if url.startswith("file:"):
+        path = shlex.quote(unquote(urlsplit(url).path))
+        return f"{begin}copy {path} to {host} and run there: {python} -m pip install {path}"
+    return f"{begin}copy its folder or wheel to {host} and run there: {python} -m pip install PATH"
+
+
+def _origin() -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, distribution  # slow, and seldom needed
+
+    try:
+        text = distribution("syncvar").read_text("direct_url.json")
+        origin = json.loads(text or "{}")
+    except (PackageNotFoundError, OSError, ValueError):
+        return {}
+    return origin if isinstance(origin, dict) else {}

@@ -1,0 +1,117 @@
+"""The checkpoints in a manager's directory, one folder for each step, in the order of saving.
+
+Each manifest has the number of its save, counted in the directory. Times of files would not do:
+clocks of hosts differ, and copies get new times.
+"""
+
+from __future__ import annotations
+
+import os
+
+from syncvar.checkpoint.files import Folder
+from syncvar.checkpoint.naming import MANIFEST, step_name, step_of
+from syncvar.checkpoint.reading import fault_of, read_manifest
+from syncvar.checkpoint.retention import Kept
+from syncvar.errors import CheckpointError, NotFound
+
+__all__ = ["StepFolders"]
+
+_Signature = tuple[int, int, int]  # of a manifest's file: a save replaces it by another file
+
+
+class StepFolders:
+    """The folders `step-…` of a directory.
+
+    Args:
+        directory: Its path; it need not exist.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._read: dict[int, tuple[_Signature, Kept | None]] = {}
+
+    def path(self, step: int) -> str:
+        """Return the folder of a step."""
+        return os.path.join(self.directory, step_name(step))
+
+    def steps(self) -> list[int]:
+        """Return the steps with a committed checkpoint, in ascending order."""
+        return sorted(self._signatures())
+
+    def _signatures(self) -> dict[int, _Signature]:
+        found: dict[int, _Signature] = {}
+        try:
+            names = os.listdir(self.directory)
+        except OSError:
+            return found
+        for name in names:
+            step = step_of(name)
+            if step is None:
+                continue
+            try:
+                about = os.lstat(os.path.join(self.directory, name, MANIFEST))
+            except OSError:
+                continue
+            found[step] = about.st_ino, about.st_mtime_ns, about.st_size
+        return found
+
+    def committed(self) -> list[Kept]:
+        """Return the committed checkpoints in the order of saving.
+
+        Each manifest is read once. Where one cannot be read, the number of its save is not known: it
+        stands behind the step below it.
+        """
+        signatures = self._signatures()
+        self._read = {step: one for step, one in self._read.items() if step in signatures}
+        found: list[Kept] = []
+        for step, signature in sorted(signatures.items()):
+            if step not in self._read or self._read[step][0] != signature:
+                self._read[step] = signature, self._look_at(step)
+            kept = self._read[step][1]
+            if kept is None:
+                kept = Kept(step, None, found[-1].number if found else 0, is_whole=False)
+            found.append(kept)
+        return sorted(found, key=lambda one: one.place)
+
+    def _look_at(self, step: int) -> Kept | None:
+        try:
+            with Folder(self.path(step)) as folder:
+                label = read_manifest(folder).label
+        except CheckpointError:
+            return None
+        return Kept(step, label.metric, label.number)
+
+    def forget(self, step: int) -> None:
+        """Read the manifest of a step again: this process has just replaced it."""
+        self._read.pop(step, None)
+
+    def next_number(self) -> int:
+        """Return a number that is higher than that of any checkpoint here."""
+        committed = self.committed()
+        unknown = sum(not one.is_whole for one in committed)
+        return max([one.number for one in committed], default=0) + unknown + 1
+
+    def latest(self) -> tuple[str | None, list[str]]:
+        """Return (the path of the latest save that is whole, the faults of those that may be later)."""
+        faults: list[str] = []
+        for kept in self.committed():
+            if not kept.is_whole:
+                self._check(kept, faults)
+        for kept in reversed(self.committed()):
+            if kept.is_whole and self._check(kept, faults):
+                return self.path(kept.step), faults
+        return None, faults
+
+    def _check(self, kept: Kept, faults: list[str]) -> bool:
+        """Return whether a checkpoint is whole, and remember that; else append its fault."""
+        try:
+            fault = fault_of(self.path(kept.step))
+        except NotFound:  # another job has just removed it
+            return False
+        if fault:
+            faults.append(fault)
+            signature = self._read[kept.step][0]
+            self._read[kept.step] = signature, kept._replace(is_whole=False)
+        elif not kept.is_whole:  # somebody has repaired it
+            self.forget(kept.step)
+        return not fault

@@ -1,0 +1,30 @@
+"""The exit codes of processes that syncvar-launch has not started: the same as under it, by `sys.excepthook`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from syncvar.exits import error_exit_code, is_interactive
+from syncvar.fork_cleanup import hook_exceptions
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from syncvar.fork_cleanup import ExceptionHook
+
+__all__ = ["give_exit_codes"]
+
+_before: list[ExceptionHook] = []  # at most one
+
+
+def give_exit_codes() -> None:
+    """End this process with the exit code of syncvar's errors if one of them ends it; the hook that was there comes first."""
+    if not _before:
+        _before.append(hook_exceptions(_end))
+
+
+def _end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _before[0](kind, error, trace)
+    code = error_exit_code(error)
+    if code != 1 and not is_interactive():
+        raise SystemExit(code)  # the interpreter takes the code and writes nothing
