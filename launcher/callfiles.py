@@ -46,9 +46,10 @@ def call_parts(environ: Mapping[str, str]) -> Iterator[bytes]:
 
 
 def result_parts(folder: Path) -> Iterator[tuple[str, bytes, bool]]:
-    """Yield what ranks have left in a folder, in parts: its name, some bytes, and whether they are the last.
+    """Yield what ranks have left in a folder, in parts.
 
-    Each file is yielded once, and removed.
+    Each part is the name of a file, some bytes of it, and whether they are its last.
+    The file is removed then.
     """
     for path in sorted(folder.iterdir()):
         if not _RESULT.fullmatch(path.name):

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from abc import ABCMeta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Never
 
@@ -194,7 +195,8 @@ def _check_annotation(fn: Callable[..., Any]) -> None:
         ConfigError: It is annotated to return a class of which no instance is plain data.
     """
     kind = getattr(fn, "__annotations__", {}).get("return")
-    if isinstance(kind, type) and not may_travel(kind):
+    is_class = isinstance(kind, type) and type(kind) in (type, ABCMeta)  # others stand for more
+    if isinstance(kind, type) and is_class and not may_travel(kind):
         raise ConfigError(
             f"the function returns a {kind.__module__}.{kind.__qualname__}, as its annotation says, "
             f"which cannot travel as plain data: write sv.run(..., pickle=True)"

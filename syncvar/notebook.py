@@ -1,9 +1,10 @@
 """Functions that cannot be found by name, and values of `sv.run(..., pickle=True)`, as bytes.
 
-This is the only place that pickles. `sv.run` uses it for functions of notebooks and interactive sessions, and for
-arguments and results where its caller says so. The bytes go to workers that this very process starts, and come back from
-them, through the private descriptor and folder of the call; or, with `engine=`, through Ray or Dask. Nothing that comes
-from a socket of ours, from a checkpoint or from another user's file ever gets here.
+This is the only place that pickles. `sv.run` uses it for functions of notebooks and interactive
+sessions, and for arguments and results where its caller says so. The bytes go to workers that this
+very process starts, and come back from them: through the private descriptor and folder of the call,
+with `hosts=` through the agent there, with `engine=` through Ray or Dask. Nothing that comes from a
+socket of a job or from a checkpoint ever gets here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["MAIN", "loaded_main", "pack_function", "pack_values", "unpack_function", "unpack_values"]
+__all__ = [
+    "MAIN",
+    "loaded_main",
+    "pack_function",
+    "pack_values",
+    "unpack_function",
+    "unpack_values",
+]
 
 MAIN = "__syncvar_main__"  # as which a worker runs the file that the caller runs as __main__
 _loaded_main: list[Any] = []  # in a worker: the caller's __main__, as the worker has imported it
@@ -32,17 +40,20 @@ def pack_function(fn: Callable[..., Any]) -> tuple[bytes, dict[str, str]]:
     """Return a function as bytes, and the source of its cells by their names.
 
     Raises:
-        ConfigError: The package cloudpickle is missing, or the function holds something that cannot be copied.
+        ConfigError: The package cloudpickle is missing, or the function uses something that
+            cannot be copied.
     """
     pickler = _pickler(
-        f"{getattr(fn, '__qualname__', fn)!r} cannot be found by name in a module, as functions of a notebook or "
-        f"inner functions: define it at the top of a file, or pip install cloudpickle"
+        f"{getattr(fn, '__qualname__', fn)!r} cannot be found by name in a module, as functions "
+        f"of a notebook or inner functions: define it at the top of a file, or pip install cloudpickle"
     )
     try:
         data, places = _dumped(fn, pickler, ())
     except Exception as error:  # cloudpickle raises whatever the captured objects raise
         raise ConfigError(_refusal(fn, error, pickler)) from None
-    cells = {place: "".join(linecache.getlines(place)) for place in places if not os.path.isfile(place)}
+    cells = {
+        place: "".join(linecache.getlines(place)) for place in places if not os.path.isfile(place)
+    }
     return data, {place: source for place, source in cells.items() if source}
 
 
@@ -66,11 +77,11 @@ def pack_values(values: Any, what: str, main_names: Sequence[str]) -> bytes:
     Args:
         values: Anything that cloudpickle takes.
         what: What they are, for the error.
-        main_names: Names of the module that is the caller's `__main__`; classes and functions of it travel by name. Empty
-            where the other side does not import it.
+        main_names: Names of the module that is the caller's `__main__`; classes and functions of
+            it travel by name. Empty where the other side does not import it.
 
     Raises:
-        ConfigError: The package cloudpickle is missing, or there is something that cannot be pickled.
+        ConfigError: The package cloudpickle is missing, or something cannot be pickled.
     """
     pickler = _pickler("pickle=True needs the package cloudpickle: pip install cloudpickle")
     try:
@@ -90,7 +101,9 @@ def unpack_values(data: bytes, what: str) -> Any:
     try:
         return cloudpickle.loads(data)
     except Exception as error:  # likewise
-        raise ConfigError(f"{what} cannot be unpickled here: {type(error).__name__}: {error}") from None
+        raise ConfigError(
+            f"{what} cannot be unpickled here: {type(error).__name__}: {error}"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -115,17 +128,17 @@ def _refusal(fn: Any, error: Exception, pickler: Any) -> str:
         return f"{shown} cannot be copied to the workers: {error}"
     if type(value).__module__.partition(".")[0] == "syncvar":
         return (
-            f"{shown} uses {name!r}, a {type(value).__name__} that was made outside of it and cannot be "
-            f"copied to the workers: make strategies and variables inside the function"
+            f"{shown} uses {name!r}, a {type(value).__name__} that was made outside of it and "
+            f"cannot be copied to the workers: make strategies and variables inside the function"
         )
     return (
-        f"{shown} uses {name!r}, which cannot be copied to the workers ({type(why).__name__}: {why}): "
-        f"make it inside the function, as strategies and variables"
+        f"{shown} uses {name!r}, which cannot be copied to the workers "
+        f"({type(why).__name__}: {why}): make it inside the function, as strategies and variables"
     )
 
 
 def _found_culprit(fn: Any, pickler: Any, seen: set[int]) -> tuple[str, Any, Exception] | None:
-    """Return the first variable that a function uses and that cannot be pickled: name, value and error."""
+    """Return name, value and error of the first variable of a function that cannot be pickled."""
     seen.add(id(fn))
     for name, value in _used(fn):
         try:
@@ -154,7 +167,9 @@ def _used(fn: Any) -> Iterator[tuple[str, Any]]:
     while codes:
         code = codes.pop()
         codes += [one for one in code.co_consts if isinstance(one, CodeType)]
-        yield from ((name, fn.__globals__[name]) for name in code.co_names if name in fn.__globals__)
+        yield from (
+            (name, fn.__globals__[name]) for name in code.co_names if name in fn.__globals__
+        )
 
 
 def _pickler(refusal: str) -> Any:
@@ -186,7 +201,7 @@ def _dumped(value: Any, pickler: Any, main_names: Sequence[str]) -> tuple[bytes,
     places: set[str] = set()
 
     def reduce_with_place(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
-        """Keep the name of a cell: cloudpickle writes <dynamic-code>, so that equal code is equal bytes."""
+        """Keep the name of a cell, for which cloudpickle writes <dynamic-code>."""
         make, parts = reduce_code(code)
         places.add(code.co_filename)
         return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)

@@ -39,7 +39,7 @@ class RunOptions(NamedTuple):
     log_dir: str | None
 
     def command_line(self) -> list[str]:
-        """Return them as the launcher takes them; it copies the variables of `env` from its own environment."""
+        """Return them as the launcher takes them; it copies the variables of `env` from its own."""
         given: list[tuple[str, Any]] = [
             ("--workers", self.workers),
             ("--timeout", None if self.limit_s == math.inf else self.limit_s),
@@ -60,10 +60,14 @@ class RunOptions(NamedTuple):
             ConfigError: There is an option that only this host's launcher has.
         """
         if self.workers == "auto":
-            raise ConfigError('workers="auto" counts the cores of this host: write a number for an engine')
+            raise ConfigError(
+                'workers="auto" counts the cores of this host: write a number for an engine'
+            )
         for name in ("servers", "hosts", "env", "output", "log_dir"):
             if getattr(self, name):
-                raise ConfigError(f'{name}= is an option of engine="local": leave it out for an engine')
+                raise ConfigError(
+                    f'{name}= is an option of engine="local": leave it out for an engine'
+                )
 
 
 def checked_options(
@@ -110,7 +114,9 @@ def _seconds(timeout: Any) -> float:
     except OverflowError:  # a whole number beyond all floats
         seconds = math.inf if number > 0 else math.nan
     if not seconds > 0:
-        raise ConfigError(f"timeout must be seconds above 0, or None for no limit, not {timeout!r:.100}")
+        raise ConfigError(
+            f"timeout must be seconds above 0, or None for no limit, not {timeout!r:.100}"
+        )
     return seconds
 
 
@@ -122,7 +128,8 @@ def _hosts(hosts: Any) -> list[str] | str | None:
     names = list(hosts) if hasattr(hosts, "__iter__") else []
     if not names or not all(isinstance(one, str) and one for one in names):
         raise ConfigError(
-            f"hosts must be a list such as ['node1:4', 'node2:4'], or the path of a host file, not {hosts!r:.100}"
+            f"hosts must be a list such as ['node1:4', 'node2:4'], or the path of a host file, "
+            f"not {hosts!r:.100}"
         )
     return names
 
@@ -130,12 +137,18 @@ def _hosts(hosts: Any) -> list[str] | str | None:
 def _variables(env: Any) -> dict[str, str]:
     if env is None:
         return {}
-    is_mapping = hasattr(env, "items") and all(isinstance(text, str) for pair in env.items() for text in pair)
+    is_mapping = hasattr(env, "items") and all(
+        isinstance(text, str) for pair in env.items() for text in pair
+    )
     if not is_mapping:
-        raise ConfigError(f"env must be a dict of texts, such as env={{'NAME': 'value'}}, not {env!r:.100}")
+        raise ConfigError(
+            f"env must be a dict of texts, such as env={{'NAME': 'value'}}, not {env!r:.100}"
+        )
     for name, value in env.items():
         if not name or "=" in name or "*" in name or "\0" in name + value:
-            raise ConfigError(f"env has {name!r:.100}, which cannot be a variable with such a value")
+            raise ConfigError(
+                f"env has {name!r:.100}, which cannot be a variable with such a value"
+            )
     return dict(env)
 
 
@@ -144,7 +157,9 @@ def _output(output: Any) -> str | None:
         return output
     ranks = list(output) if hasattr(output, "__iter__") else [output]
     if not ranks or not all(isinstance(one, int) and not isinstance(one, bool) for one in ranks):
-        raise ConfigError(f'output must be "all", "first", "failed", "none" or ranks, not {output!r:.100}')
+        raise ConfigError(
+            f'output must be "all", "first", "failed", "none" or ranks, not {output!r:.100}'
+        )
     return ",".join(str(one) for one in ranks)
 
 

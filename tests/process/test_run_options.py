@@ -42,7 +42,9 @@ def test_servers_hold_variables():
 def test_variables_output_and_logs_are_those_of_the_call(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("OF_THE_CALLER", "kept")
     logs = tmp_path / "logs"
-    results = sv.run(speaks, workers=2, args=("hear",), env={"OF_THE_CALL": "a b"}, output=[1], log_dir=logs)
+    results = sv.run(
+        speaks, workers=2, args=("hear",), env={"OF_THE_CALL": "a b"}, output=[1], log_dir=logs
+    )
     assert results == [("a b", "kept")] * 2
     assert capsys.readouterr().out == "[1] hear 1\n"
     assert sorted(path.name for path in logs.glob("*.out")) == ["rank-0.out", "rank-1.out"]
@@ -53,11 +55,17 @@ def test_variables_output_and_logs_are_those_of_the_call(capsys, tmp_path, monke
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"workers": "many"}, 'workers must be a positive integer or "auto", not \'many\''),
+        ({"workers": "many"}, "workers must be a positive integer or \"auto\", not 'many'"),
         ({"servers": -1}, "servers must be a whole number of at least 0, not -1"),
-        ({"hosts": []}, "hosts must be a list such as ['node1:4', 'node2:4'], or the path of a host file"),
+        (
+            {"hosts": []},
+            "hosts must be a list such as ['node1:4', 'node2:4'], or the path of a host file",
+        ),
         ({"hosts": 5}, "hosts must be a list such as"),
-        ({"env": {"A": 1}}, "env must be a dict of texts, such as env={'NAME': 'value'}, not {'A': 1}"),
+        (
+            {"env": {"A": 1}},
+            "env must be a dict of texts, such as env={'NAME': 'value'}, not {'A': 1}",
+        ),
         ({"env": {"A=B": ""}}, "env has 'A=B', which cannot be a variable"),
         ({"output": 1.5}, 'output must be "all", "first", "failed", "none" or ranks, not 1.5'),
         ({"log_dir": ""}, "log_dir must be a path, not ''"),
@@ -80,7 +88,10 @@ def test_options_of_a_wrong_type_start_nothing(arguments, words, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"output": "fist"}, "--output: must be one of all, first, failed, none, or ranks such as 0,3-5"),
+        (
+            {"output": "fist"},
+            "--output: must be one of all, first, failed, none, or ranks such as 0,3-5",
+        ),
         ({"hosts": "no/such/file"}, "no/such/file: No such file or directory"),
         ({"env": {"SYNCVAR_RANK": "1"}}, "SYNCVAR_RANK is set by the launcher"),
     ],
@@ -98,7 +109,10 @@ def test_what_the_launcher_refuses_is_raised(arguments, words, capfd):
     [
         (lambda: sv.run(world, n_jobs=2), "write workers="),
         (lambda: sv.run(world, out="all"), 'write output="all"'),
-        (lambda: sv.map(world, [1]), r"write sv.run\(fn, workers=4\), in which each worker takes items"),
+        (
+            lambda: sv.map(world, [1]),
+            r"write sv.run\(fn, workers=4\), in which each worker takes items",
+        ),
         (lambda: sv.Pool(2), r"write sv.run\(fn, workers=4\)"),
     ],
     ids=["n_jobs", "out", "map", "Pool"],
