@@ -16,7 +16,7 @@ from syncvar.requested_files import EVIDENCE, LostFile, why_unwritten
 from syncvar.roles import SERVER_0
 from syncvar.stacks import Frame, Thread, where
 from syncvar_launcher.agent import Ended, Event, Gone, Output, Spared, Spoke, Started
-from syncvar_launcher.callfiles import call_parts, keep_result
+from syncvar_launcher.callfiles import call_parts, forget_results, keep_result
 from syncvar_launcher.environment import carried
 from syncvar_launcher.messages import FIRST_CREDIT
 from syncvar_launcher.output import escape
@@ -116,6 +116,7 @@ class Agents:
     def begin(self) -> None:
         """Start all ranks."""
         chosen, config = self._job.options, self._job.config
+        forget_results(self._job.environ)
         # For all hosts before the first one is told: what does not fit is refused before anything is started.
         bindings = [self._job.binding_of(index) for index in range(len(self._fleet.sites))]
         torch = {}
@@ -422,7 +423,8 @@ class Agents:
                 if self.workers.get(each) is site:
                     self.places[each] = escape(str(line))
         elif kind == "result":
-            keep_result(self._job.environ, message["name"], message["data"], is_last=message["is_last"])
+            name, data, is_last = message["name"], message["data"], message["is_last"]
+            keep_result(self._job.environ, name, data, is_last=is_last)
         elif kind == "record":
             self._keep(message["name"], message["data"], site)
         elif kind == "fed":

@@ -14,7 +14,7 @@ from syncvar_launcher.messages import CALL_PART_NBYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["call_parts", "keep_result", "result_parts", "without_call"]
+__all__ = ["call_parts", "forget_results", "keep_result", "result_parts", "without_call"]
 
 _OF_THE_CALL = ("SYNCVAR_CALL_FD", "SYNCVAR_RESULT_DIR", "SYNCVAR_OUTCOME_FILE", "SYNCVAR_PASS_FDS")
 _RESULT = re.compile(r"(?:result|error|of)\.\d{1,7}|unguarded")
@@ -43,6 +43,18 @@ def call_parts(environ: Mapping[str, str]) -> Iterator[bytes]:
     while part := os.pread(descriptor, CALL_PART_NBYTES, at):
         at += len(part)
         yield part
+
+
+def forget_results(environ: Mapping[str, str]) -> None:
+    """Remove what an earlier start has left for the caller: half of a result, and exceptions.
+
+    Args:
+        environ: The launcher's.
+    """
+    folder = environ.get("SYNCVAR_RESULT_DIR")
+    for path in Path(folder).glob("*") if folder is not None else ():
+        if path.suffix == ".part" or path.name.startswith("error."):
+            path.unlink(missing_ok=True)
 
 
 def result_parts(folder: Path) -> Iterator[tuple[str, bytes, bool]]:

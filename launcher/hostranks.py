@@ -60,7 +60,7 @@ class HostRanks:
     Args:
         order: What the launcher wants.
         tallies: What the start before has left of its workers' counts of pushes.
-        call: The call of `sv.run` that they make, with its path; empty where they run something else.
+        call: The call of `sv.run` that they make, with its path; empty where there is none.
     """
 
     def __init__(self, order: Order, tallies: dict[str, bytes], call: bytes) -> None:
@@ -299,7 +299,8 @@ class HostRanks:
                 if is_program:
                     own[KEY_FILE] = write_secret(order.secret, self._folder)
                 self.agent.start(
-                    one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, outputs=outputs, source=source, pass_fds=self._call,
+                    one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, outputs=outputs, source=source,
+                    pass_fds=self._call,
                     named={} if is_program else {KEY_FD: secret},
                     is_fresh=is_fresh or serves,
                 )  # fmt: skip

@@ -17,8 +17,8 @@ import msgpack
 from syncvar.errors import WireError
 
 __all__ = [
-    "CALL_PART_NBYTES", "FIRST_CREDIT", "GREETING", "MESSAGE_NBYTES_MAX", "Message", "OneRank", "Order", "Reader", "checked_facts",
-    "checked_list", "pack",
+    "CALL_PART_NBYTES", "FIRST_CREDIT", "GREETING", "MESSAGE_NBYTES_MAX", "Message", "OneRank", "Order", "Reader",
+    "checked_facts", "checked_list", "pack",
 ]  # fmt: skip
 
 GREETING = b"syncvar-agent 1\n"

@@ -4,8 +4,8 @@ Bytes of the ranks are data, not commands for the reader's terminal: control cha
 direction of text are shown as escapes. A terminal still gets colours, progress lines and prompts.
 
 A line ends with a line feed, a carriage return, or both. Text that ends with a carriage return alone is progress: it
-is shown at once on a terminal, where the next text replaces it. Elsewhere what stands last is shown, and what stood
-there every 10 s.
+is shown at once on a terminal, where the next text replaces it. Elsewhere the forwarder shows its last state, and
+before that one state every 10 s.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container
     from pathlib import Path
 
-__all__ = ["IDLE_S", "LINE_NBYTES", "MODES", "PROGRESS_S", "TAIL_LINES", "OutputForwarder", "Sink", "Stream", "escape", "shown_ranks"]
+__all__ = [
+    "IDLE_S", "LINE_NBYTES", "MODES", "PROGRESS_S", "TAIL_LINES", "OutputForwarder", "Sink", "Stream", "escape",
+    "shown_ranks",
+]  # fmt: skip
 
 Stream = Literal["out", "err"]
 
@@ -98,7 +101,8 @@ class _Source:
     """
 
     __slots__ = (
-        "changed", "closed", "continued", "held", "pending", "progressed", "rank", "returned", "shown", "stream",
+        "changed", "closed", "continued", "held", "pending", "progressed", "rank", "returned", "shown",
+        "stream",
     )  # fmt: skip
 
     def __init__(self, rank: int, stream: Stream) -> None:
@@ -402,7 +406,8 @@ class OutputForwarder:
                     continue  # a bare carriage return holds nothing to show
                 is_now = live and (sink.is_terminal or self._is_due(source))
                 source.held = b"" if is_now else rest
-                body += self._line(source, sink, rest, b"\r" if sink.is_terminal else b"\n", is_now, progress=True)
+                line_end = b"\r" if sink.is_terminal else b"\n"
+                body += self._line(source, sink, rest, line_end, is_now, progress=True)
                 kept = source if sink.is_terminal else None
             else:
                 held, source.held = source.held, b""  # a text has replaced it; without one it stays

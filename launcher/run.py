@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _refuse(sentence: str) -> None:
-    """Say why nothing was started: to the caller of `sv.run`, who raises it, else on the standard error."""
+    """Say why nothing was started: the caller of `sv.run` raises it, others read it."""
     outcome = os.environ.get("SYNCVAR_OUTCOME_FILE")
     if outcome is None:
         sys.stderr.write(f"syncvar-launch: {sentence}\n")
@@ -96,7 +96,7 @@ def _refuse(sentence: str) -> None:
 
 
 def _options_of(arguments: list[str], here: Path) -> LaunchOptions:
-    """Read the options; for the caller of `sv.run` a wrong one is an error, and no text on the standard error."""
+    """Read the options; a wrong one is an exception where `sv.run` is to raise it."""
     from syncvar.errors import ConfigError
     from syncvar_launcher import options
 
@@ -110,7 +110,8 @@ def _options_of(arguments: list[str], here: Path) -> LaunchOptions:
         with redirect_stderr(said):
             return options.parse(arguments, os.environ, here)
     except SystemExit:
-        raise ConfigError(said.getvalue().partition("\n")[0].removeprefix("syncvar-launch: ")) from None
+        sentence = said.getvalue().partition("\n")[0].removeprefix("syncvar-launch: ")
+        raise ConfigError(sentence) from None
 
 
 def _run(arguments: list[str], ahead: ForkServer | None) -> int:

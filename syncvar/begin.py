@@ -29,7 +29,8 @@ def command_of(module: str) -> list[str]:
 def pack_path() -> bytes:
     """Return where this program looks for modules, as the head of a call of `sv.run`.
 
-    The path must not travel in PYTHONPATH: programs that a worker starts would inherit it, other Pythons among them.
+    The path must not travel in PYTHONPATH: programs that a worker starts would inherit it, other
+    Pythons among them.
     """
     folders = [os.path.abspath(folder) for folder in sys.path if isinstance(folder, str)]
     data = os.fsencode("\0".join([sys.executable, *folders]))
@@ -37,7 +38,9 @@ def pack_path() -> bytes:
 
 
 def adopt_path(descriptor: int) -> None:
-    """Look for modules where the caller of `sv.run` does; another interpreter looks in its own places first.
+    """Look for modules where the caller of `sv.run` does.
+
+    Another interpreter looks in its own places first.
 
     Args:
         descriptor: A file that begins with what `pack_path` returned. Its position stays.

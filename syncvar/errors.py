@@ -199,8 +199,9 @@ class HostUnreachable(LaunchError):
 class RankFailed(LaunchError):
     """A worker failed.
 
-    `__cause__` is the exception that it raised; None where its process was killed or ended by itself. It has the class
-    of the worker's exception if this program can import that class, else a class of the same name.
+    `__cause__` is the exception that it raised; None if its process was killed or ended by itself.
+    It has the class of the worker's exception if this program can import that class, else a class
+    of the same name.
 
     Args:
         rank: Its rank, or -1 where the job failed as a whole.

@@ -83,27 +83,32 @@ def run(
 
     Args:
         fn: Function to call; it may use everything of syncvar.
-        workers: How many ranks; "auto" for one on each usable core. Left out it is 1, or with `hosts` one for each slot.
-        args: Positional arguments: what `sv.broadcast_object` takes (numbers, texts, dates and times of `datetime`, lists, sets,
-            dicts, arrays, tensors), or anything with `pickle=True`.
+        workers: How many ranks; "auto" for one on each usable core. Left out, it is 1, or with
+            `hosts` one for each slot.
+        args: Positional arguments: what `sv.broadcast_object` takes (numbers, texts, dates and times
+            of `datetime`, lists, sets, dicts, arrays, tensors), or anything with `pickle=True`.
         kwargs: Keyword arguments of the same kinds.
         timeout: Seconds allowed for the whole job; None for no limit.
         engine: Where the workers run: "local" for this host; "ray" as actors of Ray, "dask" as tasks of Dask, on the cluster
             that this program is connected to, else on one of this host for the time of the call. `syncvar.engines.Ray` and
             `syncvar.engines.Dask` take options.
         max_restarts: How often all workers may be started again after a failure; see `restart_count`.
-        pickle: Let arguments and results travel by cloudpickle, as functions of notebooks do: DataFrames, models, figures,
-            instances of your own classes. It needs `pip install cloudpickle`.
+        pickle: Arguments and results travel by cloudpickle, as functions of notebooks do:
+            DataFrames, models, figures, instances of your own classes. It needs
+            `pip install cloudpickle`.
         servers: How many parameter servers, as `syncvar-launch --servers`.
-        hosts: A list of hosts with slots (`["node1:4", "node2:4"]`) or the path of a host file, as `syncvar-launch -H` and
-            `--hostfile`. The function then travels as one of a notebook does, unless a module has it.
+        hosts: A list of hosts with slots (`["node1:4", "node2:4"]`) or the path of a host file, as
+            `syncvar-launch -H` and `--hostfile`. The function then travels as one of a notebook
+            does, unless it is in a module.
         env: Variables of the workers, beside those that they inherit, as `syncvar-launch --env`.
-        output: Whose lines are shown: "all", "first", "failed", "none" or ranks, as `syncvar-launch --output`.
+        output: Whose lines are shown: "all", "first", "failed", "none" or ranks, as
+            `syncvar-launch --output`.
         log_dir: Folder for one file for each rank and stream, as `syncvar-launch --log-dir`.
 
     Returns:
-        For each rank what `fn` returned there, of the same kinds as arguments. Without `pickle` a result that cannot travel
-        is found when the work is done, except where the annotation of `fn` says so before.
+        For each rank what `fn` returned there, of the same kinds as arguments. Without `pickle`,
+        `run` refuses a result that cannot travel when the work is done, or before it if the
+        annotation of `fn` says so.
 
     Raises:
         ConfigError: A wrong argument, or an engine's packages are missing, and nothing was started; or workers came to this very call when they imported the
@@ -169,9 +174,14 @@ def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
 
 
 def _packed_call(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, has_files: bool, pickle: bool
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    has_files: bool,
+    pickle: bool,
 ) -> bytes:
-    """Return a call as `remote_call.called` takes it; refuse what cannot travel before anything starts."""
+    """Return a call as `remote_call.called` takes it; refuse what cannot travel."""
     where, *_ = how = _describe(fn, has_files=has_files)
     if pickle:
         from syncvar.notebook import pack_values
@@ -198,8 +208,8 @@ def _check_annotation(fn: Callable[..., Any]) -> None:
     is_class = isinstance(kind, type) and type(kind) in (type, ABCMeta)  # others stand for more
     if isinstance(kind, type) and is_class and not may_travel(kind):
         raise ConfigError(
-            f"the function returns a {kind.__module__}.{kind.__qualname__}, as its annotation says, "
-            f"which cannot travel as plain data: write sv.run(..., pickle=True)"
+            f"the function returns a {kind.__module__}.{kind.__qualname__}, as its annotation "
+            f"says, which cannot travel as plain data: write sv.run(..., pickle=True)"
         )
 
 

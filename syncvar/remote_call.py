@@ -66,7 +66,9 @@ def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
 
 
 def _refuse_input(_prompt: object = "", /) -> NoReturn:
-    raise EOFError("workers of sv.run have no terminal to read from: pass what input() asks for in args=")
+    raise EOFError(
+        "workers of sv.run have no terminal to read from: pass what input() asks for in args="
+    )
 
 
 def _called(told: dict[str, Any], rank: int, folder: Path | None) -> bytes:

@@ -26,7 +26,9 @@ _log = logging.getLogger("syncvar")
 _LOOK_S = 1.0
 
 
-def drive(engine: Engine, call: bytes, workers: int, limit_s: float, max_restarts: int) -> list[bytes]:
+def drive(
+    engine: Engine, call: bytes, workers: int, limit_s: float, max_restarts: int
+) -> list[bytes]:
     """Make a call as every rank of a job on an engine, and return the results by rank, packed.
 
     Args:

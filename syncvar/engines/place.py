@@ -82,7 +82,9 @@ def play(data: bytes) -> bytes:
     except BaseException as error:  # what the engine would make of it is not what happened
         failure = failure_of(error)
         raised = pack_exception(error)
-        end = End(b"", failure.error, failure.message, failure.text, failure.exit_code, has_met, raised)
+        end = End(
+            b"", failure.error, failure.message, failure.text, failure.exit_code, has_met, raised
+        )
     leave(patience_s)
     _let_go()
     return packed(end)

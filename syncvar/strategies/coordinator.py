@@ -380,7 +380,10 @@ def _found(name: list[str]) -> Any:
 
 
 def _packed(value: Any, *, failed: bool) -> tuple[bool, bytes]:
-    """Return whether a function has failed, and its packed result or error; a result that cannot travel is an error."""
+    """Return whether a function has failed, and its packed result or error.
+
+    A result that cannot travel is an error.
+    """
     if failed:
         if isinstance(value, MissingFunctionError):  # its text says all there is to say
             return True, pack_object([pack_exception(UsageError(str(value))), ""])

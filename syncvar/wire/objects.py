@@ -35,17 +35,18 @@ _ARRAY_HEAD = struct.Struct("<BB")
 _VERSIONS = "_metadata"  # what PyTorch's modules note on their state, by which they read older ones
 
 _KINDS = (
-    "objects may be None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, "
-    "date, time, datetime, timedelta, NumPy arrays and dtypes, tensors of PyTorch and JAX, range, Path and Decimal "
-    "(nothing is pickled)"
+    "objects may be None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, "
+    "Counter, set, frozenset, date, time, datetime, timedelta, NumPy arrays and dtypes, tensors of "
+    "PyTorch and JAX, range, Path and Decimal (nothing is pickled)"
 )
 _LIBRARIES = frozenset((
-    "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "typing", "collections", "pathlib", "os", "decimal", "_decimal",
+    "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "typing", "collections", "pathlib", "os",
+    "decimal", "_decimal",
 ))  # fmt: skip
 _OF_FRAMES = {
     "pandas.DataFrame": "df.to_dict('list')", "polars.DataFrame": "df.to_dict(as_series=False)",
-    "pandas.Series": "x.to_numpy()", "polars.Series": "x.to_numpy()", "pandas.Timestamp": "x.to_pydatetime()",
-    "pandas.Timedelta": "x.to_pytimedelta()",
+    "pandas.Series": "x.to_numpy()", "polars.Series": "x.to_numpy()",
+    "pandas.Timestamp": "x.to_pydatetime()", "pandas.Timedelta": "x.to_pytimedelta()",
 }  # fmt: skip
 
 _FLAT = frozenset((type(None), bool, int, float, str, bytes))

@@ -1,9 +1,13 @@
 """Jobs by a real ssh to a real sshd on this machine, by whoever runs the tests."""
 
+import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
-from launching import Job, await_true, free_ports
+from launching import LIMIT_S, Job, await_true, free_ports
 from loopback import Sshd
 
 WORLD = """
@@ -74,3 +78,46 @@ def test_the_copy_of_a_script_goes_through_ssh_and_is_removed(serve, tmp_path):
     assert not place.startswith(str(tmp_path)), job
     assert place.endswith("/stage/script.py"), job
     await_true(lambda: not Path(place).parent.exists(), what="the end of the copy")
+
+
+CALLER = """
+    import os
+    import numpy as np
+    import syncvar as sv
+
+    class Model:
+        def __init__(self, weights):
+            self.weights = weights
+
+    def work(model):
+        assert os.environ["SSH_CONNECTION"]
+        return Model(model.weights * 2 + sv.rank())
+
+    def fails():
+        raise OSError(28, "no space", f"file-{sv.rank()}")
+
+    if __name__ == "__main__":
+        large = Model(np.zeros(2_000_000))
+        results = sv.run(work, hosts="list", args=(large,), pickle=True)
+        print([(type(one) is Model, float(one.weights.max())) for one in results])
+        try:
+            sv.run(fails, hosts="list", workers=1)
+        except sv.RankFailed as failure:
+            print(repr(failure.__cause__), failure.__cause__.filename)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_calls_a_function_on_hosts_and_gets_its_results(serve, tmp_path):
+    sshd = serve()
+    (tmp_path / "list").write_text(f"{sshd.place} slots=2\n")
+    (tmp_path / "script.py").write_text(textwrap.dedent(CALLER))
+    _, command = sshd.ssh[:2]
+    ended = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False,
+        timeout=LIMIT_S, env={**os.environ, "SYNCVAR_LAUNCH_SSH": command, "SYNCVAR_LAUNCH_SSH_ALWAYS": "1"},
+    )  # fmt: skip
+    assert ended.returncode == 0, (ended.stderr, sshd.log)
+    assert ended.stdout.splitlines() == [
+        "[(True, 0.0), (True, 1.0)]", "OSError(28, 'no space') file-0",
+    ]  # fmt: skip

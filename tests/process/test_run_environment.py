@@ -56,7 +56,7 @@ def own(environ):
     return {name: value for name, value in environ.items() if not name.startswith("SYNCVAR_")}
 
 
-@pytest.mark.parametrize("how", ["auto", "spawn"])
+@pytest.mark.parametrize("how", ["auto", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_have_the_environment_of_launched_ranks(place, how):
     given = {"PYTHONPATH": "/nonexistent/of-the-user", "SYNCVAR_LAUNCH_START_METHOD": how}
     *workers, caller = json.loads(ended(place, [sys.executable, "script.py", "run"], **given))

@@ -78,7 +78,12 @@ def raises(error):
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"), [("own", Wrong), ("file", FileNotFoundError), ("exit", SystemExit)]
+    ("error", "kind"),
+    [
+        ("own", Wrong),
+        ("file", FileNotFoundError),
+        pytest.param("exit", SystemExit, marks=pytest.mark.slow),
+    ],
 )
 def test_the_cause_of_a_failure_is_the_exception_of_the_worker(error, kind):
     with pytest.raises(sv.RankFailed) as raised:
@@ -90,6 +95,7 @@ def test_the_cause_of_a_failure_is_the_exception_of_the_worker(error, kind):
     assert getattr(cause, "filename", None) == ("x.csv" if error == "file" else None)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_has_no_cause(tmp_path, monkeypatch):
     monkeypatch.setenv("SYNCVAR_RESTART_DELAY_S", "0.01")
     with pytest.raises(sv.RankFailed) as raised:
@@ -191,7 +197,9 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize(
-    "line", [["script.py"], ["-m", "script"], ["-c"]], ids=["script", "module", "prompt"]
+    "line",
+    [["script.py"], ["-m", "script"], pytest.param(["-c"], marks=pytest.mark.slow)],
+    ids=["script", "module", "prompt"],
 )
 def test_classes_of_the_main_program_stay_themselves(line, tmp_path):
     text = textwrap.dedent(SCRIPT)

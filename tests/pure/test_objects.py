@@ -187,15 +187,18 @@ def test_what_cannot_travel_is_refused_with_its_place(value, place):
 )
 def test_frames_are_refused_with_what_to_write(home, name, remedy):
     value = type(name, (), {"__module__": home})()
-    with pytest.raises(ConfigError, match=f"which cannot travel: write {re.escape(remedy)}; objects may be"):
+    write = f"write {re.escape(remedy)}"
+    with pytest.raises(ConfigError, match=f"which cannot travel: {write}; objects may be"):
         pack_object([value])
-    words = rf"args\[0\] is a {home}.{name}, .* write {re.escape(remedy)}, or sv.run\(\.\.\., pickle=True\)$"
+    words = rf"args\[0\] is a {home}.{name}, .* {write}, or sv.run\(\.\.\., pickle=True\)$"
     with pytest.raises(ConfigError, match=words):
         pack_object([value], place="args", advice="sv.run(..., pickle=True)")
 
 
 def test_classes_that_may_travel_are_known():
-    plain = [int, bool, str, dict, tuple, Pair, Hue, Colour, np.ndarray, Path, decimal.Decimal, dt.date, range, object]
+    plain = [
+        int, bool, str, dict, tuple, Pair, Hue, Colour, np.ndarray, Path, decimal.Decimal, dt.date, range, object,
+    ]  # fmt: skip
     assert [kind for kind in plain if not may_travel(kind)] == []
     assert [kind for kind in (Point, ValueError, type, random.Random) if may_travel(kind)] == []
 
