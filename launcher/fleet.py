@@ -447,7 +447,7 @@ class Fleet:
     ) -> None:
         """Wait until each agent has said something, or is gone, or the time has passed."""
         until = min(time.monotonic() + limit_s, self._until)
-        missing = list(remotes)
+        missing = [one for one in remotes if not one.why_gone]  # `polled` waits in vain for these
         while missing and (left_s := until - time.monotonic()) > 0:
             said, ready = polled(missing, left_s, listeners.descriptors() if listeners else ())
             heard = []

@@ -21,7 +21,7 @@ from syncvar_launcher.addresses import Listeners, reachable
 from syncvar_launcher.agent import Ended, Event, Output, Spoke
 from syncvar_launcher.facts import facts_of
 from syncvar_launcher.hostcopy import HostCopy
-from syncvar_launcher.hostranks import HostRanks
+from syncvar_launcher.hostranks import CannotFork, HostRanks
 from syncvar_launcher.limits import OF_LIMITS, LimitTooLow
 from syncvar_launcher.messages import GREETING, Message, OneRank, Order, Reader, checked_list, pack
 from syncvar_launcher.outbox import Outbox
@@ -191,7 +191,8 @@ class HostAgent:
 
     def _refuse(self, error: Exception) -> None:
         is_limit = isinstance(error, LimitTooLow) or getattr(error, "errno", 0) in OF_LIMITS
-        self._send("refused", reason=str(error), code=LIMITS if is_limit else CONFIGURATION)
+        code = LIMITS if is_limit else CONFIGURATION
+        self._send("refused", reason=str(error), code=error.exit_code if isinstance(error, CannotFork) else code)
 
     def _signal(self, message: Message) -> None:
         if self._start is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError
 from syncvar.evidence import RECORDS, TOTALS
+from syncvar.exits import INTERNAL, exit_code_of
 from syncvar.joining.directory import JobDirectory
 from syncvar.roles import SERVER_0, is_server
 from syncvar.serving.tally import put_tallies, take_tallies
@@ -33,11 +34,23 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.messages import OneRank, Order
 
-__all__ = ["HostRanks"]
+__all__ = ["CannotFork", "HostRanks"]
 
 _RECORD_MAX = 8 << 20
 _FLIGHT = "flight"
 _STACKS_S = 0.25
+
+
+class CannotFork(ConfigError):
+    """Ranks cannot be forked.
+
+    Args:
+        refusal: Why.
+    """
+
+    def __init__(self, refusal: Refusal) -> None:
+        self.exit_code = exit_code_of(refusal.status or INTERNAL)
+        super().__init__(f"{refusal.why}; --start-method spawn does without it")
 
 
 class HostRanks:
@@ -291,10 +304,10 @@ class HostRanks:
                     self._start_all()
                     server.release()
                 except ServerEnded as ended:
-                    refusal = Refusal(ended.sentence, is_certain=True)
+                    refusal = Refusal(ended.sentence, is_certain=True, status=ended.status)
                 else:
                     return []
-        raise ConfigError(f"{refusal.why}; --start-method spawn does without it")
+        raise CannotFork(refusal)
 
 
 @contextlib.contextmanager

@@ -163,7 +163,7 @@ def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, st
             while one.unsent_nbytes < _UNSENT_MAX and (message := next(sources[one.host.name], None)) is not None:
                 moved[one.host.name] = time.monotonic()
                 one.send(**message)
-        said, _ = polled(waiting, 1.0)
+        said, _ = polled(waiting, 0.0 if any(one.why_gone for one in waiting) else 1.0)
         for one, messages in zip(waiting, said, strict=True):
             for message in messages:
                 if message["kind"] == "staged":

@@ -134,11 +134,11 @@ class RuntimeConfig(_Settings):
     """
 
     rendezvous_timeout_s: float = _knob("s", "longest wait for all ranks to meet", default=300.0)
-    handshake_timeout_s: float = _knob("s", "longest wait for a link to open", default=10.0)
+    handshake_timeout_s: float = _knob("s", "longest wait for a link to open; a rank that has joined has lost_after_s at least", default=10.0)
     roll_call_s: float = _knob("s", "how often the ranks still missing are named while others wait", 0.05, default=5.0)
     heartbeat_interval_s: float = _knob("s", "time between signs of life on a link", 0.01, default=1.0)
     suspect_after_s: float = _knob("s", "silence after which a rank is suspected", default=5.0)
-    lost_after_s: float = _knob("s", "silence after which a rank is lost", default=15.0)
+    lost_after_s: float = _knob("s", "silence after which a rank is lost, also one that does not answer a new link", default=15.0)
     stall_warning_s: float = _knob("s", "wait after which one sentence says who waits for whom, and what those do; again after 6 and 30 times as long", default=10.0)
     report_after_s: float = _knob("s", "wait after which a rank reports its call to the arbiter", 0.01, default=0.1)
     collective_timeout_s: float = _knob("s", "longest wait of a call that is given no timeout", default=1800.0)
@@ -148,7 +148,7 @@ class RuntimeConfig(_Settings):
     restart_delay_s: float = _knob("s", "pause before the first restart; each further one waits twice as long, up to 30 s", default=1.0)
     shutdown_timeout_s: float = _knob("s", "longest wait for the peers' goodbye at the end", default=2.0)
     window_bytes: int = _knob("B", "unconsumed bytes allowed on a link for each group", 4096, default=64 << 20)
-    segment_bytes: int = _knob("B", "largest payload of one frame", 1024, default=1 << 20)
+    segment_bytes: int = _knob("B", "largest payload of one frame, which is also what a stranger at a port can make a rank hold", 1024, default=1 << 20)
     arena_bytes: int = _knob("B", "virtual size of the memory that the processes of one host share", 16 << 20, default=1 << 40)
     algorithm: str = _knob("list", "algorithms demanded for the whole job, such as all_reduce:ring,broadcast:tree", default="", is_shared=True)
     eager_bytes: int = _knob("B", "longest message of send that does not wait for its receiver", 0, default=65536)
@@ -223,6 +223,14 @@ class RuntimeConfig(_Settings):
         the latest after as long again as the cut has lasted, and its first pause.
         """
         return self.lost_after_s + _FIRST_PAUSE_S
+
+    @property
+    def link_opening_s(self) -> float:
+        """How long a link between processes that have joined may take to open, in seconds.
+
+        A process that is stopped answers no new link. It is lost no sooner by that than by its silence.
+        """
+        return max(self.handshake_timeout_s, self.link_silence_s)
 
     @property
     def host_silence_s(self) -> float:

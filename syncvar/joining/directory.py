@@ -18,7 +18,10 @@ from syncvar.private_files import make_private_folder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["JobDirectory", "base_directory", "runtime_directory"]
+__all__ = ["MEETING", "JobDirectory", "base_directory", "holders_of_meetings", "runtime_directory"]
+
+MEETING = "m"
+"""The names of directories begin so in which ranks meet that no launcher of ours has started; random names have other letters."""
 
 _SOCKET_NAME_MAX = 24
 _DIRECTORY_NAME_MAX = 9
@@ -104,6 +107,22 @@ class JobDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.lock)
             self.lock = -1
+
+
+def holders_of_meetings(base: Path) -> list[str]:
+    """Return in words which processes hold the directories of jobs that run and that no launcher of ours has started.
+
+    Args:
+        base: As `base_directory` returns it; it need not exist.
+    """
+    holders = []
+    with contextlib.suppress(OSError, ConfigError), _guarded(base):
+        for entry in sorted(base.glob(f"{MEETING}*")):
+            if _is_held(entry):
+                lock = os.open(entry / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                holders.append(_holder(lock))
+                os.close(lock)
+    return holders
 
 
 @contextlib.contextmanager

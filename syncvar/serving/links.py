@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
 from syncvar.errors import TransportError
 from syncvar.roles import SERVER_0, is_server, process_name
-from syncvar.serving.packing import packed, unpacked
+from syncvar.serving.packing import NBYTES_MAX, cut, joined, packed, unpacked
 from syncvar.serving.pipes import Door, Pipe
 from syncvar.serving.watching import Watching
 from syncvar.transports.addresses import tcp_endpoint
@@ -26,9 +27,11 @@ from syncvar.transports.sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
     job_nonce,
+    limit_frames,
     milliseconds,
     set_family,
 )
+from syncvar.wire.limits import FRAME_NBYTES, HELLO_NBYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +46,6 @@ __all__ = ["Came", "Links"]
 
 _IDENTITY = struct.Struct("<c8sIII4s")
 _KIND = b"p"
-_FRAME_NBYTES_MAX = 1 << 34
 _APART_NBYTES_MIN = 32 << 10  # in messages of ZeroMQ: below, a frame of its own is more work than a copy
 _BORROW_NBYTES_MIN = 128 << 10  # as between ranks: below, copying is cheaper
 
@@ -131,7 +133,6 @@ class Links:
                 self._gate = gate_for_hosts(self._context, self._router, self._keys, config, self._number, f"server {me.rank}")
                 place = tcp_endpoint(me.host_address)
                 set_family(self._router, place)
-                self._router.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.handshake_timeout_s))
                 self.outside = f"{place}:{self._router.bind_to_random_port(place)}"
                 self._gate.guard(self.outside)
         except (zmq.ZMQError, OSError) as error:
@@ -217,7 +218,8 @@ class Links:
             frames, lent, segment=segment, has_checksum=self._is_bare(number), apart_nbytes=_APART_NBYTES_MIN
         )
         socket = self._router if isinstance(to, bytes) else to
-        parts = [*([to] if isinstance(to, bytes) else ()), b"".join(message.pieces), *message.apart]
+        whole = (b"".join(message.pieces), *message.apart)
+        parts = [*([to] if isinstance(to, bytes) else ()), *(one for part in whole for one in cut(part))]
         self.watching.touch(socket)
         try:
             for part in parts[:-1]:
@@ -246,7 +248,7 @@ class Links:
                 self.watching.add(pipe)
             return None
         while one.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # cheaper than the exception that an empty socket raises
-            came = self._came(one, one.recv_multipart(zmq.NOBLOCK, copy=False))
+            came = self._came(one, deque(one.recv_multipart(zmq.NOBLOCK, copy=False)))
             if came is not None:
                 return came
             self.refused += 1
@@ -290,7 +292,7 @@ class Links:
             pipe.flush()
             self.watching.write(pipe, waits=pipe.is_behind)
         try:
-            while (message := pipe.receive()) is not None:
+            while (message := pipe.receive(NBYTES_MAX if pipe.peer else HELLO_NBYTES_MAX)) is not None:
                 frames, segment = unpacked(message, (), None if self._lender is None else self._lender.borrow)
                 if pipe.peer is not None:
                     return self._from(pipe.peer, frames, b"" if pipe.is_opener else pipe, segment)
@@ -315,7 +317,8 @@ class Links:
     def _configure(self, socket: Any) -> None:
         socket.set_hwm(0)  # a worker waits for answers before it sends much more
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, _FRAME_NBYTES_MAX)
+        limit_frames(socket, FRAME_NBYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(self._config.link_opening_s))
 
     @staticmethod
     def _put(socket: Any, part: Any, flags: int) -> None:
@@ -329,11 +332,11 @@ class Links:
         address = self._addresses.get(number - SERVER_0, "")
         return address.startswith("tcp://") if is_server(number) and address else True
 
-    def _came(self, socket: Any, parts: list[Any]) -> Came | None:
+    def _came(self, socket: Any, parts: deque[Any]) -> Came | None:
         """Return what has come on a socket of ZeroMQ; None where it is no message of this job."""
         answers = b""
         if socket is self._router:
-            answers = parts.pop(0).bytes
+            answers = parts.popleft().bytes
             who = self._who(answers)
             if who is None:
                 if self._gate is not None and parts:
@@ -344,7 +347,7 @@ class Links:
             who = next(SERVER_0 + server for server, one in self._dealers.items() if one is socket), 0
         borrow = None if self._lender is None else self._lender.borrow
         try:
-            first, *apart = [part.buffer for part in parts]
+            first, *apart = joined(parts.popleft().buffer for _ in range(len(parts)))
             frames, segment = unpacked(first, apart, borrow)
         except ValueError:
             return None

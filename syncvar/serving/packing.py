@@ -3,21 +3,28 @@
 A head (how long it is as a whole, a checksum where nothing else protects it, how many parts there are, and which segment of shared
 memory the sender has mapped), for each part its length and where it is, and the parts that are *here*, each at a
 multiple of eight bytes. Others are *apart*, after this message, or *lent*: they lie in the segment that the head names.
+
+On sockets of ZeroMQ, the message and each part that is apart is cut into frames (`syncvar.wire.limits`): all are
+`FRAME_NBYTES` long but the last, which is shorter and may be empty.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from syncvar.arena.references import SegmentId, SharedMemoryReference
 from syncvar.errors import InternalError
+from syncvar.wire.limits import FRAME_NBYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["NBYTES_MAX", "Packed", "length_of", "packed", "unpacked"]
+__all__ = ["NBYTES_MAX", "Packed", "cut", "joined", "length_of", "packed", "unpacked"]
 
 NBYTES_MAX = 1 << 34
 """No message is longer."""
@@ -91,14 +98,56 @@ def packed(
     return Packed(nbytes, pieces, apart)
 
 
-def length_of(start: Any) -> int:
+def cut(part: Any) -> list[Any]:
+    """Return the frames in which a part travels; nothing is copied.
+
+    Example:
+        >>> [len(one) for one in cut(bytes(FRAME_NBYTES + 3))], [len(one) for one in cut(b"head")]
+        ([1048576, 3], [4])
+    """
+    view = memoryview(part)
+    if view.nbytes < FRAME_NBYTES:
+        return [part]
+    return [view[start : start + FRAME_NBYTES] for start in range(0, view.nbytes + 1, FRAME_NBYTES)]
+
+
+def joined(frames: Iterable[Any]) -> list[Any]:
+    """Return the parts that have travelled in these frames; a part of one frame is not copied.
+
+    Raises:
+        ValueError: The last frames of a part are missing.
+    """
+    parts: list[Any] = []
+    begun: deque[Any] = deque()
+    for frame in frames:
+        begun.append(frame)
+        if len(frame) < FRAME_NBYTES:
+            parts.append(_concatenated(begun) if len(begun) > 1 else frame)
+            begun.clear()
+    if begun:
+        raise ValueError("the last frames of a message are missing")
+    return parts
+
+
+def _concatenated(frames: deque[Any]) -> memoryview:
+    """Return what frames hold together, and let go of each as soon as it is copied."""
+    whole = np.empty(sum(map(len, frames)), np.uint8)
+    at = 0
+    while frames:
+        frame = frames.popleft()
+        whole[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
+        at += len(frame)
+    return memoryview(whole).toreadonly()  # type: ignore[arg-type]
+
+
+def length_of(start: Any, nbytes_max: int = NBYTES_MAX) -> int:
     """Return how long the message is that begins with at least eight bytes.
 
     Raises:
-        ValueError: No message begins so.
+        ValueError: No message begins so, or it is longer than `nbytes_max`.
     """
     nbytes = int.from_bytes(start[:8], "little")
-    if not _HEAD.size <= nbytes <= NBYTES_MAX or nbytes % 8:
+    if not _HEAD.size <= nbytes <= nbytes_max or nbytes % 8:
         raise ValueError(f"no message is {nbytes} bytes long")
     return nbytes
 

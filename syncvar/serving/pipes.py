@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from syncvar.serving.packing import Packed, length_of
+from syncvar.serving.packing import NBYTES_MAX, Packed, length_of
 
 __all__ = ["Door", "Pipe"]
 
@@ -146,13 +146,16 @@ class Pipe:
                 if sent:
                     self._unsent[0] = self._unsent[0][sent:]
 
-    def receive(self) -> memoryview | None:
+    def receive(self, nbytes_max: int = NBYTES_MAX) -> memoryview | None:
         """Return the next message, or None where it has not come as a whole; it stays as it is.
 
         Call it until it returns None, or has no more.
 
+        Args:
+            nbytes_max: The longest message that the other end may send now.
+
         Raises:
-            ValueError: What comes is no message.
+            ValueError: What comes is no message, or a longer one.
         """
         if self._filling is not None:
             return self._fill()
@@ -171,7 +174,7 @@ class Pipe:
             self._chunk = memoryview(bytes(self._chunk) + came if self._chunk else came)
             if len(self._chunk) < 8:
                 return None
-        nbytes = length_of(self._chunk)
+        nbytes = length_of(self._chunk, nbytes_max)
         if nbytes <= len(self._chunk):
             message, self._chunk = self._chunk[:nbytes], self._chunk[nbytes:]
             self.has_more = self._is_full or len(self._chunk) >= 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncvar.engine.group import begin_epochs
 from syncvar.engine.queued import send_queued
@@ -150,6 +150,13 @@ class Strategy(Taught):
 
     def __repr__(self) -> str:
         return f"<sv.{type(self).__name__} of {self.num_replicas_in_sync} replicas>"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        instead = "sv.get_strategy()" if self.is_default else f"sv.{type(self).__name__}()"
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled: its group and variables belong to this process. Use the "
+            f"same strategy in the copy, or write {instead} there"
+        )
 
     # -- contexts -------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.optimizers.slots import compute_dtype
+from syncvar.optimizers.sparse import rows_of
 from syncvar.servers.asking import Asking
 from syncvar.variables.casting import operand_array
 from syncvar.variables.names import Names
@@ -106,7 +107,7 @@ class ServersHere:
                     self.pushes.remove((ticket, pushed))
 
     def before_call(self, group: int, name: str) -> None:
-        """Wait for pushes before this worker waits for others; a barrier ends a step of staleness 0."""
+        """Wait for pushes before waiting for others; a barrier ends a step of staleness 0."""
         if group == _WORLD and name == "barrier" and self.meets:
             asking = Asking()
             for server in range(self.count):
@@ -239,8 +240,8 @@ class ServerAccess:
         place = current_place()
         if place is not None and place.owner is not self._strategy and not place.owner.is_default:
             raise UsageError(
-                f"{what}: the variable belongs to another strategy than the scope it is used in; use "
-                f"it under `with variable.strategy.scope():`, or outside every scope"
+                f"{what}: the variable belongs to another strategy than the scope it is used in; "
+                f"use it under `with variable.strategy.scope():`, or outside every scope"
             )
 
     def step(
@@ -262,8 +263,9 @@ class ServerAccess:
                     f"floating numbers"
                 )
             what, dtype = f"gradient of variable {variable.name!r}", compute_dtype(variable.dtype)
-            if isinstance(gradient, tuple) and len(gradient) == 2:
-                rows = checked_rows(Operation.SCATTER_ADD, *gradient, variable.shape, dtype, what)
+            pair = rows_of(gradient)
+            if pair is not None:
+                rows = checked_rows(Operation.SCATTER_ADD, *pair, variable.shape, dtype, what)
                 checked.append((variable, rows.values, rows.indices))
             else:
                 checked.append(

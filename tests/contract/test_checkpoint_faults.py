@@ -213,7 +213,7 @@ checkpoint.restore(path)
 print(checkpoint.v.numpy().sum())
 """
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "c")], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", script, str(tmp_path / "c")], capture_output=True, text=True, timeout=120, check=True
     )
     error, value = done.stdout.splitlines()
     assert "File too large" in error
@@ -502,7 +502,7 @@ def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, caplog, end
             assert manager.restore_latest() == manager.latest
             first.stdin.write("\n")
             first.stdin.flush()
-            first.wait(20)
+            first.wait(120)
             assert manager.save(1) == manager.latest
         assert not (tmp_path / "lock.json").exists()
     said = [record.getMessage() for record in caplog.records if "left locked" in record.getMessage()]

@@ -24,6 +24,7 @@ from syncvar.transports.sockets import job_nonce
 from syncvar.transports.strangers import WAITING_MAX
 from syncvar.transports.zeromq import ZeromqTransport
 from syncvar.wire import CONTROL_NBYTES_MAX, Kind, pack_header
+from syncvar.wire.limits import FRAMING_NBYTES, UNPROVED_NBYTES_MAX
 
 SECRET = bytes(range(32))
 CONFIG = RuntimeConfig(heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=2.0)
@@ -57,7 +58,7 @@ def passes(ranks, limit_s=5.0, payload=b""):
     until = time.monotonic() + limit_s
     while time.monotonic() < until:
         for one in ranks:
-            one.wait(0.01)
+            one.wait(120)
         arrival = ranks[1].receive()
         lost = ranks[0].receive()
         if arrival is not None or lost is not None:
@@ -248,6 +249,24 @@ def test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay():
         assert ranks[1].receive() is None
 
 
+def test_a_stranger_who_sends_more_than_a_handshake_needs_is_closed():
+    patient = CONFIG.replaced(handshake_timeout_s=60.0)
+    with world(config=patient) as ranks:
+        host, port = ranks[1].outside.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as stranger:
+            announced = (CONFIG.segment_bytes).to_bytes(8, "big")
+            stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(52, b"\0") + b"\x06" + announced)
+            stranger.sendall(bytes(2 * UNPROVED_NBYTES_MAX))
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(64):  # the listener's greeting, and then the end
+                    pass
+        assert passes(ranks).header.call == 7
+        for _ in range(3):  # a member sends much more
+            ranks[0].send(1, pack_header(Kind.DATA, 0, 0, 0, 8, nbytes=1 << 19), memoryview(bytes(1 << 19)))
+        time.sleep(0.3)
+        assert passes(ranks).header.call == 8
+
+
 @pytest.mark.parametrize(("keys", "words"), [(None, ["another mode of encryption"]), (link_keys(SECRET), ["the same secret", "SYNCVAR_ENCRYPTION"])])
 def test_whoever_is_refused_before_it_could_read_why_is_told_what_it_may_be(keys, words):
     with socket.create_server(("127.0.0.1", 0)) as listener, zmq.Context() as context:
@@ -278,9 +297,9 @@ def test_every_socket_has_limits():
         finally:
             control.close(0)
             store.close()
-    frame = CONFIG.segment_bytes + 4096
+    frame, control = CONFIG.segment_bytes + FRAMING_NBYTES, CONTROL_NBYTES_MAX + FRAMING_NBYTES
     assert limits == {
-        "router": (frame, 2000, 0), "link": (frame, 2000, 0), "control": (CONTROL_NBYTES_MAX, 10_000, 0), "store": (CONTROL_NBYTES_MAX, 2000, 0),
+        "router": (frame, 3400, 0), "link": (frame, 3400, 0), "control": (control, 300_000, 0), "store": (control, 3400, 0),
     }  # fmt: skip
 
 

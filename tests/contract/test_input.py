@@ -20,8 +20,8 @@ class Pair(NamedTuple):
 
 def outcomes(size, fn, **keywords):
     began = time.monotonic()
-    results = run_ranks(size, fn, timeout_s=20, **keywords)
-    assert time.monotonic() - began < 15, "nobody waited for a deadline"
+    results = run_ranks(size, fn, timeout_s=200, **keywords)
+    assert time.monotonic() - began < 150, "nobody waited for a deadline"
     return results
 
 

@@ -162,7 +162,7 @@ def missing_rank(call, *, prepares):
         for _ in range(3):
             made()
         if sv.rank():
-            gone.wait(30)
+            gone.wait(120)
             return None
         begin = time.monotonic()
         error = caught(made)
@@ -200,7 +200,7 @@ def test_the_deadline_of_a_prepared_call_is_that_of_the_long_way(call):
     prepared, took = missing_rank(call, prepares=True)
     plain, _ = missing_rank(call, prepares=False)
     assert isinstance(prepared, sv.DeadlineExceeded)
-    assert 0.3 <= took < 10
+    assert 0.3 <= took < 60
     texts = [re.sub(r"waited \d+\.\d s", "waited so long", str(error)) for error in (prepared, plain)]
     assert (texts[0], prepared.timeout_s, prepared.missing) == (texts[1], 0.3, (1,))
     assert "waited so long" in texts[0]

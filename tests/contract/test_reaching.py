@@ -25,7 +25,7 @@ def child():
 
         def end():
             process.stdin.close()
-            process.wait(20)
+            process.wait(120)
 
         try:
             yield process.pid, int(process.stdout.readline()), end

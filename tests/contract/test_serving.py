@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -97,6 +98,16 @@ def test_a_message_comes_whole_and_is_answered(place):
     assert server.send(1, [b"answer"])
     (answer,) = taken(worker)
     assert (answer.number, [bytes(one) for one in answer.frames]) == (SERVER_0 + 1, [b"answer"])
+
+
+@pytest.mark.parametrize("sizes", [(5 * MIB + 3,), (MIB, 2 * MIB), (30_000,) * 100])
+def test_long_messages_and_many_parts_come_whole(place, sizes):
+    server, worker = place.links(role="server", rank=1), place.links(rank=1)
+    worker.connect(1, server.address)
+    parts = [os.urandom(size) for size in sizes]
+    assert worker.send(SERVER_0 + 1, [b"head", *parts, b"tail"])
+    (came,) = taken(server, worker)
+    assert [bytes(one) for one in came.frames] == [b"head", *parts, b"tail"]
 
 
 def test_servers_speak_with_each_other(place):
@@ -202,6 +213,20 @@ def test_something_else_than_a_message_is_dropped(place):
     worker.send(SERVER_0, [b"whole"])
     assert bytes(taken(server)[0].frames[0]) == b"whole"
     assert server.refused == 4
+
+
+def test_who_is_no_member_cannot_make_a_server_take_much_memory(place):
+    """A stream of our own: the first message introduces who has come, and is short."""
+    server = place.links(role="server")
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(f"{server.address.removeprefix('ipc://')}p")
+        stranger.sendall((1 << 33).to_bytes(8, "little") + bytes(64))
+        until = time.monotonic() + 10
+        while not server.refused:
+            assert time.monotonic() < until
+            for one in server.watching.wait(0.05):
+                assert server.receive(one) is None
+        assert stranger.recv(1) == b""
 
 
 # Pipes.

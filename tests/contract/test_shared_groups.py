@@ -404,5 +404,5 @@ print("right")
 def test_groups_can_be_used_after_a_deadlock_was_told(count):
     """In a process of its own: a thread that might resolve the deadlock, as pytest's, would keep it from being told."""
     code = textwrap.dedent(DEADLOCK).format(count=count, folder=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout.strip(), done.stderr) == ("right", "")

@@ -12,6 +12,7 @@ from syncvar.config import RuntimeConfig
 from syncvar.joining.store import Store
 from syncvar.transports.control import control_identity
 from syncvar.wire import CONTROL_NBYTES_MAX, pack_message, parse_message
+from syncvar.wire.limits import FRAMING_NBYTES
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ def test_a_message_that_is_too_long_closes_only_its_own_connection(store, connec
     peers = [connect(rank) for rank in range(2)]
     peers[0].join()
     serve(store)
-    connect(1).socket.send(bytes(CONTROL_NBYTES_MAX + 1))
+    connect(1).socket.send(bytes(CONTROL_NBYTES_MAX + FRAMING_NBYTES + 1))
     serve(store)
     peers[1].join()
     serve(store)

@@ -32,7 +32,7 @@ def test_the_clock_stands_while_the_launcher_is_stopped():
         assert os.WIFSTOPPED(status)
         time.sleep(0.5)
         os.kill(process.pid, signal.SIGCONT)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=120)
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

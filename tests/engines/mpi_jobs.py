@@ -134,10 +134,10 @@ class MpiJob:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)  # mpirun ends what it has started
             try:
-                self.process.wait(10)
+                self.process.wait(120)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait(10)
+                self.process.wait(120)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self):

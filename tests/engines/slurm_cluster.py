@@ -93,14 +93,14 @@ class Cluster:
         for one in reversed(self.running):
             one.terminate()
             try:
-                one.wait(20)
+                one.wait(120)
             except subprocess.TimeoutExpired:
                 one.kill()
-                one.wait(20)
+                one.wait(120)
 
     def ask(self, *words):
         """Return what a command writes; empty where it fails."""
-        return subprocess.run(words, env=self.environ, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+        return subprocess.run(words, env=self.environ, capture_output=True, text=True, timeout=120, check=False).stdout.strip()
 
     def wait(self, condition, what, limit_s=60.0):
         """Wait until something is so."""

@@ -45,9 +45,9 @@ def test_survivors_of_a_killed_rank_raise_peer_lost_where_mpirun_lets_them_live(
         (tmp_path / "draft").write_text(str(time.monotonic()))
         (tmp_path / "draft").rename(tmp_path / "go")
         job.until_noted(tmp_path, "lost 1 ", 2)
-        job.wait(60)  # with the exit code that mpirun has for it: 0
+        job.wait(120)  # with the exit code that mpirun has for it: 0
     seen = [float(one.rpartition("after")[2]) for one in notes(tmp_path, 3) if "lost" in one]
-    assert max(seen) < 10.0
+    assert max(seen) < 60.0
 
 
 def test_a_killed_rank_ends_the_job(mpi, transport, tmp_path):
@@ -55,7 +55,7 @@ def test_a_killed_rank_ends_the_job(mpi, transport, tmp_path):
         job.until_noted(tmp_path, "ready", 3)
         (tmp_path / "draft").write_text(str(time.monotonic()))
         (tmp_path / "draft").rename(tmp_path / "go")
-        code, text = job.wait(60)
+        code, text = job.wait(120)
     assert code != 0, text
 
 

@@ -103,7 +103,7 @@ def paths(request):
         for path in made:
             with contextlib.closing(Agent(path)) as one:
                 one("end")
-        code, text = job.wait(40)
+        code, text = job.wait(120)
         assert code == 0, text
 
 

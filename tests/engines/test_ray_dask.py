@@ -56,7 +56,7 @@ def session(tmp_path, nothing_left_behind):
         body = textwrap.indent(begin + textwrap.dedent(text) + end, "    ")
         path = tmp_path / "session.py"
         path.write_text(f"{BEGIN}\ndef inner(scale):\n    return jobs.who(scale)\n\nif __name__ == '__main__':\n{body}")
-        done = subprocess.run([sys.executable, str(path)], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+        done = subprocess.run([sys.executable, str(path)], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         told = {}
         for line in re.findall(r"^told (.*)$", done.stdout, re.MULTILINE):
@@ -231,7 +231,7 @@ def test_hosts_of_dask_meet_over_tcp_and_named_workers_are_used(session, runtime
         for one in running:
             one.terminate()
         for one in running:
-            one.wait(30)
+            one.wait(120)
         """,
         own=True,
     )

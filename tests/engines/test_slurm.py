@@ -91,7 +91,7 @@ def test_digits_ends_with_the_weights_that_it_has_under_syncvar_launch(cluster):
     done = srun(cluster, "-N2", "-n4", sys.executable, *words)
     assert done.returncode == 0, done.stderr
     launcher = [sys.executable, "-m", "syncvar_launcher", "--workers", "2", *words]
-    here = subprocess.run(launcher, env=cluster.environ, capture_output=True, text=True, timeout=100, check=True)
+    here = subprocess.run(launcher, env=cluster.environ, capture_output=True, text=True, timeout=120, check=True)
     found = [re.search(r"weights_sha256=(\w{64})", one.stdout)[1] for one in (done, here)]
     assert found[0] == found[1]
     assert "workers=4" in done.stdout

@@ -5,7 +5,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "process"))  # for `launching`, also where only this folder is collected
 
-from launching import measure_slowness_for  # noqa: E402
 from loopback import why_no_sshd  # noqa: E402
 from testbed import Hosts, why_none  # noqa: E402
 
@@ -36,12 +35,6 @@ def own_hosts(tmp_path_factory):
     made = Hosts(tmp_path_factory.mktemp("own"), 3)
     yield made
     made.close()
-
-
-@pytest.fixture(autouse=True)
-def slowness_before(request):
-    """Measure the machine's slowness just before a test of a module that asserts bounds."""
-    measure_slowness_for(request.module)
 
 
 @pytest.fixture(autouse=True)

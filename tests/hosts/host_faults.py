@@ -6,7 +6,7 @@ K rank 3 is in the middle of writing its part of a checkpoint. Survivors are the
 """
 
 
-from launching import Job, check_bound, last_exception, measure_again, measure_slowness
+from launching import Job, check_bound, last_exception
 
 import syncvar as sv
 
@@ -87,14 +87,12 @@ def begin(hosts, folder, phase, script=SCRIPT, arguments=(), *, lost_after_s=15.
         named["config"] = folder / "defaults.toml"
     workers = named.setdefault("workers", 4)
     named.setdefault("env", {"SYNCVAR_LOST_AFTER_S": str(lost_after_s)})
-    measure_slowness()
     job = Job(
         folder, script, prefix=hosts.prefix, arguments=[phase, str(folder / "checkpoint"), *arguments],
         options=(*hosts.ssh, "-H", slots(hosts)), **named,
     )  # fmt: skip
     try:
-        job.await_events("ready", workers, limit_s=60.0)
-        measure_again()
+        job.await_events("ready", workers, limit_s=120)
     except BaseException:
         job.close()
         raise

@@ -62,7 +62,7 @@ def both(hosts, folder, script, *options, **named):
         start(hosts, folder / "there", script, at(hosts, 0, 2, 1), *options, **named),
     ]
     for job in jobs:
-        job.wait(90)
+        job.wait(120)
     return jobs
 
 
@@ -114,11 +114,11 @@ STUBBORN = """
 
 def test_f14_the_second_ctrl_c_kills_on_all_hosts(hosts, tmp_path):
     job = start(hosts, tmp_path, STUBBORN, at(hosts, 0, 2, 1), "--grace", "30")
-    job.await_events("met", 3, limit_s=60)
+    job.await_events("met", 3, limit_s=120)
     job.send(signal.SIGINT)
     job.await_events("ignored", 3)
     sent = job.send(signal.SIGINT)
-    assert job.wait(60) == 130, job
+    assert job.wait(120) == 130, job
     check_bound("F14 over hosts", job.ended - sent, 0.5)
     assert not hosts.await_quiet(), "and nothing is left anywhere"
 
@@ -138,9 +138,9 @@ def test_f13_the_first_ctrl_c_lets_all_ranks_end_in_order(hosts, tmp_path):
         folder = tmp_path / str(code)
         folder.mkdir()
         job = start(hosts, folder, script, at(hosts, 0, 2, 1))
-        job.await_events("met", 3, limit_s=60)
+        job.await_events("met", 3, limit_s=120)
         sent = job.send(number)
-        assert job.wait(60) == code, job
+        assert job.wait(120) == code, job
         check_bound(f"F13 over hosts, {code}", job.ended - sent, 3.0)
         assert len(job.events("cleaned")) == 3
 
@@ -154,7 +154,7 @@ def test_the_time_limit_ends_all_hosts(hosts, tmp_path):
 def test_a_process_that_is_no_python_ends_with_its_own_code(hosts, tmp_path):
     job = Job(tmp_path, workers=3, prefix=hosts.prefix, options=(*hosts.ssh, "-H", at(hosts, 0, 2, 1)),
               target=["--no-python", "sh", "-c", 'echo "$SYNCVAR_RANK of $WORLD_SIZE"; exit $((SYNCVAR_RANK / 2 * 5))'])  # fmt: skip
-    assert job.wait(60) == 5, job
+    assert job.wait(120) == 5, job
     assert sorted(job.out.split()) == sorted(["[0]", "0", "of", "3", "[1]", "1", "of", "3", "[2]", "2", "of", "3"])
 
 
@@ -178,7 +178,7 @@ def test_totals_and_the_names_of_torch(hosts, tmp_path):
             sv.barrier()
     """
     job = start(hosts, tmp_path, script, at(hosts, 0, 2, 1), "--torch-env", f"--stats={tmp_path / 'totals.json'}")
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     told = json.loads((tmp_path / "totals.json").read_text())
     assert (told["workers"], told["missing"]) == (3, [])
     assert {row["call"]: row["calls"] for row in told["rows"]} == {"all_reduce(sum)": 300, "barrier": 2}
@@ -194,11 +194,11 @@ def test_an_agent_told_to_end_ends_its_ranks_in_order_and_the_second_time_at_onc
         folder = tmp_path / name
         folder.mkdir()
         job = start(hosts, folder, script, at(hosts, 0, 2, 1))
-        job.await_events("met", 3, limit_s=60)
+        job.await_events("met", 3, limit_s=120)
         os.kill(hosts.agent(2), signal.SIGTERM)
         if name == "stubborn":
             job.await_events("ignored", 1, rank=2)
             assert job.process.poll() is None
             os.kill(hosts.agent(2), signal.SIGTERM)
-        assert job.wait(60) == code, job
+        assert job.wait(120) == code, job
         assert f"rank 2 on {hosts.names[2]}" in job.err

@@ -13,7 +13,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 @pytest.mark.slow
 def test_the_parts_over_two_hosts(tmp_path):
     command = [sys.executable, str(BENCH / "compare.py"), "--hosts", "--libraries", "syncvar", "--rounds", "1", "--seconds", "0.01", "--json", "found.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     times, started = found["hosts"], found["hosts-launch"]

@@ -107,12 +107,12 @@ def test_a_rank_of_another_host_has_the_terminal(hosts, tmp_path, method):
 
 def test_without_a_terminal_the_debugged_rank_reads_lines(hosts, tmp_path):
     job = start(hosts, tmp_path, DEBUGGED, at(hosts, 0, 2, 1), "--debug", "2", stdin=b"p value\nc\n")
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     assert "(Pdb) 41\n(Pdb) after 42 False False\n" in job.out, "as it is, without a prefix"
     assert job.lines(0) == ["of another rank"]
 
 
 def test_a_rank_that_is_not_there_cannot_be_debugged(hosts, tmp_path):
     job = start(hosts, tmp_path, DEBUGGED, at(hosts, 0, 2, 1), "--debug", "3")
-    assert job.wait(60) == 78, job
+    assert job.wait(120) == 78, job
     assert "--debug 3: there is no such rank among 3 (ranks are 0 to 2)" in job.err

@@ -21,7 +21,7 @@ from host_faults import (
     phases,
     silence_s,
 )
-from launching import PROFILE, await_true, check_bound, measure_slowness
+from launching import PROFILE, await_true, check_bound
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "process"))
 from fault_table import ROWS  # noqa: E402
@@ -106,7 +106,7 @@ def dumb(hosts):
 
 def check_cut(hosts, job, injected, name, phase, bound, lost):
     """Check both sides of a cut, while it lasts."""
-    assert job.wait(60) == 70, job
+    assert job.wait(120) == 70, job
     ended = cut_off(hosts, 2)
     check_survivors(job, injected, name, phase, bound, lost=lost)
     check_bound(f"{name} to the end of the host that is cut off", ended - injected, bounded(phase, bound) + grace_s(phase))
@@ -137,14 +137,14 @@ def test_f20_the_link_is_down_where_no_launcher_is(hosts, tmp_path, phase):
             running = [stack.enter_context(started_elsewhere(hosts, folder, rank, key)) for rank in ranks]
             word = "met" if phase == "X" else "2 of 3 are here"
             needed = ranks if phase == "X" else [0]
-            await_true(lambda: all(word in (folder / f"out{rank}").read_text() for rank in needed), 30, word)  # noqa: B023
-            measure_slowness()
+            await_true(lambda: all(word in (folder / f"out{rank}").read_text() for rank in needed), 60, word)  # noqa: B023
             with cut(hosts) as injected:
-                codes = [one.wait(60) for one in running]
+                codes = [one.wait(120) for one in running]
                 lasted_s = time.monotonic() - injected
             told = [(folder / f"out{rank}").read_text() for rank in ranks]
         assert codes == [3] * len(ranks), told
         assert all("PeerLost rank" in one for one in told), told
+        assert all(": silent for " in one for one in told), told
         check_bound(f"F20-{phase} without a launcher, to the end", lasted_s, ROWS["F20"].bound[1] + 2)
         assert not hosts.await_quiet()
 
@@ -167,7 +167,7 @@ def started_elsewhere(hosts, folder, rank, key):
         yield one
     finally:
         one.kill()
-        one.wait(10)
+        one.wait(120)
 
 
 @pytest.mark.parametrize("phase", "CX")
@@ -190,9 +190,9 @@ def test_f22_the_link_is_down_for_half_of_the_time_that_is_allowed(hosts, tmp_pa
             with cut(hosts):
                 time.sleep(lost_after_s / 2)
             before = max(last_turns(job).values())
-            await_true(lambda before=before: job.process.poll() is not None or min(last_turns(job).values()) > before + 1, 30, "sums after the cut")
+            await_true(lambda before=before: job.process.poll() is not None or min(last_turns(job).values()) > before + 1, 60, "sums after the cut")
         job.open_gate("stop")
-        assert job.wait(60) == 0, job
+        assert job.wait(120) == 0, job
     finally:
         job.close()
 
@@ -215,7 +215,7 @@ def test_f23_connections_are_reset_in_the_middle_of_a_frame(hosts, tmp_path):
                 time.sleep(0.01 * number)
                 injected = time.monotonic()
                 assert hosts.reset(2) > 2
-                assert job.wait(60) == 70, job
+                assert job.wait(120) == 70, job
             finally:
                 job.close()
             check_survivors(job, injected, "F23-X", "X", ROWS["F23"].bound, ranks=range(4), lost=range(4))
@@ -231,7 +231,7 @@ def check_sums(hosts, folder, elements, limit_s):
     try:
         job.await_events("sum", 40, limit_s=limit_s)
         job.open_gate("stop")
-        assert job.wait(60) == 0, job
+        assert job.wait(120) == 0, job
         assert "suspect" not in job.err, job
     finally:
         job.close()

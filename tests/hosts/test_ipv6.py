@@ -30,10 +30,10 @@ def test_ranks_meet_over_ipv6(hosts, tmp_path):
     lines = [f"[{name}] slots={count}\n" for name, count in zip(hosts.names_6, (1, 2, 1), strict=True)]
     (tmp_path / "hosts").write_text("".join(lines))
     job = Job(tmp_path, STAYS, workers=4, prefix=hosts.prefix, options=(*hosts.ssh, "--hostfile", str(tmp_path / "hosts")))
-    job.await_events("stays", 4, limit_s=60)
+    job.await_events("stays", 4, limit_s=120)
     listening = [set(hosts.listening(index)) for index in range(3)]
     job.open_gate("go")
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     assert {event["total"] for event in job.events("met")} == {10.0}
     assert [event["host"] for event in sorted(job.events("met"), key=lambda one: one["rank"])] == [hosts.names_6[index] for index in (0, 1, 1, 2)]
     assert listening == [{name} for name in hosts.names_6]
@@ -53,10 +53,10 @@ def test_which_family_links_use(hosts, tmp_path, where, options):
         names = hosts.names_6 if where == "v6" else hosts.names
         options = ("-H", ",".join(f"[{name}]:1" if ":" in name else f"{name}:1" for name in names), *options)
     job = Job(tmp_path, STAYS, workers=3, prefix=hosts.prefix, options=(*hosts.ssh, *options))
-    job.await_events("stays", 3, limit_s=60)
+    job.await_events("stays", 3, limit_s=120)
     listening = [[one for one in hosts.listening(index) if index or not one.startswith("10.") or where != "addr"] for index in range(3)]
     job.open_gate("go")
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     expected = hosts.names if "10.77.0.0/24" in options else hosts.names_6
     assert [set(one) for one in listening] == [{name} for name in expected]
 
@@ -91,7 +91,7 @@ def test_ranks_that_another_launcher_has_started_meet_over_ipv6(hosts, tmp_path,
         ranks.append(subprocess.Popen(line, cwd=tmp_path, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     try:
         for one in ranks:
-            out, _ = one.communicate(timeout=60)
+            out, _ = one.communicate(timeout=120)
             assert one.returncode == 0, out
             assert "met 3 " in out, out
     finally:

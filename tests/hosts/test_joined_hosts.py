@@ -48,10 +48,10 @@ def at(hosts, index):
 @pytest.mark.parametrize("slots", [(0, 2, 1), pytest.param((1, 1, 1), marks=pytest.mark.slow), pytest.param((2, 3, 0), marks=pytest.mark.slow)], ids=str)
 def test_hosts_that_joined_meet_and_listen_at_their_own_address_only(hosts, start, slots):
     job = start(slots)
-    met = job.await_events("met", sum(slots), limit_s=60)
+    met = job.await_events("met", sum(slots), limit_s=120)
     listening = [set(hosts.listening(index)) for index in range(3)]
     job.open_gate("go")
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     assert job.codes() == [0] * len(job.joiners), job
     size = sum(slots)
     assert {event["total"] for event in met} == {size * (size + 1) / 2}
@@ -100,17 +100,17 @@ sys.stdin.read()
         finally:
             strangers.stdin.close()
     job.open_gate("go")
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     assert {event["total"] for event in job.events("met")} == {1.0}
 
 
 @pytest.mark.slow
 def test_a_cut_between_the_launcher_and_a_host_ends_both_sides(hosts, start):
     job = start((0, 1, 1))
-    job.await_events("met", 2, limit_s=60)
+    job.await_events("met", 2, limit_s=120)
     hosts.set_link(2, "down")
     try:
-        assert job.wait(60) == 70, job
+        assert job.wait(120) == 70, job
         assert job.joiners[1].wait(60) == 70, job  # on its own: nothing reaches it
     finally:
         hosts.set_link(2, "up")
@@ -124,9 +124,9 @@ def test_a_cut_between_the_launcher_and_a_host_ends_both_sides(hosts, start):
 def test_whoever_is_killed_nothing_is_left_on_any_host(hosts, start, victim):
     for _ in range(3):
         job = start((0, 1, 2))
-        job.await_events("met", 3, limit_s=60)
+        job.await_events("met", 3, limit_s=120)
         (job.process if victim == "launcher" else job.joiners[1]).send_signal(signal.SIGKILL)
-        assert job.wait(60) in (-9, 70), job
+        assert job.wait(120) in (-9, 70), job
         assert not hosts.await_quiet()
         job.close()
         for path in job.folder.glob("events-*"):

@@ -38,7 +38,7 @@ def start(folder, sshd, *options, script=WORLD):
 def test_ranks_are_started_by_the_ssh_of_this_user(serve, tmp_path):
     sshd = serve()
     job = start(tmp_path, sshd)
-    assert job.wait(60) == 0, (job, sshd.log)
+    assert job.wait(120) == 0, (job, sshd.log)
     met = job.events("met")
     assert [event["total"] for event in met] == [3.0, 3.0]
     assert all(event["way"].endswith(f" 127.0.0.1 {sshd.port}") for event in met), met
@@ -53,7 +53,7 @@ def test_what_ssh_refuses_is_told_with_the_line_that_names_the_host(serve, tmp_p
     if wrong == "port":
         sshd.close()
     job = start(tmp_path, sshd)
-    assert job.wait(60) == 69, (job, sshd.log)
+    assert job.wait(120) == 69, (job, sshd.log)
     why = {
         "login": "the login is refused", "host key": "its host key is not known, or has changed", "port": "nobody listens for ssh there",
     }[wrong]  # fmt: skip
@@ -67,7 +67,7 @@ def test_the_copy_of_a_script_goes_through_ssh_and_is_removed(serve, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     job = start(source, sshd, "--stage", script=f"import sys; sys.path.insert(0, {str(source)!r})\nimport probe\nprobe.note('met', file=__file__)\n")
-    assert job.wait(60) == 0, (job, sshd.log)
+    assert job.wait(120) == 0, (job, sshd.log)
     places = {event["file"] for event in job.events("met")}
     assert len(places) == 1, job
     (place,) = places

@@ -76,13 +76,13 @@ def peak_nbytes(pid):
 def test_300_megabytes_of_one_host_hold_up_nobody(hosts, tmp_path):
     with unread("pipe", tmp_path) as (prefix, end):
         job = start(hosts, tmp_path, MUCH.format(megabytes=300), at(hosts, 2, 1, 1), prefix=prefix)
-        (began,) = job.await_events("writes", rank=2, limit_s=60)
+        (began,) = job.await_events("writes", rank=2, limit_s=120)
         reader = Reader(end)
         reader.start()
-        (ended,) = job.await_events("written", rank=2, limit_s=100)
+        (ended,) = job.await_events("written", rank=2, limit_s=120)
         pids = {"launcher": job.process.pid, **{f"agent {index}": hosts.agent(index) for index in range(1, 3)}}
         peaks = {name: peak_nbytes(pid) for name, pid in pids.items()}
-        assert job.wait(60) == 0, job
+        assert job.wait(120) == 0, job
         reader.join(20)
     print(f"{300 / (ended['at'] - began['at']):.0f} MB/s; {peaks}; lines late by {reader.latest:.3f} s")
     assert reader.nbytes > 300e6
@@ -97,12 +97,12 @@ def test_300_megabytes_of_one_host_hold_up_nobody(hosts, tmp_path):
 def test_f13_in_the_middle_of_much_output(hosts, tmp_path):
     with unread("pipe", tmp_path) as (prefix, end):
         job = start(hosts, tmp_path, MUCH.format(megabytes=1_000_000), at(hosts, 2, 1, 1), prefix=prefix)
-        job.await_events("writes", rank=2, limit_s=60)
+        job.await_events("writes", rank=2, limit_s=120)
         reader = Reader(end)
         reader.start()
         await_true(lambda: reader.nbytes > 10e6, 60, "much output")
         sent = job.send(signal.SIGINT)
-        assert job.wait(60) == 130, job
+        assert job.wait(120) == 130, job
         check_bound("F13 beside much output", job.ended - sent, 3.0)
         reader.join(20)
 
@@ -110,7 +110,7 @@ def test_f13_in_the_middle_of_much_output(hosts, tmp_path):
 def full(hosts, tmp_path, prefix):
     """Start a job on two other hosts, and wait until rank 0 cannot write any more."""
     job = start(hosts, tmp_path, FULL, at(hosts, 0, 2, 1), prefix=prefix, arguments=["1", "plain"])
-    job.await_events("full", rank=0, limit_s=60)
+    job.await_events("full", rank=0, limit_s=120)
     job.await_events("quiet", 2)
     return job
 

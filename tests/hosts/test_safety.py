@@ -71,10 +71,10 @@ def two_networks(hosts):
     """Give each host a second address, on a second interface."""
     for index, space in enumerate(hosts.spaces):
         for words in (("link", "add", "other0", "type", "bridge"), ("addr", "add", f"10.78.0.{10 + index}/24", "dev", "other0"), ("link", "set", "other0", "up")):
-            subprocess.run(["ip", "-n", space, *words], check=True, timeout=20)
+            subprocess.run(["ip", "-n", space, *words], check=True, timeout=120)
     yield
     for space in hosts.spaces:
-        subprocess.run(["ip", "-n", space, "link", "del", "other0"], check=True, timeout=20)
+        subprocess.run(["ip", "-n", space, "link", "del", "other0"], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_nothing_listens_but_at_the_address_of_its_host(hosts, tables, two_netwo
     chosen = () if iface is None else ("--iface", iface)
     how = ("--encryption", mode, *(["--insecure"] if mode == "off" else []))
     job = start(hosts, tmp_path, STAYS, at(hosts, 0, 2, 1), *chosen, *how)
-    job.await_events("met", 3, limit_s=60)
+    job.await_events("met", 3, limit_s=120)
     running = [set(hosts.listening(index)) for index in range(3)]
     job.open_gate("go")
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     seen = tables.listened()
     assert running == [{name} for name in hosts.names]
     for index, name in enumerate(hosts.names):

@@ -48,7 +48,7 @@ def test_the_secret_and_what_a_variable_hides_are_nowhere(hosts, tmp_path):
         hosts, tmp_path, KEEPS, at(hosts, 0, 1, 1), "--log-dir", str(tmp_path / "logs"), "--events", str(tmp_path / "events"), "-v", "-x", "MY_TOKEN",
         start="spawn", env={"MY_TOKEN": CANARY, "SYNCVAR_TRACE": str(tmp_path / "trace"), "SYNCVAR_LOG_LEVEL": "debug"},
     )  # fmt: skip
-    job.await_events("met", 2, limit_s=60)
+    job.await_events("met", 2, limit_s=120)
     words = forms((tmp_path / "told").read_bytes())
     processes = [(index, pid) for index in range(3) for pid in hosts.processes(index)]
     assert len(processes) >= 2 + 2 + 2 + 1, "ranks, agents, ssh and the launcher"
@@ -62,7 +62,7 @@ def test_the_secret_and_what_a_variable_hides_are_nowhere(hosts, tmp_path):
         if index:
             assert (CANARY.encode() in environ) == (pid in ranks), line
     job.open_gate("go")
-    assert job.wait(60) == 1, job
+    assert job.wait(120) == 1, job
     (tmp_path / "told").unlink()
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "script.py"]
     assert {"launcher.err", "events", "flight-rank1.json"} <= {path.name for path in written}
@@ -93,7 +93,7 @@ def test_what_a_shell_would_run_arrives_as_it_is(hosts, tmp_path):
     given = [f"-xHOSTILE_{number}={text}" for number, text in enumerate(texts)]
     (tmp_path / "echo.py").write_text(textwrap.dedent(ECHO))
     job = start(hosts, tmp_path, ECHO, at(hosts, 0, 1, 1), "--cwd", str(folder), f"-xCOUNT={len(texts)}", *given, arguments=texts)
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     got = job.events("got")
     assert len(got) == 2
     for event in got:
@@ -111,11 +111,11 @@ def test_what_runs_on_a_host_is_the_fixed_command(hosts, tmp_path):
         probe.note("met")
         probe.gate("go")
     """, at(hosts, 0, 1, 1), "-xHIDDEN=not-on-a-line", arguments=["not-on-a-line"])  # fmt: skip
-    job.await_events("met", 2, limit_s=60)
+    job.await_events("met", 2, limit_s=120)
     lines = [hosts.processes(index)[hosts.agent(index)] for index in (1, 2)]
     ways = [words for words in hosts.processes(0).values() if words.startswith("ssh ")]
     job.open_gate("go")
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     assert [f"exec {line}".split() for line in lines] == [remote_command(job.line[len(hosts.prefix)]).replace("'", "").split()] * 2
     assert len(ways) == 2
     assert not any("not-on-a-line" in words or "script.py" in words for words in ways)
@@ -128,7 +128,7 @@ def test_ssh_takes_our_options_before_those_of_the_user_and_keeps_the_rest(tmp_p
         "StrictHostKeyChecking ask\nUserKnownHostsFile /of/the/user\nProxyJump somewhere\n"
     )
     line = ssh_command(("ssh", "-F", str(config), "-A", "-X"), Host("n1"), None, "python3")
-    shown = subprocess.run([line[0], "-G", *line[1:-1]], capture_output=True, text=True, check=True, timeout=20).stdout
+    shown = subprocess.run([line[0], "-G", *line[1:-1]], capture_output=True, text=True, check=True, timeout=120).stdout
     told = dict(one.split(" ", 1) for one in shown.splitlines() if " " in one)
     wanted = {"batchmode": "yes", "forwardagent": "no", "forwardx11": "no", "clearallforwardings": "yes", "connecttimeout": "10"}
     assert {name: told[name] for name in wanted} == wanted

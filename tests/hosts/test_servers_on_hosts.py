@@ -35,12 +35,12 @@ def test_a_server_on_another_host_is_replaced_by_its_copy_on_the_next(hosts, tmp
                  "--env", f"PYTHONPATH={ENV['PYTHONPATH']}"),
     )  # fmt: skip
     try:
-        job.await_events("half", 2, limit_s=60.0)
+        job.await_events("half", 2, limit_s=120)
         found = servers_anywhere(tmp_path)
         assert sorted(found) == [0, 1], job
         os.kill(found[1], signal.SIGKILL)
         job.open_gate("on")
-        assert job.wait(60) == 0, job
+        assert job.wait(120) == 0, job
         check_sums(job)
         assert f"server 1 on {hosts.names[2]} is lost: signal 9; server 0 has copies" in job.err, job
     finally:
@@ -56,7 +56,7 @@ def test_arrays_of_all_sizes_are_right_on_two_hosts(hosts, tmp_path, encryption)
     try:
         for index in (1, 2):
             job.join("--slots", "2", prefix=["ip", "netns", "exec", hosts.spaces[index]])
-        assert job.wait(100) == 0, job
+        assert job.wait(120) == 0, job
         assert job.codes() == [0, 0], job
         assert len(job.out.split("checked ")) == 5, job
     finally:

@@ -16,7 +16,7 @@ DIGITS = ["-m", "syncvar.examples.digits", "--epochs", "8"]
 
 
 def weights(job):
-    assert job.wait(110) == 0, job
+    assert job.wait(120) == 0, job
     (found,) = re.findall(r"weights_sha256=([0-9a-f]{64})", job.out)
     return found
 
@@ -59,7 +59,7 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize("faults", [{"0": [2, "compute", 9]}, {"0": [0, "after shard", 7], "1": [1, "meet", -1]}], ids=str)
 def test_a_rank_killed_on_another_host_and_started_again_ends_with_the_weights_of_one_host(hosts, tmp_path, undisturbed, faults):
     job = training(over(hosts), tmp_path / "c", 3, faults, options=("--max-restarts", str(len(faults))))
-    assert job.wait(90) == 0, job
+    assert job.wait(120) == 0, job
     assert digests(job) == {undisturbed}, job
     assert len(job.events("final")) == 3
     assert {event["step"] for event in job.events("restored")} == {7} if len(faults) == 1 else {3}
@@ -70,7 +70,7 @@ def test_a_rank_killed_on_another_host_and_started_again_ends_with_the_weights_o
 @pytest.mark.parametrize("who", ["launcher", "rank", "agent", "all"])
 def test_an_engine_that_takes_the_machines_back_lets_the_ranks_save(hosts, tmp_path, undisturbed, who):
     first = training(over(hosts), tmp_path / "c", 3, pause_s=0.25)
-    first.await_events("running", 3, limit_s=60)
+    first.await_events("running", 3, limit_s=120)
     agents = [hosts.agent(1), hosts.agent(2)]
     if who in ("rank", "all"):
         first.kill_rank(2, signal.SIGTERM)
@@ -82,21 +82,21 @@ def test_an_engine_that_takes_the_machines_back_lets_the_ranks_save(hosts, tmp_p
         os.kill(agents[0], signal.SIGTERM)
     if who in ("launcher", "all"):
         first.send(signal.SIGTERM)
-    assert first.wait(60) == 75, first
+    assert first.wait(120) == 75, first
     (step,) = {event["step"] for event in first.events("stops")}
     assert 6 <= step < 23
     second = training(over(hosts), tmp_path / "c", 3)
-    assert second.wait(60) == 0, second
+    assert second.wait(120) == 0, second
     assert {event["step"] for event in second.events("restored")} == {step}
     assert digests(second) == {undisturbed}, second
 
 
 def test_a_host_that_was_wanted_back_and_is_there_again_is_logged_in_to_anew(hosts, tmp_path, undisturbed):
     job = training(over(hosts), tmp_path / "c", 3, pause_s=0.25, options=("--max-restarts", "1"))
-    job.await_events("running", 3, limit_s=60)
+    job.await_events("running", 3, limit_s=120)
     agent = hosts.agent(2)
     os.kill(agent, signal.SIGTERM)
-    assert job.wait(90) == 0, job
+    assert job.wait(120) == 0, job
     assert digests(job) == {undisturbed}, job
     (step,) = {event["step"] for event in job.events("stops")}
     assert {event["step"] for event in job.events("restored")} == {step}

@@ -19,7 +19,7 @@ def test_every_collective_is_right_on_uneven_hosts(hosts, tmp_path, slots):
         tmp_path, target=[str(EVERY)], workers=sum(slots), prefix=hosts.prefix,
         arguments=["--few"], options=(*hosts.ssh, "--hostfile", str(tmp_path / "hosts")),
     )  # fmt: skip
-    assert job.wait(110) == 0, job
+    assert job.wait(120) == 0, job
     assert int(job.out.split("checked ")[1].split()[0]) > 300
 
 
@@ -65,7 +65,7 @@ def test_each_byte_crosses_once_a_host(hosts, tmp_path):
         "gather": (0, 0.5), "scatter": (0.5, 0), "all_to_all": (1, 1),
     }  # fmt: skip
     job = start(hosts, tmp_path, CROSSES, at(hosts, 0, 2, 2))
-    assert job.wait(110) == 0, job
+    assert job.wait(120) == 0, job
     sent = {(event["call"], event["rank"] // 2): event["times"] for event in job.events("sent")}
     assert sent.keys() == {(call, host) for call in expected for host in (0, 1)}
     for call, host in sent:

@@ -52,11 +52,11 @@ def strangers(folder, kinds, count, about, targets, prefix=()):
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as them:
         try:
             said = them.stdout.readline()
-            yield said or them.communicate(timeout=10)[1]
+            yield said or them.communicate(timeout=120)[1]
         finally:
             with contextlib.suppress(OSError):
                 them.stdin.close()
-            them.wait(20)
+            them.wait(120)
 
 
 def besiege(job, folder, kinds, count, targets, *, size, prefix=(), more=tuple, while_meeting=False):
@@ -73,11 +73,11 @@ def besiege(job, folder, kinds, count, targets, *, size, prefix=(), more=tuple, 
         more: Returns processes beside the ranks whose memory counts.
         while_meeting: They come while rank 0 waits for the others, else while all sum.
     """
-    (about,) = job.await_events("about", limit_s=90)
-    job.await_events("began", size, limit_s=90)  # from here on no host listens to prove that others reach it
+    (about,) = job.await_events("about", limit_s=120)
+    job.await_events("began", size, limit_s=120)  # from here on no host listens to prove that others reach it
     if not while_meeting:
         job.open_gate("meet")
-        job.await_events("summing", size, limit_s=90)
+        job.await_events("summing", size, limit_s=120)
     places = await_true(targets, 60, "somebody who listens")
     pids = [*job.pids().values(), *more()]
     before = {pid: rss(pid) for pid in pids}
@@ -85,11 +85,11 @@ def besiege(job, folder, kinds, count, targets, *, size, prefix=(), more=tuple, 
         assert said == "done\n", f"{said}\n{job}"
         grown = {pid: rss(pid) - before[pid] for pid in pids}
         job.open_gate("meet")  # from here on those who had not met need memory of their own
-        job.await_events("summing", len(job.events("summing")) + size, limit_s=90)  # those who stay are there
+        job.await_events("summing", len(job.events("summing")) + size, limit_s=120)  # those who stay are there
         if not while_meeting:
             grown = {pid: max(grown[pid], rss(pid) - before[pid]) for pid in pids}
         job.open_gate("end")
-        assert job.wait(90) == 0, job
+        assert job.wait(120) == 0, job
     assert len(job.events("right")) == size, job
     print(f"{kinds} at {len(places)} ports: memory has grown by {max(grown.values()) >> 10} KiB at most")
     assert all(one < GROWTH_MAX for one in grown.values()), (kinds, grown)

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from launching import Job, measure_slowness_for
+from launching import Job
 
 from syncvar import kernel
 
@@ -19,12 +19,6 @@ def pytest_collection_modifyitems(config, items):
         config.syncvar_left_out.append(f"{len(own)} tests of the C kernel were left out: {why}")
         config.hook.pytest_deselected(items=own)
         items[:] = [item for item in items if item not in own]
-
-
-@pytest.fixture(autouse=True)
-def slowness_before(request):
-    """Measure the machine's slowness just before a test of a module that asserts bounds."""
-    measure_slowness_for(request.module)
 
 
 @pytest.fixture

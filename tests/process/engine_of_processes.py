@@ -58,7 +58,7 @@ class Processes:
             if source in self.busy or child.poll() is not None:
                 self.workers.remove(one)
                 child.kill()
-                child.wait(10)
+                child.wait(120)
                 os.close(source)
                 os.close(sink)
         self.busy.clear()

@@ -82,7 +82,10 @@ ROWS = {
     "F06": Row("SIGSTOP of a rank, for ever", (17, 2), _lost("F06-SIGSTOP", "RHCXVKE")),
     "F07": Row("SIGSTOP for less than `lost_after_s`, then SIGCONT", None, {
         "C": (f"{LAUNCHER}test_a_rank_that_stops_itself_and_goes_on_is_forgiven",),
-        "X": ("process/test_shared_soak.py::test_stopped_and_continued",),
+        "X": (
+            "process/test_shared_soak.py::test_stopped_and_continued",
+            f"{SLOW}test_f07_a_rank_that_is_stopped_answers_new_links_when_it_goes_on",
+        ),
     }),
     "F08": Row("SIGSTOP for longer than `lost_after_s`, then SIGCONT", (17, 2), {
         "X": (f"{SLOW}test_f08_a_rank_that_wakes_when_it_has_been_given_up_is_fenced",),
@@ -241,6 +244,9 @@ CONTROLS = {
         f"{CURVE}test_hello_is_checked_where_nothing_is_encrypted", f"{CURVE}test_a_link_that_is_not_encrypted_needs_the_ticket_of_its_pair",
     )),
     "C8": ("messages, handshakes and connections of strangers are limited", (
+        f"{CURVE}test_a_stranger_who_sends_more_than_a_handshake_needs_is_closed",
+        "contract/test_serving.py::test_who_is_no_member_cannot_make_a_server_take_much_memory",
+        "process/test_fake_hosts.py::test_huge_frames_of_strangers_take_no_memory_at_servers_either",
         f"{CURVE}test_every_socket_has_limits", f"{CURVE}test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay",
         f"{TRANSPORT}test_a_message_larger_than_a_frame_may_be_closes_the_connection",
         "contract/test_store.py::test_a_message_that_is_too_long_closes_only_its_own_connection",

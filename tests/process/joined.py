@@ -59,7 +59,7 @@ class Joined(Job):
         for one in self.joiners:
             if one.poll() is None:
                 one.kill()
-            one.wait(10)
+            one.wait(120)
 
     def __repr__(self):
         return super().__repr__() + "".join(f"\n--- joiner {place} ({one.poll()})\n{one.words()}" for place, one in enumerate(self.joiners))

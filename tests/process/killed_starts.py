@@ -2,6 +2,7 @@
 
     python tests/process/killed_starts.py          # 100 runs, seeds 0 to 99
     python tests/process/killed_starts.py 20 1000  # 20 runs from seed 1000
+    python tests/process/killed_starts.py 20 0 helpers  # kill what the launcher starts for itself
 
 The seed chooses the layout, the victims and the moments. Each run ends in one of two ways. Either
 all workers read the exact sums, or the launcher names a process that was killed and ends with
@@ -27,6 +28,16 @@ PROFILE = HERE.parents[1] / "configs" / "ci.toml"
 WORKERS, SERVERS, STEPS = 2, 2, 4
 LIMIT_S = 60.0  # of a run that takes about 2 s
 AT_ONCE = 4
+HELPERS = {  # what the launcher starts for itself, by a word of the command line
+    "guardian": b"guardian.py",
+    "fork server": b"syncvar.forkserver",
+    "agent": b"syncvar_launcher.hostagent",
+}
+HELPER_WORDS = {  # what the launcher says when one of them is missed
+    "guardian": (),
+    "fork server": ("was killed by signal 9 (SIGKILL)",),  # it, or a worker that it has just forked
+    "agent": ("its agent has ended", "the agent ended with -9"),
+}
 
 SCRIPT = f"""
 import sys, time
@@ -57,7 +68,7 @@ class Kill(NamedTuple):
     """One kill: the victim, and the moment.
 
     Args:
-        victim: ("server", index) or ("rank", rank).
+        victim: ("server", index), ("rank", rank), or ("helper", name).
         process_count: Processes of the job that run when the delay begins.
         delay: How long it is, in times that the launcher took to start the first process.
     """
@@ -81,6 +92,36 @@ def draw(dice):
         for victim in victims[: dice.choice([1, 2, 2, 3])]
     ]
     return options, kills, dice.choice([[], ["barrier"]])
+
+
+def draw_helper(dice):
+    """Return the options of the launcher, the kill of a helper, and the arguments of the script."""
+    name = dice.choice(list(HELPERS))
+    method = "fork" if name == "fork server" else dice.choice(["spawn", "fork"])
+    options = ["--start-method", method, "--max-restarts", dice.choice(["0", "4"])]
+    alone = [] if name == "agent" else ["--fake-hosts=2"]
+    options += dice.choice([alone or ["-H", "localhost:2"], ["-H", "localhost:2"]])
+    kill = Kill(("helper", name), 0, dice.uniform(0.0, 5.0))
+    return options, [kill], dice.choice([[], ["barrier"]])
+
+
+def helpers(launcher):
+    """Return the helpers of a launcher: ("helper", name) -> pid; of several the last."""
+    parents, words = {}, {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            parents[int(entry.name)] = int(stat[1])
+            words[int(entry.name)] = (entry / "cmdline").read_bytes()
+    found = {}
+    for pid, line in words.items():
+        above = parents[pid]
+        while above in parents and above != launcher:
+            above = parents[above]
+        for name, word in HELPERS.items():
+            if above == launcher and word in line:
+                found["helper", name] = pid
+    return found
 
 
 def started(events):
@@ -112,8 +153,9 @@ def kill_at_moments(job, events, kills):
     """Kill the victims of a job one after the other; return what was done, in words."""
     done, begins = [], {}
     waiting, unit, began = list(kills), 0.0, time.monotonic()
+    has_helper = any(kill.victim[0] == "helper" for kill in kills)
     while waiting and job.poll() is None:
-        found, now = started(events), time.monotonic()
+        found, now = helpers(job.pid) if has_helper else started(events), time.monotonic()
         unit = unit or (now - began if found else 0.0)
         for kill in list(waiting):
             if len(found) >= kill.process_count:
@@ -127,8 +169,13 @@ def kill_at_moments(job, events, kills):
     return done
 
 
-def run(seed, folder):
+def run(seed, folder, draw=draw):
     """Run one job; return its exit code, the kills, and the seconds that it took.
+
+    Args:
+        seed: Of all that is chosen.
+        folder: Where the job gets a folder of its own.
+        draw: `draw` or `draw_helper`.
 
     Raises:
         AssertionError: It ended neither with exact sums nor with a failure that names a victim,
@@ -180,6 +227,11 @@ def check(code, text, done, case):
         exact = {one.split("]")[0] for one in text.splitlines() if one.endswith("] exact")}
         assert len(exact) == WORKERS, case
         return
+    helper = [name for (kind, name), _, _ in done if kind == "helper"]
+    if helper:
+        assert any(one in text for one in HELPER_WORDS[helper[0]]), case
+        assert "Traceback" not in text, case
+        return
     names = [f"{kind} {number}" for (kind, number), _, _ in done]
     report = [
         one
@@ -192,22 +244,23 @@ def check(code, text, done, case):
     assert "InternalError" not in text, case
 
 
-def run_many(seeds, folder):
+def run_many(seeds, folder, draw=draw):
     """Run several jobs, some at the same time; return the result of each."""
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda seed: run(seed, folder), seeds))
+        return list(pool.map(lambda seed: run(seed, folder, draw), seeds))
 
 
 def main():
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    chosen = draw_helper if "helpers" in sys.argv else draw
     began, faults = time.monotonic(), 0
     codes = collections.Counter()
     with (
         tempfile.TemporaryDirectory(prefix="sv-") as folder,
         concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool,
     ):
-        runs = [pool.submit(run, seed, folder) for seed in range(first, first + count)]
+        runs = [pool.submit(run, seed, folder, chosen) for seed in range(first, first + count)]
         for one in runs:
             try:
                 code, done, seconds = one.result()

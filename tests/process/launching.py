@@ -16,15 +16,21 @@ import subprocess
 import sys
 import textwrap
 import time
-import tomllib
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROFILE = REPOSITORY / "configs" / "ci.toml"
-LIMIT_S = 60.0  # against hanging, where nothing is said of how long: it takes a machine that is very slow to come near
+LIMIT_S = 120.0  # against hanging, where nothing is said of how long: it takes a machine that is very slow to come near
 # Settings under which nothing is said of a rank that gets no core for a while.
 PATIENT = {"SYNCVAR_SUSPECT_AFTER_S": "20", "SYNCVAR_LOST_AFTER_S": "40", "SYNCVAR_STALL_WARNING_S": "60"}
-REFERENCE_S = 0.030  # of `probe_s` on the machine of two cores, otherwise idle, for which the bounds were set
+# In place of the short ones of the profile, for a machine on which others take the cores: for ranks to start and to meet,
+# and for survivors to end by themselves. The last is below what scripts sleep that are to be ended.
+LENIENT = {
+    "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "60",
+    "SYNCVAR_HANDSHAKE_TIMEOUT_S": "10",
+    "SYNCVAR_ROLL_CALL_S": "20",
+    "SYNCVAR_ABORT_GRACE_S": "2",
+}
 
 PROBE = '''
 import json, os, time
@@ -56,7 +62,7 @@ def failure(function, *arguments, **keywords):
     return None
 
 
-def gate(name, limit_s=60.0):
+def gate(name, limit_s=120.0):
     """Wait until the test or a rank opens a gate."""
     until = time.monotonic() + limit_s
     while not os.path.exists(os.path.join(FOLDER, f"gate-{name}")):
@@ -152,7 +158,7 @@ class Job:
         if stdin is not None:
             (self.folder / "stdin").write_bytes(stdin)
         self.began = time.monotonic()
-        variables = {**os.environ, "XDG_STATE_HOME": str(self.folder / "state"), **_grace(config), **(env or {})}
+        variables = {**os.environ, "XDG_STATE_HOME": str(self.folder / "state"), **(LENIENT if config == PROFILE and "SYNCVAR_TEST_BOUNDS" not in os.environ else {}), **(env or {})}
         with (
             (self.folder / "launcher.out").open("wb") as out,
             (self.folder / "launcher.err").open("wb") as err,
@@ -223,7 +229,6 @@ class Job:
 
     def send(self, number):
         """Send a signal to the launcher; return when."""
-        measure_again()
         now = time.monotonic()
         self.process.send_signal(number)
         return now
@@ -231,7 +236,6 @@ class Job:
     def kill_rank(self, rank, number=signal.SIGKILL):
         """Send a signal to a rank; return when."""
         pid = self.pids()[rank]
-        measure_again()
         now = time.monotonic()
         os.kill(pid, number)
         return now
@@ -269,87 +273,16 @@ def last_exception(job, ranks):
     return max(event["at"] for event in events.values()), events
 
 
-_ECHO = """
-import sys
-for line in sys.stdin.buffer:
-    sum(range(100_000))
-    sys.stdout.buffer.write(line)
-    sys.stdout.buffer.flush()
-"""
-_measured_s = []  # by `probe_s` before and during the test that runs
-_measured_at = 0.0
-_FRESH_S = 1.0
-
-
-def probe_s():
-    """Start a bare interpreter that answers ten lines and computes for two milliseconds each; return how long that took.
-
-    That is what the end of a rank is made of: processes that start and end, wake each other, and each compute for a
-    little. Beside programs that want the same cores it takes as many times longer as they take of them.
-    """
-    began = time.monotonic()
-    with subprocess.Popen([sys.executable, "-I", "-S", "-c", _ECHO], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        for _ in range(10):
-            child.stdin.write(b"\n")
-            child.stdin.flush()
-            assert child.stdout.readline() == b"\n"
-    return time.monotonic() - began
-
-
-def measure_slowness(*, needed=True):
-    """Measure before a test how slow the machine is, for `check_bound`; forget it where a test has no bounds."""
-    global _measured_at
-    _measured_s[:] = [probe_s()] if needed else []
-    _measured_at = time.monotonic()
-
-
-def measure_slowness_for(module):
-    """Measure before a test how slow the machine is, where its module asserts bounds."""
-    measure_slowness(needed=hasattr(module, "check_bound") or hasattr(module, "slowness"))
-
-
-def measure_again():
-    """Measure once more just before what a bound counts from, where the last time was long ago."""
-    global _measured_at
-    if _measured_s and time.monotonic() - _measured_at > _FRESH_S:
-        _measured_s.append(probe_s())
-        _measured_at = time.monotonic()
-
-
-def slowness():
-    """Return how many times longer things take than on a quiet machine, by what has been measured for this test; at least 1."""
-    return max(1.0, *(one / REFERENCE_S for one in _measured_s or [probe_s()]))
-
-
-def _grace(config):
-    """Return the time that survivors have to end by themselves, where the machine is slow: as many times longer as their bounds.
-
-    It stays below what scripts sleep that are to be ended.
-    """
-    if config != PROFILE or not _measured_s or slowness() == 1.0:
-        return {}
-    own = tomllib.loads(PROFILE.read_text())["runtime"]["abort_grace_s"]
-    return {"SYNCVAR_ABORT_GRACE_S": f"{min(own * slowness(), 10.0):.3f}"}
-
-
 def check_bound(name, seconds, bound_s):
-    """Print a measured time and fail where it exceeds its bound times the slowness of the machine.
+    """Note a measured time, and fail where it has nothing to do with its bound any more.
 
-    The bound is asserted as it stands in the fault matrix, which is for a machine that has nothing else to do. Where
-    other programs take the cores, each step takes as many times longer as `probe_s` does, which was asked just before.
-    A time that is above even so is compared with the slowest of more probes, over as long a time: the load, of other tests
-    that run at the same time for instance, may have come meanwhile.
+    The bound is that of the fault matrix, for a machine that has nothing else to do. `fault_bounds.py` compares it with
+    the median of several times. A test asserts a deadline only, which no load of a machine comes near.
     """
-    allowed_s = bound_s * slowness()
-    if seconds > allowed_s:
-        probes, until = 0, time.monotonic() + seconds
-        while probes < 5 or time.monotonic() < until:
-            _measured_s.append(probe_s())
-            probes += 1
-        allowed_s = bound_s * slowness()
-    print(f"BOUND {name}: {seconds:.3f} s, bound {bound_s:g} s, allowed now {allowed_s:.3f} s{'' if seconds <= bound_s else ' EXCEEDED'}")
+    print(f"BOUND {name}: {seconds:.3f} s, bound {bound_s:g} s")
     measured = os.environ.get("SYNCVAR_TEST_BOUNDS")
     if measured:
         with Path(measured).open("a") as file:
             file.write(f"{name}\t{seconds:.3f}\t{bound_s:g}\n")
-    assert seconds <= allowed_s, f"{name} took {seconds:.3f} s; the bound is {bound_s:g} s, {allowed_s:.3f} s on a machine as slow as now"
+    deadline_s = max(LIMIT_S, 10 * bound_s)
+    assert seconds <= deadline_s, f"{name} took {seconds:.3f} s; the bound is {bound_s:g} s, the deadline {deadline_s:g} s"

@@ -40,7 +40,7 @@ def variables(name, built):
     folder = built.parent
     loading = _LOADING.format(name=f"syncvar.kernel.{name}", built=str(built), folder=str(folder), code=NOT_LOADED)
     (folder / "sitecustomize.py").write_text(loading)
-    asked = subprocess.run([_compiler(), "-print-file-name=libasan.so"], check=True, timeout=60, capture_output=True, text=True)
+    asked = subprocess.run([_compiler(), "-print-file-name=libasan.so"], check=True, timeout=120, capture_output=True, text=True)
     return {"LD_PRELOAD": asked.stdout.strip(), "PYTHONMALLOC": "malloc", "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": str(folder)}
 
 

@@ -26,6 +26,7 @@ from syncvar.wire import Kind, pack_header, pack_message
 
 SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
 LIMIT_S = 10.0
+FLOOD_NBYTES = 64 << 20
 
 
 def greeting(mechanism):
@@ -169,6 +170,17 @@ class Stranger:
                 for _ in range(max(1, self.count // 20)):
                     self.keep(target, greeting(mechanism) + b"\x06" + size.to_bytes(8, "big") + b"x" * 100)
 
+    def flooding(self, target):
+        """Announce a frame, short to huge, and send as much of it as is taken, up to `FLOOD_NBYTES`."""
+        block = bytes(1 << 20)
+        for size in (1 << 20, 1 << 30, 1 << 34, (1 << 62) + 1):
+            for mechanism in (b"CURVE", b"NULL", b"PLAIN"):
+                for flags in (b"\x02", b"\x06"):  # a message, a command
+                    one = self.keep(target, greeting(mechanism) + flags + size.to_bytes(8, "big"))
+                    with contextlib.suppress(OSError):
+                        for _ in range(FLOOD_NBYTES >> 20):
+                            one.sendall(block)
+
     def truncated(self, target):
         heard = self.recorded(target)
         for end in range(1, len(heard), max(1, len(heard) * 10 // self.count)):
@@ -185,7 +197,7 @@ class Stranger:
             self.keep(target)
 
 
-KINDS = ("raw_tcp", "http", "tls", "no_key", "wrong_key", "another_job", "replayed", "again", "oversized", "truncated", "random", "idle")
+KINDS = ("raw_tcp", "http", "tls", "no_key", "wrong_key", "another_job", "replayed", "again", "oversized", "flooding", "truncated", "random", "idle")
 
 
 def main(kinds, count, path, *targets):

@@ -68,7 +68,7 @@ def inside(launch, tmp_path):
 
 def test_srun_starts_the_agents_of_other_hosts_in_place_of_ssh(inside):
     job = inside("srun", SRUN, workers=3, env=SLURM | {"SYNCVAR_KEY": "5" * 64})
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     assert sorted(re.findall(r"met (\d) 3 3 False", job.out)) == ["0", "1", "2"]
     (line,) = inside.log.read_text().splitlines()
     assert "'--nodelist=n2', '--overlap'" in line
@@ -83,7 +83,7 @@ def test_srun_starts_the_agents_of_other_hosts_in_place_of_ssh(inside):
 @pytest.mark.slow
 def test_blaunch_starts_the_agents_in_a_job_of_lsf(inside):
     job = inside("blaunch", BLAUNCH, workers=2, env={"LSB_JOBID": "3", "LSB_MCPU_HOSTS": "a 1 b 1"})
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     assert job.out.count(" 2 2 False") == 2
     assert sorted(inside.log.read_text().split()) == ["a", "b"]
 
@@ -93,7 +93,7 @@ def test_where_pbsdsh_has_no_pipes_the_hosts_join(inside, tmp_path):
     (tmp_path / "nodes").write_text("r1\nr1\nr2\nr2\n")
     environ = {"PBS_JOBID": "12", "PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_VNODENUM": "0"}
     job = inside("pbsdsh", PBSDSH, workers=2, options=("-H", "r2"), env=environ)
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     assert job.out.count(" 2 2 False") == 2
     assert "joined" in inside.log.read_text()
     assert "waiting for" not in job.err, "nobody is to do anything"
@@ -109,7 +109,7 @@ def test_a_command_that_fails_is_told_with_its_words_and_nothing_is_started(insi
         (tmp_path / "nodes").write_text("r1\n")
         environ = environ | {"PBS_NODEFILE": str(tmp_path / "nodes")}
     job = inside(name, "sys.exit('it is forbidden')", options=line, workers=1, env=environ)
-    assert job.wait(60) == 69, job
+    assert job.wait(120) == 69, job
     assert "nothing was started" in job.err
     assert "it is forbidden" in job.err
     assert f"{name} ended with 1" in job.err
@@ -119,5 +119,5 @@ def test_a_command_that_fails_is_told_with_its_words_and_nothing_is_started(insi
 def test_a_rank_that_is_killed_where_srun_has_started_it_ends_the_job(inside):
     script = f"import os, syncvar as sv\nsv.barrier()\nif sv.rank() == 0: os.kill(os.getpid(), {signal.SIGKILL})\nsv.barrier()\n"
     job = inside("srun", SRUN, script, workers=2, options=("-H", "n2:2"), env=SLURM)
-    assert job.wait(60) == 128 + signal.SIGKILL, job
+    assert job.wait(120) == 128 + signal.SIGKILL, job
     assert "rank 0" in job.err

@@ -270,7 +270,7 @@ def namespace():
     for flags in ("-m", "-rm"):
         trial = ["unshare", flags, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
         try:
-            if subprocess.run(trial, capture_output=True, timeout=10, check=False).returncode == 0:
+            if subprocess.run(trial, capture_output=True, timeout=120, check=False).returncode == 0:
                 return ["unshare", flags]
         except (OSError, subprocess.TimeoutExpired):
             return None

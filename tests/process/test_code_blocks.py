@@ -38,7 +38,7 @@ def test_blocks_run_on_workers(tmp_path, workers):
         if not kind:
             (tmp_path / "blocks" / name).write_text(text)
     job = Job(tmp_path, DRIVER, workers=workers, options=["--servers", "1"])
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     for rank in range(workers):
         assert [one["block"] for one in job.events("ran", rank)] == sorted(names)
 
@@ -48,6 +48,6 @@ def test_a_script_runs(tmp_path, name):
     text = next(text for other, _, text in BLOCKS if other == name)
     script = Path(tmp_path, "script.py")
     script.write_text(text)
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == re.findall(r"# (\[.*?\])", text)[-1]

@@ -112,7 +112,7 @@ def joined(folder, runtime, *settings):
     ended = []
     try:
         for one in reversed(ranks):
-            out, _ = one.communicate(timeout=40)
+            out, _ = one.communicate(timeout=120)
             ended.append((one.returncode, out))
             if one.returncode:
                 ranks[0].terminate()

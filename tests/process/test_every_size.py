@@ -28,5 +28,5 @@ def test_arrays_of_all_sizes_are_right_on_fake_hosts(
         arguments=["--few"] if few else [],
         options=[f"--servers={servers}", f"--fake-hosts={hosts}", f"--encryption={encryption}"],
     )
-    assert job.wait(100) == 0, job
+    assert job.wait(120) == 0, job
     assert len(job.out.split("checked ")) == workers + 1, job

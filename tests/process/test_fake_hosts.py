@@ -88,6 +88,28 @@ def test_strangers_of_all_kinds_cost_a_job_nothing(launch, tmp_path, mode):
     besiege(job, tmp_path, ",".join(kinds), 30, lambda: ports(job.pids().values()), size=2)
 
 
+def processes_below(pid):
+    """Return the children of a process, and theirs."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [one for child in map(int, children) for one in (child, *processes_below(child))]
+
+
+@pytest.mark.parametrize("mode", [pytest.param("required", marks=pytest.mark.slow), "control-only", pytest.param("off", marks=pytest.mark.slow)])
+def test_huge_frames_of_strangers_take_no_memory_at_servers_either(launch, tmp_path, mode):
+    chosen = ["--fake-hosts", "2", "--servers", "2", "--encryption", mode, *(["--insecure"] if mode == "off" else [])]
+    job = launch(SUMS, workers=2, options=chosen, env=LASTING)
+
+    def processes():
+        return [job.process.pid, *processes_below(job.process.pid)]
+
+    def places():
+        found = ports(processes())
+        return found if len(found) >= 4 else []
+
+    besieged = besiege(job, tmp_path, "flooding", 1, places, size=2, more=processes)
+    assert len(besieged) >= 4, "two ranks and two servers"
+
+
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_only_loopback_is_listened_on_and_the_secret_is_nowhere(launch, hosts):
     # Started afresh: what /proc tells of the variables of a forked process are those of the one that it was forked from.

@@ -76,7 +76,7 @@ def limited():
                         made.rmdir()
     yield None if path is None else ("sh", "-c", f'echo $$ > {path}/cgroup.procs; echo -1000 2> /dev/null > /proc/self/oom_score_adj; exec "$@"', "sh")
     if path is not None:
-        await_true(lambda: not (path / "cgroup.procs").read_text().split(), 10, "the end of the group's processes")
+        await_true(lambda: not (path / "cgroup.procs").read_text().split(), 60, "the end of the group's processes")
         path.rmdir()
 
 

@@ -89,7 +89,7 @@ probe.note("over", told=told.split(","), sum=float(result.sum()), after=float(sv
 def test_a_forked_child_does_not_wait_for_its_parents_calls(launch, kind, count, kernel):
     """A short call that is over by then may give its result there, from the memory that the child has a copy of."""
     job = launch("import sys\n" + WAITING, arguments=[kind, str(count)], env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     seen = {event["rank"]: event for event in job.events("over")}
     for rank in (0, 1):
         assert seen[rank]["sum"] == count * (1 if kind == "recv" else 2), str(job)

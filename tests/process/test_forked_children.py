@@ -118,7 +118,7 @@ def test_a_child_has_what_it_has_under_python(launch):
 
     job = launch(COMPARED, workers=2)
     assert job.wait() == 0, str(job)
-    (plain,) = json.loads(subprocess.run([sys.executable, "-c", COMPARED], capture_output=True, check=True, timeout=60).stdout)
+    (plain,) = json.loads(subprocess.run([sys.executable, "-c", COMPARED], capture_output=True, check=True, timeout=120).stdout)
     for line in job.out.splitlines():
         for told in json.loads(line[line.index("[[") :]):
             assert told[:4] == plain[:4], f"{told} under the launcher, {plain} under python\n{job}"

@@ -22,7 +22,7 @@ note("took", pages=faults() - before)
 
 def faults(launch, env):
     job = launch(SCRIPT, workers=2, env=env)
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     return [took["pages"] for took in job.events("took")]
 
 

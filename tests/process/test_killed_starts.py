@@ -17,3 +17,11 @@ def test_some_kills_while_a_job_starts(tmp_path):
 def test_kills_at_random_moments_while_a_job_starts(tmp_path, first):
     ends = killed_starts.run_many(range(first, first + PER_CASE), tmp_path)
     assert len(ends) == PER_CASE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 3 * PER_CASE, PER_CASE))
+def test_helpers_of_the_launcher_are_killed_while_a_job_starts(tmp_path, first):
+    seeds = range(first, first + PER_CASE)
+    ends = killed_starts.run_many(seeds, tmp_path, killed_starts.draw_helper)
+    assert len(ends) == PER_CASE

@@ -82,7 +82,7 @@ class Cluster:
         for one in self.pods.values():
             if one.poll() is None:
                 one.kill()
-            one.wait(10)
+            one.wait(120)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_pods_of_a_set_of_which_the_first_comes_late_and_one_is_killed_go_on_wit
     first, *others = pods
     for host in reversed(others):
         played.begin(host, pods[host])
-    await_true(lambda: len(list(tmp_path.glob("asked-*"))) == 3, 30, "three pods that ask for the name of the first")
+    await_true(lambda: len(list(tmp_path.glob("asked-*"))) == 3, 60, "three pods that ask for the name of the first")
     played.begin(first, pods[first])
     codes = played.codes()
     assert codes == {host: -9 if rank == 2 else 1 for rank, host in enumerate(pods)}

@@ -17,7 +17,7 @@ ENTRY = (sys.executable, "-c", "import sys; from syncvar_launcher.run import pro
 
 
 def launched(line, folder, **keywords):
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60, check=False, **keywords)
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120, check=False, **keywords)
 
 
 def is_one_sentence(text):
@@ -96,7 +96,7 @@ def test_f13_a_signal_while_the_launcher_is_imported(tmp_path, module, line, num
     try:
         await_true(ready.exists, what=f"the import of {module}")
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
     finally:
         process.kill()
         process.communicate()
@@ -241,6 +241,6 @@ def test_a_reader_of_the_syncvar_command_may_leave(tmp_path, words):
     read, write = os.pipe()
     os.close(read)
     line = [sys.executable, "-c", "import sys; from syncvar.cli import main; sys.exit(main())", *words]
-    ended = subprocess.run(line, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    ended = subprocess.run(line, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     os.close(write)
     assert (ended.returncode, ended.stderr) == (141, "")

@@ -46,7 +46,7 @@ def test_what_every_rank_gets(launch):
             "SYNCVAR_RANK": str(rank), "SYNCVAR_WORLD_SIZE": "2", "SYNCVAR_LOCAL_RANK": str(rank),
             "SYNCVAR_LOCAL_WORLD_SIZE": "2", "SYNCVAR_HOST_INDEX": "0", "SYNCVAR_ROLE": "worker", "SYNCVAR_GENERATION": "0",
             "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
-            "OWN": "a b", "FROM_OUTSIDE": "5", "SYNCVAR_LOST_AFTER_S": "1.5", "SYNCVAR_ABORT_GRACE_S": "0.5",
+            "OWN": "a b", "FROM_OUTSIDE": "5", "SYNCVAR_LOST_AFTER_S": "1.5", "SYNCVAR_TERM_GRACE_S": "2.0",
         }  # fmt: skip
         assert {name: environ.get(name) for name in expected} == expected
         assert environ["SYNCVAR_RENDEZVOUS"].startswith("ipc:///"), "on one host only unix sockets"

@@ -78,7 +78,7 @@ def test_a_rank_without_a_launcher_tries_its_trace_first(tmp_path):
     (tmp_path / "file").write_text("")
     environ = {**os.environ, "SYNCVAR_TRACE": str(tmp_path / "file/trace")}
     command = [sys.executable, "-c", "import syncvar as sv; sv.all_reduce(1); print('reduced')"]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=110, check=False)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode != 0, ended
     assert "of SYNCVAR_TRACE: Not a directory" in ended.stderr
     assert "reduced" not in ended.stdout

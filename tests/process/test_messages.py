@@ -156,6 +156,6 @@ raise error
 @pytest.mark.parametrize("what", ["sending", *(pytest.param(what, marks=pytest.mark.slow) for what in ("receiving", "told"))])
 def test_a_rank_that_is_killed_between_messages_is_named(launch, what):
     job = launch(KILLED, arguments=[what], env={"SYNCVAR_SINGLE_COPY": "off" if what == "sending" else "auto"})
-    assert job.wait(60) != 0, str(job)
+    assert job.wait(120) != 0, str(job)
     assert [event["rank"] for event in job.events("raised")] == [0], str(job)
     assert "rank 1" in job.events("raised")[0]["text"], str(job)

@@ -37,5 +37,5 @@ print("never torn")
 
 def test_no_element_is_torn(launch):
     job = launch(PROGRAM, workers=2)
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     assert job.out.count("never torn") == 2

@@ -66,14 +66,14 @@ print("value", float(w.numpy()[0]))
 
 def test_the_prepared_call_gives_the_bits_of_the_long_way(launch):
     job = launch(STEPS, workers=3)
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     assert job.out.count("same bits") == 3
 
 
 @pytest.mark.parametrize("count", [4, 300_000])
 def test_ranks_that_disagree_are_told_and_go_on(launch, count):
     job = launch(REFUSED.replace("COUNT", str(count)), workers=2)
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     assert job.out.count("value -2.5") == 2
     raised = {rank: [event for event in job.events("raised") if event["rank"] == rank] for rank in (0, 1)}
     for rank in (0, 1):

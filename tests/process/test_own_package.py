@@ -39,7 +39,7 @@ def place(tmp_path):
 
 
 def ended(line, folder, **variables):
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **variables})
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **variables})
 
 
 @pytest.mark.parametrize(("start", "target"), [("spawn", ("script.py",)), ("fork", ("-m", "script"))])

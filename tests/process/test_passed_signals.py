@@ -25,7 +25,7 @@ probe.note("ready")
 if probe.RANK == 1:
     probe.gate("go")
 assert sv.all_reduce(1) == sv.world_size()  # rank 0 waits here while the signals come
-probe.note("done", child=child.wait(20))
+probe.note("done", child=child.wait(120))
 """
 
 

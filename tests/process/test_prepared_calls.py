@@ -77,7 +77,7 @@ note("trained", first=float(w.numpy()[0]), last=float(w.numpy()[-1]), equal=len(
 def test_training_where_the_arena_of_one_rank_is_full(launch):
     """Its buffer for gradients is private there, in shared memory elsewhere: that once added up what lies at offset 0."""
     job = launch(TRAINING, env={"SYNCVAR_ARENA_BYTES": str(64 << 20)})
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     wanted = -sum(call + 0.5 for call in range(10))
     seen = {event["rank"]: (event["first"], event["last"], event["equal"], event["held"] > 0) for event in job.events("trained")}
     assert seen == {0: (wanted, wanted, True, False), 1: (wanted, wanted, True, True)}
@@ -114,5 +114,5 @@ note("over")
 
 def test_parts_that_are_exchanged_again_and_again(launch):
     job = launch(PARTS, workers=2)
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     assert len(job.events("over")) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import await_true, check_bound, slowness, state
+from launching import await_true, check_bound, state
 
 SLOWLY = pytest.mark.slow
 
@@ -260,7 +260,7 @@ def test_a_launcher_that_is_killed_in_a_later_start_leaves_nothing(launch, nothi
     job.await_events("met", 4)
     killed = job.send(signal.SIGKILL)
     job.wait()
-    await_true(lambda: not nothing_left_behind.own_processes(), 10, "the end of every process")
+    await_true(lambda: not nothing_left_behind.own_processes(), 60, "the end of every process")
     check_bound("a launcher that is killed in a later start", time.monotonic() - killed, 3.0)
 
 
@@ -298,7 +298,7 @@ def test_a_signal_in_the_pause_before_a_restart_ends_the_job(launch, number, cod
 
 
 def test_the_time_limit_counts_over_all_starts_and_pauses_grow(launch):
-    limit_s = round(1.5 * slowness(), 1)
+    limit_s = 1.5
     job = launch(DYING, workers=1, options=("--max-restarts", "1000", "--timeout", str(limit_s)))
     assert job.wait(limit_s + 30) == 124, job
     assert limit_s <= job.ended - job.began

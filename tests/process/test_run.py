@@ -54,7 +54,7 @@ def scripted(folder, text):
     path = folder / "script.py"
     path.write_text(textwrap.dedent(text))
     return subprocess.run(
-        [sys.executable, str(path)], cwd=folder, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "TMPDIR": str(folder)}
+        [sys.executable, str(path)], cwd=folder, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "TMPDIR": str(folder)}
     )
 
 
@@ -133,6 +133,6 @@ def test_a_caller_that_is_killed_leaves_no_folder(tmp_path, nothing_left_behind)
         assert len(list(tmp_path.glob("syncvar-run-*"))) == 1
     finally:
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
-    await_true(lambda: not nothing_left_behind.own_processes(), 30, "the end of all processes")
+        process.wait(120)
+    await_true(lambda: not nothing_left_behind.own_processes(), 60, "the end of all processes")
     assert not list(tmp_path.glob("syncvar-run-*"))

@@ -58,7 +58,7 @@ def expected():
 def check(launch, workers, path):
     options, env = (["--fake-hosts", "2"], {}) if path == "hosts" else ([], {"SYNCVAR_TRANSPORT": path})
     job = launch(PROGRAM, workers=workers, options=options, env=env)
-    assert job.wait(100) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     assert f"hosts {2 if path == 'hosts' else 1} sha256 {expected()}" in job.out, str(job)
 
 

@@ -28,7 +28,7 @@ def slow_loopback():
     for flags in ("-n", "-rn"):
         start = ("unshare", flags, "sh", "-c", SLOW, "sh")
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run([*start, "true"], check=True, capture_output=True, timeout=10)
+            subprocess.run([*start, "true"], check=True, capture_output=True, timeout=120)
             return start
     return ()
 

@@ -30,6 +30,7 @@ SCRIPT = """
     probe.note("met", here=str(here), cwd=os.getcwd(), helper=helper.VALUE, found=sorted(str(one.relative_to(here)) for one in here.rglob("*") if one.name not in ("__pycache__",) and one.suffix != ".pyc"),
                tool=stat.S_IMODE((here / "tools" / "run.sh").stat().st_mode), link=os.readlink(here / "tools" / "same"), argv=sys.argv[1:],
                restarts=int(os.environ["SYNCVAR_RESTARTS"]))
+    sv.barrier()  # all have noted
     if sv.rank() == 1 and "fail" in sys.argv and os.environ["SYNCVAR_RESTARTS"] == "0":
         raise ValueError("once")
     if "wait" in sys.argv:
@@ -91,7 +92,7 @@ def test_ranks_run_the_copy_on_hosts_of_a_list_again_after_a_failure_and_it_is_r
     folder, target = target_of(tmp_path)
     job = Job(tmp_path, target=target, arguments=["fail"], options=("-H", "localhost:2", "--stage", "--max-restarts", "1"))
     try:
-        assert job.wait(60) == 0, job
+        assert job.wait(120) == 0, job
     finally:
         job.close()
     check(job, folder, runtime, 4)
@@ -115,7 +116,7 @@ def test_ranks_run_the_copy_on_hosts_that_join_and_it_is_removed_whoever_ends(tm
             job.process.kill()
         else:
             os.kill(agents(first)[0], signal.SIGKILL)
-        assert job.wait(60) == {"order": 0, "launcher killed": -9, "agent killed": 70}[end], job
+        assert job.wait(120) == {"order": 0, "launcher killed": -9, "agent killed": 70}[end], job
         job.codes()
     finally:
         job.close()

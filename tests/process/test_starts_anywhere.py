@@ -25,7 +25,7 @@ HELPER = "import syncvar as sv; print('helper', sv.world_size())"
 
 def run(text, **environ):
     command = [sys.executable, "-c", text]
-    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=120)
 
 
 def check():
@@ -86,7 +86,7 @@ def test_a_start_that_waits_for_a_lock_says_so_and_ends_on_sigterm(launch, runti
         while "waits for the lock" not in job.err and time.monotonic() < until:
             time.sleep(0.05)
         job.send(signal.SIGTERM)
-        assert job.wait(30) == 143, str(job)
+        assert job.wait(120) == 143, str(job)
         assert f"which process {os.getpid()} holds" in job.err, str(job)
         assert "SIGTERM while the launcher waited" in job.err, str(job)
     finally:
@@ -95,5 +95,5 @@ def test_a_start_that_waits_for_a_lock_says_so_and_ends_on_sigterm(launch, runti
 
 def test_tf_config_without_a_cluster_is_a_world_of_one():
     script = "import syncvar as sv; print(sv.rank(), sv.world_size())"
-    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "TF_CONFIG": "{}"}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "TF_CONFIG": "{}"}, capture_output=True, text=True, timeout=120)
     assert done.stdout == "0 1\n", done.stderr

@@ -130,8 +130,8 @@ def test_f16_killed_while_it_is_stopped(launch, terminal, nothing_left_behind):
     launcher, _, _ = stopped(job, terminal)
     os.kill(launcher, signal.SIGKILL)
     (terminal.folder / "fg").touch()
-    job.process.wait(10)
-    await_true(lambda: not nothing_left_behind.own_processes(), 10, "the end of all processes")
+    job.process.wait(120)
+    await_true(lambda: not nothing_left_behind.own_processes(), 60, "the end of all processes")
 
 
 def test_f16_without_a_shell_to_continue_it_nothing_stops(launch):

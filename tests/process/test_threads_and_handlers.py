@@ -162,7 +162,7 @@ together(writer(0), writer(1))
 )  # fmt: skip
 def test_threads_beside_each_other(launch, script, workers, env):
     job = launch(BEGIN + script, workers=workers, env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "30", **env})
-    assert job.wait(90) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
 
 
 HANDLERS = """
@@ -261,7 +261,7 @@ probe.note("over", said=sorted(set(refused)), sum=float(sv.all_reduce(1.0)))
 
 def test_a_handler_that_asks_for_shared_memory_gets_it_or_is_refused(launch):
     job = launch(BEGIN + MEMORY)
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     for event in job.events("over"):
         assert event["sum"] == 2.0
         assert all("a signal's handler asks for shared memory" in one for one in event["said"]), str(job)

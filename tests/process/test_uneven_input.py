@@ -66,7 +66,7 @@ BLOCKS = """
 def test_blocks_of_uneven_may_follow_one_another_as_long_as_a_program_likes(launch, how):
     """Each made three groups of every one that it found, those of the block before among them, until the garbage was collected."""
     job = launch(BLOCKS, workers=2, **how)
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     assert [event["value"] for event in job.events("over")] == [120.0] * 2, str(job)
     assert max(event["groups"] for event in job.events("over")) < 60, str(job)
 

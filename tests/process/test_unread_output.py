@@ -134,8 +134,8 @@ def test_f12_launcher_killed_while_nobody_reads(launch, tmp_path, kind, nothing_
     with unread(kind, tmp_path) as (prefix, _):
         job = start(launch, prefix, kind)
         killed = job.send(signal.SIGKILL)
-        job.process.wait(10)
-        await_true(lambda: not nothing_left_behind.own_processes(), 10, "the end of all processes")
+        job.process.wait(120)
+        await_true(lambda: not nothing_left_behind.own_processes(), 60, "the end of all processes")
         check_bound(f"F12-{kind} full", time.monotonic() - killed, 2.0)
 
 
@@ -249,7 +249,7 @@ def test_a_folder_of_logs_that_holds_a_pipe_blocks_nobody(launch, tmp_path):
     logs.mkdir()
     os.mkfifo(logs / "rank-0.out")
     job = launch("print('x' * 99)", workers=2, options=["--log-dir", str(logs)])
-    assert job.wait() == 0, str(job)
+    assert job.wait() == 74, str(job)  # a file is lost
     assert "rank-0.out" in job.report, str(job)
     assert (logs / "rank-1.out").read_text() == "x" * 99 + "\n"
 

@@ -54,11 +54,11 @@ def test_a_rule_beside_the_script_steps_and_what_raises_fails_its_push_alone(lau
     (tmp_path / "my_rules.py").write_text(RULES)
     (tmp_path / "train.py").write_text(SCRIPT)
     job = launch(target=[str(tmp_path / "train.py")], options=("--servers", "2", "--server-replicas", "1"), workers=1 + kills, env={"PYTHONPATH": str(tmp_path / "job0")})
-    job.await_events("half", 1, limit_s=60)
+    job.await_events("half", 1, limit_s=120)
     if kills:
         os.kill(servers_of(job)[1], signal.SIGKILL)
     job.open_gate("on")
-    assert job.wait(60) == 0, job
+    assert job.wait(120) == 0, job
     raised = [event["text"] for event in job.events("raised")]
     assert len(raised) == 6, job
     assert all("ArithmeticError: this gradient is not finite" in text and "my_rules.py" in text for text in raised)

@@ -32,7 +32,7 @@ print("sum", float(last.numpy()[7]), len(kept))
 @pytest.mark.parametrize("count", [A_FEW, pytest.param(VARIABLES, marks=pytest.mark.slow)])
 def test_variables_of_1_mib_one_after_another_under_256_mib(launch, count):
     job = launch(SCRIPT, workers=2, arguments=[str(count)], env={"SYNCVAR_ARENA_BYTES": str(256 << 20)})
-    assert job.wait(100) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     text = job.out
     assert text.count("said True") == 2
     assert text.count("sum 2.0 12") == 2

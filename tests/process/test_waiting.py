@@ -29,7 +29,7 @@ note("exchange", made=made)
 
 def test_neighbours_exchange_arrays_of_all_sizes(launch):
     job = launch(_EXCHANGE, workers=4)
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     for rank in range(4):
         (event,) = job.events("exchange", rank)
         made = event["made"]
@@ -93,7 +93,7 @@ sv.barrier()
 
 def test_waits_for_the_first_and_for_all(launch):
     job = launch(_ANY, workers=4)
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     (event,) = job.events("any")
     assert event["order"] == [3, 1, 2], event
     assert event["sizes"] == [10, 1_000_000, 10]

@@ -21,7 +21,7 @@ def test_every_collective(launch, workers, transport):
     job = launch(
         None, workers=workers, target=[str(SCRIPT)], arguments=["--few"], env={"SYNCVAR_TRANSPORT": transport}
     )
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     assert int(job.out.split("checked ")[1].split()[0]) > 300
 
 
@@ -30,5 +30,5 @@ def test_every_collective_over_hosts(launch, workers, hosts):
     job = launch(
         None, workers=workers, target=[str(SCRIPT)], arguments=["--few"], options=["--fake-hosts", str(hosts)]
     )
-    assert job.wait(60) == 0, str(job)
+    assert job.wait(120) == 0, str(job)
     assert int(job.out.split("checked ")[1].split()[0]) > 300

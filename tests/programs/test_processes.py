@@ -18,6 +18,6 @@ def test_a_sample_on_real_processes(size, transport):
         sys.executable, "-m", "syncvar_launcher", "--config", str(PROFILE), "--workers", str(size), "--start-method", "fork",
         str(HERE / "sample.py"), str(size * 10_000), str(PROGRAMS),
     ]  # fmt: skip
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False, env=os.environ | {"SYNCVAR_TRANSPORT": transport})
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"SYNCVAR_TRANSPORT": transport})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert done.stdout.count(f"{PROGRAMS} programs") == size

@@ -11,8 +11,8 @@ from model import predict
 from syncvar.config import RuntimeConfig
 from syncvar.testing import run_ranks
 
-DEADLINE_S = 8.0
-CONFIG = RuntimeConfig(collective_timeout_s=DEADLINE_S, stall_warning_s=4.0, rendezvous_timeout_s=10.0)
+DEADLINE_S = 60.0
+CONFIG = RuntimeConfig(collective_timeout_s=DEADLINE_S, stall_warning_s=4.0, rendezvous_timeout_s=DEADLINE_S)
 
 
 class World:
@@ -52,7 +52,7 @@ class World:
         seen = [None] * self.size
         for _ in range(self.size):
             try:
-                rank, outcomes = self.done.get(timeout=3 * DEADLINE_S)
+                rank, outcomes = self.done.get(timeout=2 * DEADLINE_S)
             except queue.Empty:
                 break
             seen[rank] = outcomes

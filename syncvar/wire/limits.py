@@ -1,0 +1,31 @@
+"""How long a message may be: one rule for every socket at which a stranger can speak.
+
+ZeroMQ compares the length that a frame announces with the limit of its socket before it takes memory, and it does so from the first
+byte of a connection on. The limit of a socket cannot change when a peer has proved itself. So no frame of syncvar is
+long: whatever is longer than `FRAME_NBYTES` travels in several frames, and a stranger can make a process hold one frame.
+
+Two more limits are only for peers that have not proved themselves. Who has sent `UNPROVED_NBYTES_MAX` and is still unproved loses
+the connection (`syncvar.transports.strangers`). On a stream of our own framing, the first message is at most
+`HELLO_NBYTES_MAX` long (`syncvar.serving.pipes`).
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CONTROL_NBYTES_MAX", "FRAME_NBYTES", "FRAMING_NBYTES", "HELLO_NBYTES_MAX", "UNPROVED_NBYTES_MAX",
+]  # fmt: skip
+
+FRAME_NBYTES = 1 << 20
+"""The longest frame of a message between workers and servers; between ranks it is the setting `segment_bytes`."""
+
+FRAMING_NBYTES = 4096
+"""What a frame may have beside its payload: a header, and what encryption adds."""
+
+CONTROL_NBYTES_MAX = 1 << 20
+"""The longest message between a worker and the launcher."""
+
+UNPROVED_NBYTES_MAX = 64 << 10
+"""The most that a connection may bring before its peer has proved itself; a handshake needs less than 1 KiB."""
+
+HELLO_NBYTES_MAX = 4096
+"""The longest message by which a process introduces itself on a stream."""
