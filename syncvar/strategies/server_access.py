@@ -107,7 +107,7 @@ class ServersHere:
                     self.pushes.remove((ticket, pushed))
 
     def before_call(self, group: int, name: str) -> None:
-        """Wait for pushes before this worker waits for others; a barrier ends a step of staleness 0."""
+        """Wait for pushes before waiting for others; a barrier ends a step of staleness 0."""
         if group == _WORLD and name == "barrier" and self.meets:
             asking = Asking()
             for server in range(self.count):
@@ -240,8 +240,8 @@ class ServerAccess:
         place = current_place()
         if place is not None and place.owner is not self._strategy and not place.owner.is_default:
             raise UsageError(
-                f"{what}: the variable belongs to another strategy than the scope it is used in; use "
-                f"it under `with variable.strategy.scope():`, or outside every scope"
+                f"{what}: the variable belongs to another strategy than the scope it is used in; "
+                f"use it under `with variable.strategy.scope():`, or outside every scope"
             )
 
     def step(

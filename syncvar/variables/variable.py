@@ -106,7 +106,7 @@ class Variable(Taught, ArrayProtocol):
         place = current_place() if cls is Variable and (arguments or options) else None
         kind = None
         if place is not None:
-            kind_of = place.owner._kind_of_variable  # noqa: SLF001  (the strategy as variables see it)
+            kind_of = place.owner._kind_of_variable  # noqa: SLF001  (as variables see it)
             kind = kind_of(options.get("synchronization"))
         return object.__new__(kind or cls)
 
@@ -144,7 +144,7 @@ class Variable(Taught, ArrayProtocol):
         self._increments: dict[str, tuple[Context, str, int]] = {}  # deferred: where it was made, op and digest
         self._changes: list[tuple[int, str, str, str]] = []
         self._decided: tuple[int, str] | None = None  # when AUTO has decided last, and why
-        make = made.owner._make_storage  # noqa: SLF001  (the strategy as variables see it)
+        make = made.owner._make_storage  # noqa: SLF001  (as variables see it)
         self._storage = make(made.value, self._synchronization)
         self._look = self._prepared_look()
         action = decide(self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM)
