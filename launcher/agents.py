@@ -11,11 +11,12 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from syncvar.errors import WireError
-from syncvar.exits import CONFIGURATION, INTERNAL, LIMITS
+from syncvar.exits import INTERNAL
 from syncvar.requested_files import EVIDENCE, LostFile, why_unwritten
 from syncvar.roles import SERVER_0
 from syncvar.stacks import Frame, Thread, where
 from syncvar_launcher.agent import Ended, Event, Gone, Output, Spared, Spoke, Started
+from syncvar_launcher.callfiles import call_parts, keep_result
 from syncvar_launcher.environment import carried
 from syncvar_launcher.messages import FIRST_CREDIT
 from syncvar_launcher.output import escape
@@ -39,6 +40,7 @@ __all__ = ["Agents"]
 _CLOSE_S = 10.0
 _GRANT = 1 << 18  # bytes that have been used before more are asked for
 _MOMENT_S = 0.3
+_CODE_MAX = 255
 _BEATS_MISSED = 3
 _BEYOND = 1 << 18  # one read more than there was credit for
 _WORDS_SHOWN = 10
@@ -141,6 +143,8 @@ class Agents:
             self.workers |= dict.fromkeys((*servers, *ranks), site)
             self._running |= {*servers, *ranks}
             site.remote.heard = time.monotonic()
+            for part in call_parts(self._job.environ):
+                site.remote.send("call", data=part)
             site.remote.send("begin", start=start)
         self._input.take()
 
@@ -417,6 +421,8 @@ class Agents:
             for each, line in message["places"].items():
                 if self.workers.get(each) is site:
                     self.places[each] = escape(str(line))
+        elif kind == "result":
+            keep_result(self._job.environ, message["name"], message["data"], is_last=message["is_last"])
         elif kind == "record":
             self._keep(message["name"], message["data"], site)
         elif kind == "fed":
@@ -427,8 +433,8 @@ class Agents:
             self._said.append(escape(f"{site.name}: {message['sentence']}"))
         elif kind == "refused":
             self._said += [escape(f"{site.name}: {line}") for line in site.remote.words().splitlines()[-_WORDS_SHOWN:]]
-            code = message["code"] if message["code"] in (LIMITS, CONFIGURATION) else INTERNAL
-            for each in [one for one, own in self.workers.items() if own is site and one in self._running]:
+            code = message["code"] if 0 < message["code"] <= _CODE_MAX else INTERNAL
+            for each in self._running_on(site):
                 self._running.discard(each)
                 yield Gone(each, escape(f"it cannot be started: {message['reason']}"), code)
 
@@ -447,9 +453,13 @@ class Agents:
                 lost = LostFile(str(folder / name), EVIDENCE if is_record(name) else "--stats", why_unwritten(error))
                 self._job.lost_files.add([lost], site.name)
 
+    def _running_on(self, site: Site) -> list[int]:
+        """Return the ranks and servers that run on a host, ranks first: servers whose ranks are gone serve nobody."""
+        return sorted(one for one, own in self.workers.items() if own is site and one in self._running)
+
     def _lose(self, site: Site) -> Iterator[Event]:
         """Give up the ranks of a host that is gone."""
-        ranks = [rank for rank, own in self.workers.items() if own is site and rank in self._running]
+        ranks = self._running_on(site)
         if not ranks:
             return
         words = site.remote.words().splitlines()

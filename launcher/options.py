@@ -554,6 +554,8 @@ def _hosts(values: Mapping[str, Any], base: Path, job: Allocation | None) -> tup
         found = parse_hostfile(content, values["hostfile"])
     named, notices = selected(found.hosts, values["include"], values["exclude"]), found.notices
     if job is None:
+        if values["hosts"] is not None:  # as for mpirun; a host file is for those who want all cores
+            named = tuple(one._replace(slots=one.slots or 1) for one in named)
         return named, notices
     from syncvar_launcher.allocation import within
 
@@ -936,7 +938,8 @@ def hosts_help_text() -> str:
         "  [user@]name[:slots] [slots=N] [max_slots=M] [port=P] [addr=A] [python=PATH] [cwd=DIR]",
         "name may be an address ([fd00::7] for IPv6) or stand for several: gpu[01-04,07].",
         "ssh goes to name, at port P; the other ranks reach it at A, where that differs.",
-        "^name removes one; # begins a comment. Without slots: one for each usable core.",
+        "^name removes one; # begins a comment. Without slots: one for each usable core;",
+        "in -H, as for mpirun, one for each time that the host is named.",
         "",
         f"{_HOSTS}:",
         *(_help_line(option) for option in _OPTIONS if option.group == _HOSTS or option.key == "fake_hosts"),

@@ -380,7 +380,8 @@ def _commands(
 ) -> list[str]:
     if not arguments:
         return []
-    rank, options = failure.rank, [*remedies]
+    rank = failure.rank
+    options = [*remedies]
     said = _split(failure.traceback)[1] or "\n".join(failure.last_lines)
     if "--torch-env" not in arguments and any(name in said for name in _OF_TORCH):
         options.append(["--torch-env"])

@@ -268,7 +268,8 @@ class Supervisor:
         self.running.discard(rank)
         if rank in self.lost:
             return self._let_servers_go(now)
-        if self._can_do_without(rank):
+        serves_nobody = bool(self.causes) and all(map(is_server, self.running))
+        if not serves_nobody and self._can_do_without(rank):
             return [DoWithout(rank, reason)]
         return [*self._fail(Cause(rank, Weight.OWN, None, code, reason), now), *self._let_servers_go(now)]
 

@@ -28,11 +28,14 @@ __all__ = [
     "describe_exit",
     "error_exit_code",
     "exit_code_of",
+    "failure_in_words",
     "is_failing",
     "is_interactive",
     "signal_name",
     "weight_of",
 ]
+
+_WORDS_MAX = 2000  # of an exception
 
 USAGE = 2
 RENDEZVOUS = 69
@@ -158,6 +161,18 @@ def exit_code_of(status: int) -> int:
         (3, 143)
     """
     return status if status >= 0 else 128 - status
+
+
+def failure_in_words() -> str:
+    """Return which exception this process ends with, for other ranks; empty where it ends with none."""
+    if not is_failing():
+        return ""
+    error = sys.last_value
+    try:
+        text = str(error)
+    except Exception:  # the user's own error may do anything here
+        text = "<exception str() failed>"
+    return f"uncaught {type(error).__name__}: {text}"[:_WORDS_MAX]
 
 
 def is_failing() -> bool:

@@ -67,6 +67,7 @@ class _Waiting:
     ) -> None:
         self.path, self.identity, self.policy, self.timeout = path, identity, policy, timeout
         self.keys, self.prefix, self.partial = keys, prefix, partial
+        self.is_news = not partial  # the first save without these entries says so
 
     def under(self, key: str) -> _Waiting:
         """Return what waits for the checkpoint nested under a key."""
@@ -197,7 +198,8 @@ class Checkpoint:
         with outside():
             self._finish_pending()
             waiting = self._waiting
-            if waiting is not None and waiting.keys and communicator.rank == 0:
+            if waiting is not None and waiting.is_news and waiting.keys and communicator.rank == 0:
+                waiting.is_news = False
                 _log.warning(
                     "%d entries of the checkpoint that was restored from %s wait for their objects, and are not part of %s: %s",
                     len(waiting.keys), waiting.path, path, ", ".join(sorted(waiting.keys)[:8]),

@@ -33,6 +33,9 @@ class SavedElsewhere:
         path: Where it will be.
     """
 
+    failure: TransportError | None = None
+    is_speaker = False
+
     def __init__(self, path: str) -> None:
         self.path = path
 

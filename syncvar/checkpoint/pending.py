@@ -130,6 +130,13 @@ def _give_up(saving: Saving | SavedElsewhere, thread: threading.Thread, process:
         return
     thread.join()
     saving.discard()
+    if saving.failure is not None:
+        if saving.is_speaker:
+            _log.warning(
+                "the save of the checkpoint %s ended without a commit: %s. The checkpoints before it are whole",
+                saving.path, saving.failure,
+            )  # fmt: skip
+        return
     _log.warning(
         "the checkpoint %s was never committed, so it does not exist: call wait() on what save(…, async_op=True) returned, on "
         "every rank, before the program ends", saving.path,

@@ -32,7 +32,14 @@ from syncvar.checkpoint.naming import LOCK, MANIFEST, shard_name
 from syncvar.checkpoint.reading import bytes_of, read_manifest
 from syncvar.checkpoint.tensors import header_bytes, itemsize_of
 from syncvar.checkpoint.together import Alone, gathered
-from syncvar.errors import CheckpointError, ConfigError, MismatchError, NotFound, UsageError
+from syncvar.errors import (
+    CheckpointError,
+    ConfigError,
+    MismatchError,
+    NotFound,
+    TransportError,
+    UsageError,
+)
 from syncvar.joining.process import current
 
 if TYPE_CHECKING:
@@ -271,6 +278,20 @@ class Saving:
         finally:
             self.let_go()
         return self.path
+
+    @property
+    def failure(self) -> TransportError | None:
+        """Why the ranks can make no more calls, such as the loss of one; None as long as they can."""
+        engine = None if self._context is None else self._context.engine
+        failure = None if engine is None else engine.failure
+        return failure if isinstance(failure, TransportError) else None
+
+    @property
+    def is_speaker(self) -> bool:
+        """Whether this is the first rank of those that save and are not lost."""
+        lost = getattr(self.failure, "rank", None)
+        left = [rank for rank in self._communicator.members if rank != lost]
+        return left[:1] == [self._communicator.members[self._rank]]
 
     def discard(self) -> None:
         """Give up a save that nobody committed. Sends nothing."""

@@ -5,7 +5,17 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.cli.records import Lost, Record, calls_of, duration, lost_ranks, members_of, names_of, newest
+from syncvar.cli.records import (
+    Lost,
+    Record,
+    calls_of,
+    duration,
+    lost_ranks,
+    members_of,
+    names_of,
+    newest,
+    number_of,
+)
 from syncvar.roles import is_server, process_name
 from syncvar.stacks import where
 from syncvar.topology import process_list, rank_list
@@ -171,7 +181,7 @@ def explained(records: Sequence[Record]) -> tuple[str, bool]:
     lines = _head(everybody)
     cycle = _cycle(found)
     if cycle:
-        lines += _told_cycle(cycle, names, zero)
+        lines += _told_cycle(records, cycle, names, zero)
         lines += [f"also: {_one_line(records, one, zero)}" for one in found if one not in cycle.values()][:_ELSEWHERE]
     elif found:
         lines += _told(records, found[0], zero)
@@ -219,7 +229,7 @@ def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
     members = members_of(records).get(one.group, ())
     names = names_of(records)
     group = names[one.group]
-    lines = [f"first divergence: call {one.call} of {group}, {duration(one.began - zero)} after the first event"]
+    lines = [f"first divergence: call {_number(records, one)} of {group}, {duration(one.began - zero)} after the first event"]
     does: dict[str, list[int]] = {}
     for rank, event in sorted(one.made.items()):
         does.setdefault(_did(event), []).append(rank)
@@ -234,7 +244,7 @@ def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
         if rank in by_rank:
             texts.append(([rank], f"{rank_list([rank])}: never entered it; {_instead(by_rank[rank], one, zero, names)}"))
         else:
-            texts.append(([rank], f"{rank_list([rank])}: {lost[rank].words} without call {one.call}"))
+            texts.append(([rank], f"{rank_list([rank])}: {lost[rank].words} without call {_number(records, one)}"))
     unknown = sorted(set(members) - set(one.made) - set(one.absent))
     texts = sorted(texts, key=lambda item: item[0])
     lines += [f"  {text}" for _, text in texts[:_LINES]]
@@ -246,15 +256,23 @@ def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
     return [*lines, "", f"before it, in {group}", *_before(records, one.group, one.call, zero)]
 
 
-def _told_cycle(cycle: Mapping[int, Divergence], names: Mapping[int, str], zero: int) -> list[str]:
+def _told_cycle(
+    records: Sequence[Record], cycle: Mapping[int, Divergence], names: Mapping[int, str], zero: int
+) -> list[str]:
     ranks = list(cycle)
     after = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
     waits = [f"rank {rank} {'waits ' if rank == ranks[0] else ''}for {_awaited(cycle[rank].made[rank])}rank {after[rank]}" for rank in ranks[:_LINES]]
     lines = [f"deadlock: {', '.join(waits[:-1])}, and {waits[-1]}"]
     for rank, one in list(cycle.items())[:_LINES]:
         event = one.made[rank]
-        lines.append(f"  rank {rank}: call {one.call} of {names[one.group]}, {_did(event)}, begun at {duration(event.began_ns - zero)}")
+        number = _number(records, one)
+        lines.append(f"  rank {rank}: call {number} of {names[one.group]}, {_did(event)}, begun at {duration(event.began_ns - zero)}")
     return [*lines, *_verdict(cycle[ranks[0]]), ""]
+
+
+def _number(records: Sequence[Record], one: Divergence) -> int:
+    """Return which call of its group a divergence is, as ranks count that made it."""
+    return number_of([record for record in records if record.rank in one.made], one.group, one.call)
 
 
 def _awaited(event: Event) -> str:
@@ -284,17 +302,17 @@ def _instead(record: Record, one: Divergence, zero: int, names: Mapping[int, str
     after = [event for event in own if event.call > one.call]
     since = before[-1].began_ns if before else 0
     if before:
-        text = f"its call {before[-1].call} was {before[-1].what}, {before[-1].state}"
+        text = f"its call {number_of([record], one.group, before[-1].call)} was {before[-1].what}, {before[-1].state}"
     else:
         text = "it made no call of the group before" if record.is_whole else "what it did before is not known"
     if after:
-        return f"{text}; it went on with call {after[0].call}, {after[0].what}, at {duration(after[0].began_ns - zero)}"
+        return f"{text}; it went on with its call {number_of([record], one.group, after[0].call)}, {after[0].what}, at {duration(after[0].began_ns - zero)}"
     others = [event for event in record.events if event.group != one.group and event.state != "noted"]
     later = [event for event in others if event.began_ns > since]
     elsewhere = next((event for event in later if event.state != "done"), later[0] if before and later else None)
     if elsewhere is not None:
         where = names[elsewhere.group] if elsewhere.group >= 0 else ""
-        at = f"call {elsewhere.call} of {where}" if where else "a question"
+        at = f"call {number_of([record], elsewhere.group, elsewhere.call)} of {where}" if where else "a question"
         return f"{text}; instead it made {at}, {elsewhere.what}, {_state(elsewhere)}, at {duration(elsewhere.began_ns - zero)}"
     return f"{text}; it made no other call" + (f": {_first(record.reason)}" if record.reason else "")
 
@@ -329,7 +347,7 @@ def _before(records: Sequence[Record], group: int, call: int, zero: int) -> list
         states = {_state(event) for event in events.values()}
         ended = max(event.ended_ns for event in events.values())
         state = f"{', '.join(sorted(states))} at {duration(ended - zero)}" if ended else "not ended"
-        lines.append(f"  call {number}: {what}, {rank_list(events)}, {state}")
+        lines.append(f"  call {number_of(records, group, number)}: {what}, {rank_list(events)}, {state}")
     return lines
 
 
@@ -337,7 +355,7 @@ def _one_line(records: Sequence[Record], one: Divergence, zero: int) -> str:
     group = names_of(records)[one.group]
     what = "; ".join(f"rank {rank} {event.what}" for rank, event in sorted(one.made.items())[:_ELSEWHERE])
     absent = f"; not entered by {rank_list(one.absent)}" if one.absent else ""
-    return f"call {one.call} of {group} at {duration(one.began - zero)}: {what}{absent}"
+    return f"call {_number(records, one)} of {group} at {duration(one.began - zero)}: {what}{absent}"
 
 
 def _agreed(records: Sequence[Record], zero: int) -> list[str]:
@@ -355,7 +373,8 @@ def _agreed(records: Sequence[Record], zero: int) -> list[str]:
                 states.setdefault(said, []).append(rank)
             what = next(iter(bad.values())).what
             began = min(event.began_ns for event in events.values())
-            lines.append(f"first without an end in {names[group]}: call {call}, {what}, begun at {duration(began - zero)}")
+            number = number_of(records, group, call)
+            lines.append(f"first without an end in {names[group]}: call {number}, {what}, begun at {duration(began - zero)}")
             lines += [f"  {rank_list(ranks)}: {said}" for said, ranks in states.items()]
             lines += ["before it", *_before(records, group, call, zero)]
             break
@@ -371,7 +390,9 @@ def _last(record: Record, zero: int, names: Mapping[int, str]) -> list[str]:
     if last is None:
         text = f"{who}: no operation"
     else:
-        where = f"call {last.call} of {names[last.group]}" if last.group >= 0 else "a request" if is_server(record.rank) else "a question"
+        where = "a request" if is_server(record.rank) else "a question"
+        if last.group >= 0:
+            where = f"call {number_of([record], last.group, last.call)} of {names[last.group]}"
         if last.state == "started":
             text = f"{who}: in {where}, {last.what}, for {duration(record.written - last.began_ns)}"
         else:

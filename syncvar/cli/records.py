@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.errors import ConfigError
 from syncvar.evidence import RECORDS, is_record
+from syncvar.recording.call_numbers import ordinal
 from syncvar.recording.entries import Event
 from syncvar.recording.recorder import FORMAT
 from syncvar.stacks import Frame
@@ -17,7 +18,9 @@ from syncvar.topology import rank_list
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Record", "as_record", "calls_of", "duration", "load", "lost_ranks", "members_of", "names_of", "newest"]
+    from syncvar.recording.call_numbers import Gap
+
+__all__ = ["Record", "as_record", "calls_of", "duration", "load", "lost_ranks", "members_of", "names_of", "newest", "number_of"]
 
 _LARGEST = 64 << 20
 # What `PeerLost` says of a rank that has ended, in the words of the membership and of the launcher.
@@ -42,6 +45,7 @@ class Record(NamedTuple):
         is_whole: The record begins with the rank's first event.
         written: When it was made.
         groups: Members of the groups in it.
+        gaps: Of groups in it: which numbers belong to no call.
         threads: By number, name and place in the program of the threads that were alive then.
         stack: The calls of the main thread then, innermost first; empty where they are not known.
         events: Oldest first.
@@ -58,6 +62,7 @@ class Record(NamedTuple):
     is_whole: bool
     written: int
     groups: Mapping[int, tuple[int, ...]]
+    gaps: Mapping[int, Sequence[Gap]]
     threads: Mapping[int, Mapping[str, str]]
     stack: tuple[Frame, ...]
     events: tuple[Event, ...]
@@ -90,6 +95,7 @@ def as_record(data: Mapping[str, Any]) -> Record:
         is_whole=bool(data["is_whole"]),
         written=int(data["written_ns"]) + offset,
         groups={int(group): tuple(members) for group, members in data["groups"].items()},
+        gaps={int(group): [(int(first), int(count)) for first, count in gaps] for group, gaps in data.get("gaps", {}).items()},
         threads={int(ident): dict(about) for ident, about in data["threads"].items()},
         stack=tuple(Frame(str(file), int(line), str(name)) for file, line, name in data.get("stack", ())),
         events=tuple(sorted(events, key=lambda event: event.began_ns)),
@@ -158,6 +164,11 @@ def calls_of(records: Iterable[Record]) -> dict[int, dict[int, dict[int, Event]]
             if event.group >= 0 and event.call >= 0:
                 calls.setdefault(event.group, {}).setdefault(event.call, {})[record.rank] = event
     return {group: dict(sorted(numbers.items())) for group, numbers in sorted(calls.items())}
+
+
+def number_of(records: Iterable[Record], group: int, call: int) -> int:
+    """Return which call of its group a call is, from 1, as the first of these records counts that knows the group."""
+    return ordinal(next((record.gaps[group] for record in records if group in record.gaps), ()), call)
 
 
 def names_of(records: Iterable[Record]) -> dict[int, str]:

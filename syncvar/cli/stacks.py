@@ -8,11 +8,13 @@ import pwd
 import socket
 import struct
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from syncvar.errors import ConfigError
+from syncvar.joining.directory import holders_of_meetings
 from syncvar.stacks import Frame, doing, shown, where
 from syncvar.topology import process_list
 
@@ -109,13 +111,16 @@ def _find(name: str | None, environ: Mapping[str, str]) -> tuple[str, list[dict[
     found.sort(key=lambda one: one[1]["lasted_s"])
     if name is None:
         if not found:
-            raise ConfigError(f"no job of yours is running that syncvar-launch or sv.run has started (looked in {', '.join(folders)})")
+            raise ConfigError(
+                f"no job of yours is running that syncvar-launch or sv.run has started (looked in {', '.join(folders)})"
+                f"{_started_elsewhere(folders)}"
+            )
         return found[0][0], [job for _, job in found[1:]]
     named = [one for one in found if name == str(one[1]["pid"])] or [one for one in found if one[1]["name"].startswith(name)]
     if len(named) > 1:
         raise ConfigError(f"{len(named)} jobs have names that begin with {name!r}: {'; '.join(_named(job) for _, job in named)}")
     if not named:
-        raise ConfigError(_why_not_found(name, [job for _, job in found]))
+        raise ConfigError(_why_not_found(name, [job for _, job in found]) + _started_elsewhere(folders))
     return named[0][0], []
 
 
@@ -128,6 +133,18 @@ def _why_not_found(name: str, jobs: Sequence[Mapping[str, Any]]) -> str:
                 return f"process {name} belongs to {_user(owner)}: only its own user can ask a job where its ranks stand"
             return f"process {name} is not the syncvar-launch of a running job{running}"
     return f"no running job is called {name!r}, and no launcher has that process number{running}"
+
+
+def _started_elsewhere(folders: Sequence[str]) -> str:
+    """Return a sentence about jobs that cannot be asked, because another launcher has started them; empty where none runs."""
+    holders = [holder for folder in folders for holder in holders_of_meetings(Path(folder))]
+    if not holders:
+        return ""
+    return (
+        f". mpirun, srun or another launcher has started {len(holders)} that run{'s' * (len(holders) == 1)} here "
+        f"(first rank: {', '.join(holders)}): syncvar stacks asks syncvar-launch, which such a job does not have. "
+        f"`py-spy dump --pid PROCESS` shows where one rank stands"
+    )
 
 
 def _user(number: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.cli.records import Record, calls_of, names_of
+from syncvar.cli.records import Record, calls_of, names_of, number_of
 from syncvar.roles import process_name
 
 if TYPE_CHECKING:
@@ -113,8 +113,9 @@ def _drawn(record: Record, event: Event, pid: int, row: int, zero: int) -> list[
     at: dict[str, Any] = {"name": name, "pid": pid, "tid": row, "ts": _us(event.began_ns, zero)}
     if event.state == "noted":
         return [at | {"ph": "i", "s": "p", "cat": "event", "args": {"detail": event.detail}}]
+    number = event.call if event.call < 0 else number_of([record], event.group, event.call)
     arguments: dict[str, Any] = {
-        "what": event.what, "group": event.group, "call": event.call, "bytes": event.nbytes, "path": event.path,
+        "what": event.what, "group": event.group, "call": number, "bytes": event.nbytes, "path": event.path,
         "state": event.state, "thread": event.thread,
     }  # fmt: skip
     if event.detail:
@@ -140,7 +141,7 @@ def _arrows(records: Sequence[Record], zero: int) -> list[dict[str, Any]]:
                 if rank == last or not event.began_ns < came < end:
                     continue  # it did not wait
                 place = _place(by_rank[rank], places[rank][event], event.began_ns, zero)
-                about = {"args": {"for_rank": last, "call": call}}
+                about = {"args": {"for_rank": last, "call": number_of(records, group, call)}}
                 wait = {"ph": "X", "cat": "wait", "name": f"wait for rank {last}", "dur": (came - event.began_ns) / 1000}
                 drawn.append(place | wait | about)
                 arrow = {"cat": "waited for", "name": "came", "id": f"{by_rank[rank].generation}.{group}.{call}.{rank}"}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from syncvar.engine.operation import Operation
+    from syncvar.recording.call_numbers import CallNumbers
     from syncvar.transports import Frame
     from syncvar.wire import Message
 
@@ -80,9 +81,11 @@ class CallLedger:
 
     Args:
         hosts: Host of each rank, for messages.
+        numbers: The numbers of calls, for messages.
     """
 
-    def __init__(self, hosts: dict[int, str]) -> None:
+    def __init__(self, hosts: dict[int, str], numbers: CallNumbers) -> None:
+        self._numbers = numbers
         self.early: dict[tuple[int, int], list[Frame]] = {}
         self.left: dict[int, dict[int, int]] = {}
         self._hosts = hosts
@@ -274,7 +277,7 @@ class CallLedger:
                 return self.sentence(verdict, operation)
         for rank in self.left:
             if self.is_without(rank, operation):
-                return self.ended(rank, f"{operation.what} (call {operation.call})")
+                return self.ended(rank, self._numbers.text(operation.what, operation.group, operation.call))
         return None
 
     @staticmethod
@@ -282,10 +285,10 @@ class CallLedger:
         """Return whether a verdict is on this call."""
         return bool(verdict["group"] == operation.group and verdict["call"] <= operation.call <= verdict["last_call"])
 
-    @staticmethod
-    def sentence(verdict: Message, operation: Operation) -> MismatchError:
+    def sentence(self, verdict: Message, operation: Operation) -> MismatchError:
         """Return the error of a call on which there is a verdict."""
-        return MismatchError(f"{operation.what} (call {operation.call}): {verdict['text']}", verdict["table"])
+        call = self._numbers.text(operation.what, operation.group, operation.call)
+        return MismatchError(f"{call}: {verdict['text']}", verdict["table"])
 
     def is_without(self, rank: int, operation: Operation) -> bool:
         """Return whether a rank has left before it entered this call."""

@@ -112,7 +112,7 @@ class Core(AdmissionState):
         self.hosts = hosts
         self.arena = arena
         self.recorder = recorder
-        self.book = CallLedger(hosts)
+        self.book = CallLedger(hosts, recorder.numbers)
         self.failure: TransportError | UsageError | None = None
         self.is_quiet = True
         self.queues: list[Queued] = []
@@ -309,7 +309,8 @@ class Core(AdmissionState):
     def interrupted(self, operation: Awaited, error: BaseException) -> None:
         """Break the generation because an exception has left a started call."""
         operation.entry.end(error)
-        self.fall(error, f"{operation.what} (call {operation.call})", but=operation)
+        place = self.recorder.numbers.text(operation.what, operation.entry.told.group, operation.call)
+        self.fall(error, place, but=operation)
 
     def fall(self, error: BaseException, place: str, but: Awaited | None = None) -> None:
         """Break the generation because of an exception of this rank's own, and tell the others."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 from syncvar.engine.call_ledger import CallBlock
 from syncvar.engine.links import Links, NoOutlet
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Communicator", "Hosts", "Request", "Uneven", "Work", "begin_epochs", "fingerprint"]
 
 _PREPARED_MAX = 2048
-_EPOCH_CALLS = 10**6  # decimal, because call numbers are shown: call 3000002 is number 2 of block 3
+_EPOCH_CALLS = 10**6
 
 
 @lru_cache(maxsize=4096)
@@ -89,6 +89,7 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
         if following > end:
             end = _end_of(following)
         one.next_call, one._block_end = end + 1, end + _EPOCH_CALLS  # noqa: SLF001
+        one.recorder.numbers.skip(one.identity, following, end + 1)
         engine = one.engine
         if engine is None:
             continue
@@ -184,6 +185,13 @@ class Communicator(CommunicatorState):
             engine.book.announce(identity, self.next_call)
             if channel is not None:
                 engine.book.count_by(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        ranks = ", ".join(map(str, self.whole[:8])) + (", …" if len(self.whole) > 8 else "")
+        raise TypeError(
+            f"the group of ranks {ranks} cannot be copied or pickled: its sockets and memory belong to this "
+            f"process. Use the same group in the copy, or make another one there: sv.new_group(ranks)"
+        )
 
     def forced(self, collective: str) -> str | None:
         """Return the algorithm that the job's setting demands for a collective."""
@@ -414,6 +422,7 @@ class Communicator(CommunicatorState):
                 reason = f"left strategy.run: {type(error).__name__}: {error}"
                 self.engine.left_run(self.identity, self.members, self.next_call - 1, self._block_end, reason)
         end = self._block_end if self.next_call <= self._block_end else _end_of(self.next_call)
+        self.recorder.numbers.skip(self.identity, self.next_call, end + 1)
         self.next_call, self._block_end = end + 1, end + _EPOCH_CALLS
         if self.engine is not None:
             self.engine.book.announce(self.identity, self.next_call)

@@ -156,7 +156,8 @@ class StartedCalls:
 
     def _miss_deadline(self, operation: Operation, now: float) -> None:
         """Break the generation because an operation has not ended in time."""
-        missing, call = operation.awaiting, f"{operation.what} (call {operation.call})"
+        missing = operation.awaiting
+        call = self._core.recorder.numbers.text(operation.what, operation.group, operation.call)
         error = DeadlineExceeded(
             f"{call} did not finish within {operation.timeout_s:g} s: rank {self._core.rank} waited "
             f"{now - operation.started:.1f} s for {rank_list(missing) if missing else 'its own sends'}",
@@ -185,6 +186,7 @@ class StartedCalls:
             group=operation.group,
             members=list(operation.members),
             call=operation.call,
+            ordinal=self._core.recorder.numbers.ordinal(operation.group, operation.call),
             fingerprint=operation.fingerprint,
             what=operation.what,
             site=call_site(operation.thread),

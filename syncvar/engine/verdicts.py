@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from syncvar.engine.call_ledger import Overtaken
     from syncvar.engine.core import Core
     from syncvar.engine.one_sided import Questions
+    from syncvar.engine.operation import Operation
     from syncvar.engine.started import StartedCalls
     from syncvar.wire import Message
 
@@ -55,6 +56,10 @@ class Verdicts:
         elif kind == "are_you_there":
             self._core.tell("here", **self._core.recorder.whereabouts())
 
+    def _call(self, operation: Operation) -> str:
+        """Return a call in words, with its number as the program counts."""
+        return self._core.recorder.numbers.text(operation.what, operation.group, operation.call)
+
     def _aborted(self, message: Message) -> None:
         active = self._core.active
         operation = active.get((message["group"], message["call"]))
@@ -69,7 +74,7 @@ class Verdicts:
             missing = tuple(rank for rank in message["missing"] if rank != self._core.rank) or operation.awaiting
             self._core.break_generation(
                 DeadlineExceeded(
-                    f"{operation.what} (call {operation.call}) ended: rank {rank} {message['reason']}, waiting for "
+                    f"{self._call(operation)} ended: rank {rank} {message['reason']}, waiting for "
                     f"{rank_list(missing)}",
                     missing,
                     operation.timeout_s,
@@ -77,7 +82,7 @@ class Verdicts:
             )
             return
         waiting = next(iter(active.values()), None)
-        detail = f"while in {waiting.what} (call {waiting.call})" if waiting is not None else ""
+        detail = f"while in {self._call(waiting)}" if waiting is not None else ""
         self._core.break_generation(PeerLost(rank, host, message["reason"], detail))
 
     def _judged(self, verdict: Message) -> None:
@@ -103,7 +108,7 @@ class Verdicts:
         self._questions.fail(book.ended(rank, "it answered a question"), rank)
         for operation in list(self._core.active.values()):
             if book.is_without(rank, operation):
-                operation.fail(book.ended(rank, f"{operation.what} (call {operation.call})"))
+                operation.fail(book.ended(rank, self._call(operation)))
                 self._started.retire(operation)
 
     # -- lost links -----------------------------------------------------------------------------------------------
@@ -138,7 +143,7 @@ class Verdicts:
         for operation in list(core.active.values()):
             awaited = () if operation.links is None else operation.links.awaiting
             for peer in self._cut.keys() & set(awaited):
-                what = f"{operation.what} (call {operation.call})"
+                what = self._call(operation)
                 detail = f"{what} waits for what it sent, and its link was lost before that arrived: {self._cut[peer]}"
                 operation.fail(PeerLost(peer, core.hosts.get(peer, ""), "finished", detail))
                 self._started.retire(operation)
@@ -176,7 +181,7 @@ class Verdicts:
         place = "computes"
         operation = self._core.active.get((group, block.following))
         if operation is not None:
-            place = f"is in {operation.what} (call {block.following}) at {call_site(operation.thread)}"
+            place = f"is in {self._call(operation)} at {call_site(operation.thread)}"
         return f"{GONE_ON}, and {place}"
 
     def _refuse_following(self, group: int, block: Overtaken, last: int, reason: str) -> None:

@@ -141,6 +141,7 @@ def _wired(
         if isinstance(arena, Arena):
             undoing.callback(arena.close)
         context = Context(environment, config, transport, control, generation, arena)
+        context.is_kept_by_rank = keeper is not None
         context.ends_sockets = zeromq.term
         undoing.pop_all()
     return context

@@ -23,6 +23,7 @@ from syncvar.kernel import told, which
 from syncvar.plans import parse_forced
 from syncvar.recording.recorder import Recorder
 from syncvar.topology import HostMap, rank_list
+from syncvar.wire import pack_message
 from syncvar.wire.unreceived import SentCount, unreceived_text
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Context:
         self.extras: dict[str, Any] = {}  # what upper rooms keep per context: default strategy, names of variables
         self._transport = transport
         self._control = control
+        self.is_kept_by_rank = False  # rank 0's process keeps the roll, where no launcher does
         self.ends_sockets: Callable[[], object] = lambda: None  # after they are closed: where real ones were made
         self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # programs may make many
         self.engine: Engine | None = None
@@ -222,6 +224,8 @@ class Context:
                     error = failed
         finally:
             engine.stop()
+            if self._control is not None and self.is_kept_by_rank and not orderly and engine.failure is None:
+                self._control.send(pack_message("failed", reason=reason))  # a launcher would see it
             if self._transport is not None:
                 self._transport.close(linger_s if engine.failure is None else 0.0)
             if self._control is not None:

@@ -18,7 +18,10 @@ from syncvar.private_files import make_private_folder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["JobDirectory", "base_directory", "runtime_directory"]
+__all__ = ["MEETING", "JobDirectory", "base_directory", "holders_of_meetings", "runtime_directory"]
+
+MEETING = "m"
+"""The names of directories begin so in which ranks meet that no launcher of ours has started; random names have other letters."""
 
 _SOCKET_NAME_MAX = 24
 _DIRECTORY_NAME_MAX = 9
@@ -26,7 +29,7 @@ _UNIX_PATH_MAX = 107
 _LAST_RESORT = "/tmp"  # noqa: S108  (base_directory checks what is made there)
 _LOCK_LIMIT_S = 60.0
 _LOCK_NOTICE_S = 5.0
-_LOCK_PAUSE_S = 0.05
+_LOCK_PAUSE_S, _LOCK_PAUSE_S_MAX = 0.001, 0.05  # most hold it for less than the first
 
 _log = logging.getLogger("syncvar")
 
@@ -106,6 +109,22 @@ class JobDirectory:
             self.lock = -1
 
 
+def holders_of_meetings(base: Path) -> list[str]:
+    """Return in words which processes hold the directories of jobs that run and that no launcher of ours has started.
+
+    Args:
+        base: As `base_directory` returns it; it need not exist.
+    """
+    holders = []
+    with contextlib.suppress(OSError, ConfigError), _guarded(base):
+        for entry in sorted(base.glob(f"{MEETING}*")):
+            if _is_held(entry):
+                lock = os.open(entry / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                holders.append(_holder(lock))
+                os.close(lock)
+    return holders
+
+
 @contextlib.contextmanager
 def _guarded(base: Path, waits: Callable[[], None] | None = None) -> Iterator[None]:
     """Keep others from making, finding or removing directories of jobs."""
@@ -139,7 +158,7 @@ def _await_lock(guard: int, path: Path, waits: Callable[[], None] | None) -> Non
             _log.warning("process %d waits for the lock %s, which %s holds (at most %.0f s)", os.getpid(), path, _holder(guard), _LOCK_LIMIT_S)
         if waits is not None:
             waits()
-        time.sleep(_LOCK_PAUSE_S)
+        time.sleep(min(_LOCK_PAUSE_S_MAX, max(_LOCK_PAUSE_S, waited_s / 4)))
 
 
 def _holder(descriptor: int) -> str:

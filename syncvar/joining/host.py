@@ -15,10 +15,9 @@ import zmq
 from syncvar.arena.creating import CreatedArena, create, why_not_here
 from syncvar.arena.handing import Handing, arena_path
 from syncvar.arena.room import core_quota
-from syncvar.exits import is_failing
+from syncvar.exits import failure_in_words, is_failing
 from syncvar.fork_cleanup import register_exit
 from syncvar.joining.store import Store
-from syncvar.transports.sockets import why_closed
 
 if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
@@ -142,10 +141,10 @@ class Host:
         if self._cards is not None and len(coordinator.roll.members) == self._told.world_size:
             self._cards.remove()
             self._cards = None
-        for rank in store.take_lost(now):  # while the ranks meet, and when this one has left, no link tells of them
+        for rank, reason in store.take_lost(now).items():  # while the ranks meet, and when this one has left, no link tells of them
             is_member = rank in coordinator.roll.members and rank not in coordinator.left
             if rank != self._told.rank and (is_member or rank in coordinator.next_roll.members):
-                store.ended(rank, why_closed(self._config), now)
+                store.ended(rank, reason, now)
         for descriptor in ended:
             rank = self._pidfds.pop(descriptor)
             os.close(descriptor)
@@ -167,9 +166,11 @@ class Host:
 
     def _close(self) -> None:
         if self.store is not None:
+            linger_s = 0.0
             if self._ends.is_set() and self._others(self.store):  # they hear it before the store is gone
-                self.store.ended(self._told.rank, _ENDED, time.monotonic())
-            self.store.close()
+                self.store.ended(self._told.rank, failure_in_words() or _ENDED, time.monotonic())
+                linger_s = self._config.shutdown_timeout_s
+            self.store.close(linger_s)
         if self._handing is not None:
             self._handing.close()
         for descriptor in self._pidfds:

@@ -19,7 +19,7 @@ from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, RendezvousError
 from syncvar.fork_cleanup import unregister_exit
 from syncvar.joining.cards import Folder, ProcessManager
-from syncvar.joining.directory import JobDirectory
+from syncvar.joining.directory import MEETING, JobDirectory
 from syncvar.joining.host import READY, Host
 from syncvar.topology import ADDRESS, PMI
 from syncvar.topology.engines.placing import evenly_placed
@@ -186,7 +186,7 @@ class _Meeting:
         """
         told, secret = self.told, self.secret
         job = repr((told.address, told.port, told.run, told.world_size))
-        name = "m" + hashlib.blake2b(f"{job} {told.rank - told.local_rank}".encode(), digest_size=4, key=secret or b"").hexdigest()
+        name = MEETING + hashlib.blake2b(f"{job} {told.rank - told.local_rank}".encode(), digest_size=4, key=secret or b"").hexdigest()
         job_id = hashlib.blake2b(job.encode(), digest_size=16, key=secret or b"").hexdigest()
         if told.local_rank == 0:
             directory = JobDirectory(self.environ, name)

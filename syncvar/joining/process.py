@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import ConfigError, SyncvarError, UsageError
-from syncvar.exits import is_failing
+from syncvar.exits import failure_in_words
 from syncvar.fork_cleanup import register_exit
 from syncvar.joining.rank_process import environment_of
 from syncvar.kernel import entrance, message_entrance, note_change
@@ -228,8 +228,12 @@ def _at_exit() -> None:
     if context is None or context.process != os.getpid():
         return
     _state.default = None
+    failure = failure_in_words()
     with contextlib.suppress(SyncvarError):
-        context.close(orderly=not is_failing())
+        if failure:
+            context.close(orderly=False, reason=failure)
+        else:
+            context.close(orderly=True)
 
 
 os.register_at_fork(after_in_child=_forked)

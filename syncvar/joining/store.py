@@ -67,9 +67,9 @@ class Store:
         self.failure: Fail | None = None
         self.refused_messages = 0
         self._peers: dict[int, bytes] = {}
-        self._closed: list[bytes] = []
+        self._closed: dict[bytes, str] = {}  # channels that have closed, and why in words
         self._context: zmq.Context[Any] = zmq.Context()
-        self._connections = Connections(self._context)
+        self._connections = Connections(self._context, config)
         self.socket = self._connections.socket
         try:
             bound_messages(self.socket, CONTROL_NBYTES_MAX, _QUEUED)
@@ -130,14 +130,14 @@ class Store:
         """Note that a rank ended in order."""
         self._carry_out(self.coordinator.finished(rank, now))
 
-    def take_lost(self, now: float) -> list[int]:
-        """Return the ranks whose channel has closed since the last call; what they had said before has been handled."""
+    def take_lost(self, now: float) -> dict[int, str]:
+        """Return the ranks whose channel has closed since the last call, and why; what they had said before has been handled."""
         self._note_closed()
         if not self._closed:
-            return []
-        closed, self._closed = self._closed, []
+            return {}
+        closed, self._closed = self._closed, {}
         self.serve(now)
-        return [rank for rank, peer in self._peers.items() if peer in closed]
+        return {rank: closed[peer] for rank, peer in self._peers.items() if peer in closed}
 
     def has_closed(self, rank: int, now: float) -> bool:
         """Return whether a rank's channel has closed; what it had said before has been handled then."""
@@ -152,13 +152,13 @@ class Store:
         said, self.said = self.said, []
         return said
 
-    def close(self) -> None:
-        """Close the socket. Idempotent."""
-        self._connections.close()
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close the socket; what was said is flushed for at most so many seconds. Idempotent."""
+        self._connections.close(int(linger_s * 1000))
         self._context.term()
 
     def _note_closed(self) -> None:
-        self._closed += self._connections.ended()
+        self._closed |= self._connections.ended()
 
     def _handle(self, parts: list[bytes], now: float, came: zmq.Frame) -> None:
         rank = parse_control_identity(parts[0])

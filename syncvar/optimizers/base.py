@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -35,6 +36,7 @@ from syncvar.optimizers.elsewhere import Elsewhere, stepper_of
 from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables, listed
 from syncvar.optimizers.rule import Rule
 from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
+from syncvar.optimizers.sparse import dense_gradient
 from syncvar.variables.casting import operand_array
 from syncvar.variables.places import context_of, current_owner
 from syncvar.variables.policy import Context
@@ -202,6 +204,37 @@ class Optimizer(Taught, Rule):
         rate = self._rate if callable(self._rate) else f"{self._rate:g}"
         return f"<sv.optimizers.{type(self).__name__} learning_rate={rate} iterations={self.iterations}>"
 
+    def __copy__(self) -> Optimizer:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Optimizer:
+        if self._elsewhere.variables:
+            raise TypeError(
+                f"{self!r} cannot be copied: its slots are on servers, beside their variables. Make "
+                f"another one, sv.optimizers.{type(self).__name__}(…)"
+            )
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        own = {
+            "_slots": self._slots.copied(memo),
+            "_plans": {},
+            "_bases": {},
+            "_variables_of_step": None,
+        }
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = own[name] if name in own else copy.deepcopy(value, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._slots.stepped or self._elsewhere.variables:
+            raise TypeError(
+                f"{self!r} cannot be pickled: its slots live in several processes, as variables do. Save it "
+                f"with sv.Checkpoint(optimizer=optimizer, w=w).save(path), or copy.deepcopy(optimizer)"
+            )
+        return super().__reduce_ex__(protocol)
+
     # -- one call -------------------------------------------------------------------------------------------------
 
     def apply_gradients(
@@ -221,7 +254,8 @@ class Optimizer(Taught, Rule):
         Args:
             grads_and_vars: Pairs of a gradient (array of the variable's shape, or None) and a variable, the same
                 variables in the same order on every replica. A None gradient leaves its variable and slots as they are; it
-                must be None on all replicas (NONE variables excepted).
+                must be None on all replicas (NONE variables excepted). A gradient may name rows,
+                (indices, values) or a tf.IndexedSlices: all other rows count as zero.
             reduce: "mean" or "sum" of the replicas' gradients; None means that they are combined already, as in cross
                 context. The calls of one step (accumulate) are combined likewise, None as the mean.
             weight: Of this replica's gradients in the mean, such as the number of its examples:
@@ -318,7 +352,11 @@ class Optimizer(Taught, Rule):
         context = context_of(owner, "apply_gradients")
         op = None if reduce is None else checked_choice("reduce", reduce, ("mean", "sum"))
         is_given = op is None or context in (Context.CROSS, Context.MERGE)
-        gradients = [gradient for gradient, _ in pairs if gradient is not None]
+        gradients = [
+            one if type(one) is np.ndarray or shards else dense_gradient(one, variable)
+            for one, variable in pairs
+            if one is not None
+        ]
         if shards:
             self._check_sharded(variables, is_given=is_given, weighted=weight is not None)
         call = Call(

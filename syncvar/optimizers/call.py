@@ -12,6 +12,7 @@ from syncvar.collectives.calls import call_prepared
 from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype, is_apart
+from syncvar.optimizers.sparse import dense_gradient
 from syncvar.variables import Variable
 from syncvar.variables.casting import operand_array
 from syncvar.variables.places import current_owner
@@ -94,7 +95,8 @@ def checked_shards(gradients: Sequence[Any], variables: Sequence[Variable]) -> d
                 f"{sorted(made, key=str)}: each shard has a gradient for every variable"
             )
         for number, gradient in given.items():
-            array = operand_array(gradient, variable.shape, compute_dtype(variable.dtype), f"shard {number!r} of the {what}")
+            dense = dense_gradient(gradient, variable)
+            array = operand_array(dense, variable.shape, compute_dtype(variable.dtype), f"shard {number!r} of the {what}")
             made.setdefault(number, []).append(array)
     return made
 

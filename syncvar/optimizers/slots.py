@@ -20,6 +20,7 @@ from syncvar.errors import ConfigError
 from syncvar.variables.creation import Wish
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
 from syncvar.variables.stepping import copy_of, make_beside, replace_copy
+from syncvar.variables.variable import COPIED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -347,6 +348,34 @@ class Slots:
         """
         apart = self.is_waiting_apart if self.iterations is None else self.apart
         return {slot: SavedSlot(self, slot, spec, None, strategy) for slot, spec in self.own_specs(apart=apart).items()}
+
+    # -- deep copies ----------------------------------------------------------------------------------------------
+
+    def copied(self, memo: dict[Any, Any]) -> Slots:
+        """Return slots for a deep copy of the optimizer; sends nothing.
+
+        They wait for its first step with the values of these. They belong to the copies of the
+        variables where the same deep copy copies these, before or after, else to the same variables.
+
+        Args:
+            memo: Of the deep copy.
+        """
+        made = Slots(self._name, self._initials, counts=self._counts, accumulates=self._accumulates)
+        made.is_waiting_apart = self.is_waiting_apart if self.iterations is None else self.apart
+        variables = {id(one): one for one in self.stepped}
+        values = {key: one.value for key, one in self.waiting.items()}
+        values |= {key: copy_of(one) for key, one in self.built.items()}
+        for (owner, slot), value in values.items():
+            variable = memo.get(owner, variables[owner]) if owner else None
+            made.waiting[_owner_id(variable), slot] = WaitingValue(variable, np.array(value))
+        memo.setdefault(COPIED, []).append(made.follow)
+        return made
+
+    def follow(self, variable: Variable, copied: Variable) -> None:
+        """Let what waits for a variable wait for its copy."""
+        for owner, slot in [key for key in self.waiting if key[0] == id(variable)]:
+            value = self.waiting.pop((owner, slot)).value
+            self.waiting[id(copied), slot] = WaitingValue(copied, value)
 
     def waiting_by_name(self) -> dict[str, NDArray[Any]]:
         """Return what waits for slots that do not exist yet, under the keys that `tracked` will have."""

@@ -19,6 +19,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from syncvar.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
+from syncvar.recording.call_numbers import CallNumbers
 from syncvar.recording.call_sites import call_site, main_stack
 from syncvar.recording.entries import DETAIL_MAX, NOWHERE, Entry, Event, Told, error_text, event_of, told_of
 from syncvar.roles import process_name
@@ -53,6 +54,7 @@ class Recorder:
         stats: Where the totals of all calls go at the end; empty for nowhere, then nothing is counted.
 
     Attributes:
+        numbers: The numbers of calls as texts show them.
         is_due: The generation broke, and the record has not been written since.
         transport: The data path between ranks, and how it is protected between hosts; empty before they have met.
         add: Adds (told, call, began, ended, thread), an operation that is over; one step, from any thread.
@@ -72,6 +74,7 @@ class Recorder:
         trace: str = "",
         stats: str = "",
     ) -> None:
+        self.numbers = CallNumbers()
         self._ring: collections.deque[Any] = collections.deque(maxlen=RING)
         self.add: Callable[[Any], None] = self._ring.append
         self._stats = stats
@@ -163,7 +166,7 @@ class Recorder:
         if last is None:
             return {"last": "", "age_s": 0.0, "is_over": True, "stack": stack}
         age_s = (monotonic_ns() - (last.ended_ns or last.began_ns)) / 1e9
-        return {"last": f"{last.what} (call {last.call})", "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
+        return {"last": self.numbers.text(last.what, last.group, last.call), "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
 
     def record(self, reason: str = "", *, is_final: bool = True, stack: Sequence[Frame] = ()) -> dict[str, Any]:
         """Return the ring and who this is, as plain data.
@@ -189,6 +192,7 @@ class Recorder:
             "written_wall_ns": time.time_ns(),
             "is_whole": len(entries) < RING,
             "groups": {str(group): list(members) for group, members in sorted(groups.items())},
+            "gaps": {str(group): gaps for group, gaps in self.numbers.known().items() if group in groups},
             "stack": [list(frame) for frame in stack or main_stack()],
             "threads": _threads({event.thread for event in events}),
             "columns": list(Event._fields),

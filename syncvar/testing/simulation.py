@@ -144,7 +144,7 @@ class Simulation:
                 if operation.error is not None:
                     raise operation.error
                 assert operation.state == State.DONE, (
-                    f"rank {rank} stands in {operation.what} (call {operation.call}), waiting for {operation.awaiting}"
+                    f"rank {rank} stands in {operation.what} (call {operation.call + 1}), waiting for {operation.awaiting}"
                 )
                 assert not operation.unused_frames(), f"{operation.what}: frames were left over on rank {rank}"
         assert not any(self._early), "frames of calls that were never made"

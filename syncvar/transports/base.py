@@ -44,7 +44,7 @@ class Lost(NamedTuple):
 
     Args:
         peer: The rank at its other end.
-        reason: What was seen, for instance "connection closed".
+        reason: What was seen, for instance "it closed the connection without a goodbye".
     """
 
     peer: int

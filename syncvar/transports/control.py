@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.errors import HandshakeError
+from syncvar.transports.endings import CLOSED, ConnectionCopy
 from syncvar.transports.sockets import (
     ask_for_signs_of_life,
     close_monitor,
@@ -18,7 +19,6 @@ from syncvar.transports.sockets import (
     milliseconds,
     monitor_of,
     set_family,
-    why_closed,
 )
 from syncvar.wire import CONTROL_NBYTES_MAX, Message, parse_message
 
@@ -78,7 +78,9 @@ class ZeromqControl:
         self.monitor: Any = None
         self._config = config
         self.keeper = keeper
-        self._is_up = self._is_lost = self._has_told = False
+        self._is_up = self._has_told = False
+        self._end = ""  # why the keeper is lost, in words
+        self._copy: ConnectionCopy | None = None
         self.socket.setsockopt(zmq.ROUTING_ID, control_identity(rank, kind))
         limit_frames(self.socket, CONTROL_NBYTES_MAX)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(config.rendezvous_timeout_s))
@@ -90,7 +92,7 @@ class ZeromqControl:
             events = _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
             if keeper is not None:
                 ask_for_signs_of_life(self.socket, config)
-                events |= zmq.EVENT_DISCONNECTED
+                events |= zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED
             self.monitor = monitor_of(context, self.socket, events)
         self.socket.connect(endpoint)
         self._endpoint = endpoint
@@ -124,10 +126,10 @@ class ZeromqControl:
             self._watch()
         if self.socket.getsockopt(zmq.EVENTS) & _POLLIN:
             return parse_message(self.socket.recv(zmq.NOBLOCK))
-        if self._is_lost and not self._has_told:
+        if self._end and not self._has_told:
             self._has_told = True
             return {
-                "kind": "abort", "rank": self.keeper, "host": "", "kind_of_break": "lost", "reason": why_closed(self._config),
+                "kind": "abort", "rank": self.keeper, "host": "", "kind_of_break": "lost", "reason": self._end,
                 "group": -1, "call": -1, "missing": [],
             }  # fmt: skip
         return None
@@ -136,11 +138,13 @@ class ZeromqControl:
         """Close the channel; messages already sent are flushed for at most `linger_s` seconds."""
         if not self._closed:
             self._closed = True
+            if self._copy is not None:
+                self._copy.close()
             if self.monitor is not None:
                 with contextlib.suppress(HandshakeError):
                     self._watch()
                 close_monitor(self.socket, self.monitor)
-            self.socket.close(linger=0 if self._is_lost else int(linger_s * 1000))
+            self.socket.close(linger=0 if self._end else int(linger_s * 1000))
 
     def _watch(self) -> None:
         for event, value in events_of(self.monitor):
@@ -148,8 +152,15 @@ class ZeromqControl:
                 self._is_up = True
             elif event & _REFUSED:
                 self._refused(event, value)
-            elif self._is_up:  # before, somebody else may have listened there
-                self._is_lost = True
+            elif event == zmq.EVENT_CONNECTED:
+                self._copy_connection(value)
+            elif self._is_up and not self._end:  # before, somebody else may have listened there
+                self._end = CLOSED if self._copy is None else self._copy.reason(self._config)
+
+    def _copy_connection(self, descriptor: int) -> None:
+        if self._copy is not None:
+            self._copy.close()
+        self._copy = None if self._end else ConnectionCopy(descriptor)
 
     def _refused(self, event: int, value: int) -> None:
         if self._is_up:

@@ -8,13 +8,17 @@ import fcntl
 import struct
 import termios
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from syncvar.errors import WireError
+from syncvar.transports.endings import CLOSED, ConnectionCopy, unanswered
 from syncvar.transports.sockets import close_monitor, events_of, monitor_of
 from syncvar.wire import HEADER_NBYTES, Kind, parse_header
+
+if TYPE_CHECKING:
+    from syncvar.config import RuntimeConfig
 
 __all__ = ["Outgoing"]
 
@@ -22,6 +26,7 @@ _JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message pa
 _BORROW_NBYTES_MIN = 128 << 10  # below, copying was measured cheaper than pyzmq's bookkeeping of borrowed memory
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine flags of pyzmq takes a microsecond
 _DONE = zmq.MessageTracker()
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 class _Loan:
@@ -47,6 +52,7 @@ class Outgoing:
     Attributes:
         outbox: Frames that could not go yet, each with its payload and the loan of one that is borrowed.
         is_connected: It has been connected.
+        is_answered: The peer has answered on it.
         is_remote: The peer may be on another host.
         opened: When it was opened, by the monotonic clock.
 
@@ -54,13 +60,14 @@ class Outgoing:
         ZMQError: The system refuses.
     """
 
-    __slots__ = ("_descriptor", "is_connected", "is_remote", "monitor", "opened", "outbox", "socket")
+    __slots__ = ("_copy", "_descriptor", "is_answered", "is_connected", "is_remote", "monitor", "opened", "outbox", "socket")
 
     def __init__(self, context: zmq.Context[Any], socket: Any, address: str) -> None:
         self.socket = socket
-        self.monitor = monitor_of(context, socket, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self.monitor = monitor_of(context, socket, _EVENTS)
         self.opened = time.monotonic()
-        self.is_connected = False
+        self.is_connected = self.is_answered = False
+        self._copy: ConnectionCopy | None = None
         self.is_remote = address.startswith("tcp://")
         self._descriptor = -1  # of the connection, which belongs to ZeroMQ
         self.outbox: collections.deque[tuple[bytes, memoryview | None, _Loan | None]] = collections.deque()
@@ -107,16 +114,27 @@ class Outgoing:
             if loan is not None:
                 loan.tracker = _DONE if sent is None else sent.tracker
 
-    def has_closed(self) -> bool:
-        """Return whether the connection has ended since the last call."""
-        closed = False
+    def end(self, config: RuntimeConfig) -> str:
+        """Return in words why the connection has ended since the last call; empty where it has not."""
+        reason = ""
         for event, value in events_of(self.monitor):
             if event == zmq.EVENT_CONNECTED:
                 self.is_connected = True
                 self._descriptor = value
+                if self.is_remote:
+                    self._copy = ConnectionCopy(value)
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_answered = True
             else:
-                closed = True
-        return closed
+                reason = reason or self._why_ended(config)
+                self._descriptor = -1  # another file may get this number
+        return reason
+
+    def _why_ended(self, config: RuntimeConfig) -> str:
+        waited_s = time.monotonic() - self.opened
+        if not self.is_answered and waited_s >= config.link_opening_s:
+            return unanswered(waited_s)
+        return CLOSED if self._copy is None else self._copy.reason(config)
 
     def unsent(self) -> tuple[int, int]:
         """Return what has not reached the peer's host: frames in the outbox, and bytes that the system holds.
@@ -143,6 +161,8 @@ class Outgoing:
     def close(self, linger_ms: int) -> None:
         """Close the link, flushing what ZeroMQ has taken for so long; what was put off is not sent any more."""
         close_monitor(self.socket, self.monitor)
+        if self._copy is not None:
+            self._copy.close()
         for _, _, loan in self.outbox:
             if loan is not None:
                 loan.tracker = _DONE

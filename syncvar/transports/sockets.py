@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ask_for_signs_of_life", "bind_in_folder", "bound_messages", "close_monitor", "events_of", "job_nonce", "limit_frames", "look_for_silence", "milliseconds",
-    "monitor_of", "set_family", "why_closed",
+    "monitor_of", "set_family",
 ]  # fmt: skip
 
 _MONITORED = struct.Struct("=Hi")  # zmq_socket_monitor(3): event, and its value
@@ -125,11 +125,6 @@ def look_for_silence(socket: Any, config: RuntimeConfig) -> None:
             (zmq.TCP_KEEPALIVE_CNT, 1 + silence // 1000), (zmq.TCP_MAXRT, silence),
         ):  # fmt: skip
             socket.setsockopt(option, value)
-
-
-def why_closed(config: RuntimeConfig) -> str:
-    """Return in words why a connection has ended without a goodbye."""
-    return f"connection closed, or silent for {config.lost_after_s:g} s"
 
 
 def milliseconds(seconds: float) -> int:

@@ -32,7 +32,6 @@ from syncvar.transports.sockets import (
     limit_frames,
     milliseconds,
     set_family,
-    why_closed,
 )
 from syncvar.transports.wakeup import Wakeup
 from syncvar.wire import CARRIERS, HEADER_NBYTES, Kind, pack_header, parse_header
@@ -95,8 +94,11 @@ class ZeromqTransport:
         self._sources: dict[bytes, int] = {}
         self._checksummed: frozenset[int] = frozenset()  # peers whose payloads nothing else protects
         self._lost: set[int] = set()
-        self._departed: set[int] = set()
+        self._departed: set[int] = set()  # peers that have said goodbye, on one of the two connections of a pair
+        self._complete: set[int] = set()  # those that said it behind their frames
+        self._ended: set[int] = set()  # peers whose frames come no more: that connection has ended
         self._closing: dict[int, float] = {}  # peer that disconnected -> when to judge it, once the ROUTER is empty
+        self._ends: dict[int, str] = {}  # peer that disconnected -> why, in words
         self._pending_losses: collections.deque[Lost] = collections.deque()
         self._watched = 0.0
         self._unsent: dict[int, int] = {}  # peer whose link does not take frames yet -> descriptor that tells when it does
@@ -106,7 +108,7 @@ class ZeromqTransport:
         self._keys = keys
         self._wakeup = Wakeup()
         self._arrivals = self._wakeup.arrivals
-        self._connections = Connections(context)
+        self._connections = Connections(context, config)
         self._router = self._connections.socket
         try:
             self._configure(self._router, endpoint)
@@ -367,6 +369,7 @@ class ZeromqTransport:
             return None
         if header.kind == Kind.BYE:
             self._departed.add(source)
+            self._complete.add(source)
             return None
         if self._closing.get(source):  # what it sent before it left may be long: its goodbye comes behind that
             self._closing[source] = time.monotonic() + _MORE_S
@@ -388,14 +391,18 @@ class ZeromqTransport:
         return int(rank)
 
     def _watch_router(self) -> None:
-        for identity in self._connections.ended():
-            self._closing[self._sources[identity]] = 0.0
+        for identity, reason in self._connections.ended().items():
+            peer = self._sources[identity]
+            self._ended.add(peer)
+            self._closing[peer] = 0.0
+            self._ends.setdefault(peer, reason)
 
     def _watch_links(self, now: float) -> None:
         self._watched = now
         self._watch_router()
         for peer, link in list(self._links.items()):
-            if link.has_closed():
+            if reason := link.end(self._config):
+                self._ends.setdefault(peer, reason)
                 if link.has_said_goodbye():
                     self._departed.add(peer)
                 self._closing.setdefault(peer, now + _OTHER_HALF_S)
@@ -410,8 +417,9 @@ class ZeromqTransport:
             self._disconnected(peer)
 
     def _disconnected(self, peer: int) -> None:
-        if peer not in self._departed:
-            self._lose(peer, why_closed(self._config))
+        # A goodbye on the other connection may overtake frames, which then are lost with theirs.
+        if peer not in self._departed or peer in self._ended - self._complete:
+            self._lose(peer, self._ends[peer])
             return
         self._end_link(peer)
 

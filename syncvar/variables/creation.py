@@ -211,9 +211,9 @@ def checked_value(
     value = initial_array(given, dtype, f"variable {base!r}: initial_value")
     if shape is not None and value.shape != shape:
         raise ConfigError(f"variable {base!r}: initial_value has shape {value.shape}, and shape= says {shape}; give what is meant")
-    if aggregation is VariableAggregation.MEAN and value.dtype.kind not in "fV":
+    if aggregation is VariableAggregation.MEAN and value.dtype.kind not in "fcV":
         raise ConfigError(
-            f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a real floating dtype "
+            f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a floating dtype "
             f"(dtype='float32'), or aggregation=sv.VariableAggregation.SUM"
         )
     return value

@@ -55,7 +55,11 @@ if TYPE_CHECKING:
     from syncvar.variables.prepared import Look, Read, Write
     from syncvar.variables.side_by_side import SideBySide
 
-__all__ = ["Variable"]
+__all__ = ["COPIED", "Variable"]
+
+COPIED = "syncvar: whom to tell of copied variables"
+"""Where a deep copy's memo has the functions that its optimizers want called with (variable, copy)."""
+
 
 UFUNCS: dict[Operation, Any] = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}
 _ASSIGN, _ADD, _SUB = UFUNCS
@@ -100,7 +104,10 @@ class Variable(Taught, ArrayProtocol):
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Make a variable of the kind that the strategy in force has."""
         place = current_place() if cls is Variable and (arguments or options) else None
-        kind = None if place is None else place.owner.kind_of_variable(options.get("synchronization"))
+        kind = None
+        if place is not None:
+            kind_of = place.owner._kind_of_variable  # noqa: SLF001  (the strategy as variables see it)
+            kind = kind_of(options.get("synchronization"))
         return object.__new__(kind or cls)
 
     def __init__(
@@ -137,7 +144,8 @@ class Variable(Taught, ArrayProtocol):
         self._increments: dict[str, tuple[Context, str, int]] = {}  # deferred: where it was made, op and digest
         self._changes: list[tuple[int, str, str, str]] = []
         self._decided: tuple[int, str] | None = None  # when AUTO has decided last, and why
-        self._storage = made.owner.make_storage(made.value, self._synchronization)
+        make = made.owner._make_storage  # noqa: SLF001  (the strategy as variables see it)
+        self._storage = make(made.value, self._synchronization)
         self._look = self._prepared_look()
         action = decide(self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM)
         if action.travel is Travel.QUESTION:
@@ -435,12 +443,14 @@ class Variable(Taught, ArrayProtocol):
         if self._is_counted and roster is not None and self._entry is not None:
             roster.pinned(self._entry, self.counts(), is_pinned=self._is_pinned)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Variable:
         self._settle()
         made = Variable.__new__(Variable)
         memo[id(self)] = made
         wish = Wish(self._storage.expose(), self.trainable, self.name, None, self._requested, self._aggregation)
         made._take(make_on_replicas(self._owner, wish, own=True))  # noqa: SLF001  (one of its own)
+        for note in memo.get(COPIED, ()):
+            note(self, made)
         return made
 
     # -- the two paths --------------------------------------------------------------------------------------------

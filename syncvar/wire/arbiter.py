@@ -31,6 +31,7 @@ class Report(NamedTuple):
         group: Identity of the group.
         members: Ranks of the group, in the world.
         call: Call number within the group.
+        ordinal: Which call of the group it is, as the program counts from 1.
         fingerprint: What the call is, as a number.
         what: What the call is, in words.
         site: file:line of the caller.
@@ -46,6 +47,7 @@ class Report(NamedTuple):
     group: int
     members: tuple[int, ...]
     call: int
+    ordinal: int
     fingerprint: int
     what: str
     site: str
@@ -58,7 +60,7 @@ class Report(NamedTuple):
 
     def describe(self) -> str:
         """Return the call in words, with its place."""
-        return f"{self.what} (call {self.call}) at {self.site}"
+        return f"{self.what} (call {self.ordinal}) at {self.site}"
 
 
 class Verdict(NamedTuple):

@@ -36,7 +36,10 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
     if type(value) is not np.ndarray:
         if value is None:
             raise ConfigError(f"{what} must be an array or a number, not None: {_NOTHING_TO_BRING}")
-        if isinstance(value, str | bytes | dict | set):
+        if isinstance(value, str | bytes):
+            wrong = f"{what} must be an array or a number, not {value!r:.200}"
+            raise ConfigError(f"{wrong}: sv.broadcast_object(x), for instance, sends texts")
+        if isinstance(value, dict | set):
             raise ConfigError(f"{what} must be an array or a number, not {value!r}"[:300])
         if type(value) is Untaken:
             raise ConfigError(f"{what} {value.reason}")
@@ -61,12 +64,14 @@ _NOTHING_TO_BRING = (
     "PyTorch is None, write p.grad = torch.zeros_like(p), or leave out the parameters whose "
     "p.requires_grad is False, on all ranks"
 )
+_AS_OBJECTS = "texts travel as objects, sv.broadcast_object(x.tolist()) for instance"
 _UNTRAVELLED = {
     "c": "x.astype('complex128'), for instance",
-    "U": "texts travel as objects, sv.broadcast_object(x.tolist()) for instance",
-    "S": "texts travel as objects, sv.broadcast_object(x.tolist()) for instance",
+    "U": _AS_OBJECTS,
+    "S": _AS_OBJECTS,
     "M": "x.astype('int64') sends moments as integers of their unit",
     "m": "x.astype('int64') sends durations as integers of their unit",
+    "T": _AS_OBJECTS,
     "V": "send each field, x['name'], in a dict of arrays",
 }
 """By kind of dtype: what to write instead of an array of a dtype that does not travel."""
@@ -92,11 +97,15 @@ def _untravelled(array: NDArray[Any], what: str) -> str:
     """Return why an array cannot travel, and what to write."""
     if array.dtype.kind != "O":
         remedy = _UNTRAVELLED.get(array.dtype.kind, "x.astype('float64'), for instance")
+        if array.dtype.kind == "V" and array.dtype.names is None:  # a small float of ml_dtypes
+            remedy = "x.astype('float16'), for instance"
         return f"{what}: dtype {array.dtype} cannot be communicated; use one of {', '.join(DTYPE_NAMES)}: {remedy}"
     if array.ndim == 0 and hasattr(array.item(), "__iter__"):
         kind = type(array.item()).__name__
         return f"{what} is a {kind}, and no array: pass a list of arrays, list(x)"
     for item in array.flat:
+        if isinstance(item, str | bytes):
+            return f"{what} holds {reprlib.repr(item)}, which is no number: {_AS_OBJECTS}"
         if not isinstance(item, NUMBERS):
             return f"{what} holds {reprlib.repr(item)} of type {type(item).__name__}, which is no number: pass np.zeros(shape), or other numbers"
         if isinstance(item, int) and not -(1 << 63) <= item < 1 << 64:

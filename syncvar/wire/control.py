@@ -27,13 +27,14 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     # worker -> launcher
     "join": {"rank": int, "job": str, "generation": int, "address": str, "pid": int, "host": str, "about": dict[str, int | str]},
     "report": {
-        "group": int, "members": _Ranks, "call": int, "fingerprint": int, "what": str, "site": str,
+        "group": int, "members": _Ranks, "call": int, "ordinal": int, "fingerprint": int, "what": str, "site": str,
         "awaiting": _Ranks, "waited_s": float, "mismatch": bool, "may_move": bool, "entered": _Counts,
     },
     "resumed": {"group": int, "call": int},
     "poison": {"group": int, "members": _Ranks, "call": int, "what": str, "reason": str},
     "left_run": {"group": int, "members": _Ranks, "call": int, "epoch_end": int, "reason": str},
     "broke": {"kind_of_break": str, "reason": str, "group": int, "call": int, "missing": _Ranks},
+    "failed": {"reason": str},
     "here": {"last": str, "age_s": float, "is_over": bool, "stack": str},
     "leaving": {"entered": _Counts, "skipped": list[int], "sent": list[int], "sites": _Texts},
     # server -> launcher

@@ -154,6 +154,8 @@ class Coordinator:
                 waits=False,
             )
             return self._tell(message["members"], data, but=rank)
+        if kind == "failed":  # where no launcher sees how it ends
+            return self.ended(rank, message["reason"], now)
         if kind == "broke":
             self._drop_reports(rank)
             if self.broken_by is None:
@@ -241,6 +243,7 @@ class Coordinator:
             group=message["group"],
             members=tuple(message["members"]),
             call=message["call"],
+            ordinal=message["ordinal"],
             fingerprint=message["fingerprint"],
             what=message["what"][:400],
             site=message["site"][:400],

@@ -197,11 +197,11 @@ def arrays_of(value: Any, leaves: list[Any], what: str = "x") -> list[NDArray[An
         ConfigError: One cannot be an array; its place is named.
 
     Example:
-        >>> value = {"a": [1.0, "text"]}
+        >>> value = {"a": [1.0, {1}]}
         >>> arrays_of(value, flatten(value)[1])
         Traceback (most recent call last):
         ...
-        syncvar.errors.ConfigError: x['a'][1] must be an array or a number, not 'text'
+        syncvar.errors.ConfigError: x['a'][1] must be an array or a number, not {1}
     """
     try:
         return [as_array(leaf) for leaf in leaves]

@@ -300,6 +300,33 @@ def test_entries_wait_for_their_objects(tmp_path, caplog):
     assert any("wait for their objects" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_entries_without_objects_are_told_by_the_restore_and_by_the_first_save_unless_meant(tmp_path, caplog, partial):
+    def save():
+        w, optimizer = sv.Variable(np.zeros(3), name="w"), sv.optimizers.Adam(0.1)
+        optimizer.apply_gradients([(np.ones(3), w)])
+        sv.Checkpoint(w=w, optimizer=optimizer, epoch=4).save(tmp_path / "c")
+
+    def restore():
+        checkpoint = sv.Checkpoint(w=sv.Variable(np.zeros(3)))
+        checkpoint.restore(tmp_path / "c", partial=partial)
+        for name in ("d", "e", "f"):
+            checkpoint.save(tmp_path / name)
+        other = sv.Checkpoint(w=sv.Variable(np.zeros(3)), optimizer=sv.optimizers.Momentum(0.1), epoch=0)
+        error = caught(other.restore, tmp_path / "c", partial=partial)
+        return str(error), other.epoch, other.optimizer.iterations
+
+    world(2, save)
+    with caplog.at_level(logging.WARNING, "syncvar"):
+        for error, epoch, steps in world(2, restore):
+            assert ("has the state of Adam" in error, epoch, steps) == (not partial, 4 * partial, 0)
+    told = [line for line in caplog.messages if "epoch" in line]
+    expected = [["have no object in this program and are not restored"], [f"are not part of {tmp_path / 'd'}"]]
+    assert len(told) == (0 if partial else 2), told
+    for line, words in zip(told, expected, strict=False):
+        assert all(word in line for word in words), told
+
+
 def test_an_entry_of_a_checkpoint_that_was_replaced_does_not_come_late(tmp_path):
     sv.Checkpoint(a=1, b=2).save(tmp_path)
     checkpoint = sv.Checkpoint(a=0)

@@ -73,7 +73,7 @@ def test_lost_frames_end_in_a_missed_deadline_on_all_ranks(world_size):
     for error in run_ranks(world_size, fn, config=QUICK, faults=Faults(loss=1.0)):
         assert isinstance(error, DeadlineExceeded), repr(error)
         assert error.missing
-        assert "barrier (call 0)" in str(error)
+        assert "barrier (call 1)" in str(error)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -216,3 +216,22 @@ def test_every_collective_is_exact_under_many_seeds(world_size, seed):
     faults = Faults(seed=seed, delay_max=seed % 7, reorder=(seed % 5) / 10)
     out = run_ranks(world_size, check_collectives, world_size, [0, 1, world_size, 10_007], config=PATIENT, faults=faults)
     assert out == ["done"] * world_size, out
+
+
+def test_calls_are_counted_as_a_program_counts_them_also_beyond_runs():
+    """On the wire, each begin and end of a run goes on to the next million."""
+
+    def fn():
+        strategy = sv.MirroredStrategy()
+        for _ in range(3):
+            strategy.run(sv.barrier)
+        with pytest.raises(sv.MismatchError) as raised:
+            sv.barrier() if sv.rank() else sv.all_reduce(1.0)
+        return str(raised.value)
+
+    texts = run_ranks(2, fn)
+    assert texts[0].startswith("all_reduce(sum, float64[]) (call 4): "), texts
+    assert texts[1].startswith("barrier (call 4): "), texts
+    for text in texts:
+        assert "rank 0: all_reduce(sum, float64[]) (call 4) at" in text, text
+        assert "rank 1: barrier (call 4) at" in text, text

@@ -1,5 +1,6 @@
-"""What users of PyTorch pass and is no array, no pair or no list: the error names the remedy."""
+"""What users of other libraries pass and is no array, pair or list: the error names the remedy."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -40,3 +41,25 @@ def test_a_gradient_that_is_none_names_what_to_write():
 def test_what_can_only_be_iterated_over_becomes_a_list(make):
     with pytest.raises(sv.ConfigError, match=r"and no array: pass a list of arrays, list\(x\)"):
         sv.all_reduce(make(), "mean")
+
+
+REMEDIES = [
+    (np.ones(2, np.clongdouble), "x.astype('complex128')"),
+    (np.ones(2, np.longdouble), "x.astype('float64')"),
+    (np.ones(2, ml_dtypes.float8_e4m3fn), "x.astype('float16')"),
+    (np.array(["a", "b"]), "sv.broadcast_object(x.tolist())"),
+    (np.array([b"a"]), "sv.broadcast_object(x.tolist())"),
+    (np.array(["a", "b"], object), "sv.broadcast_object(x.tolist())"),
+    ("a", "sv.broadcast_object(x)"),
+    (["a"], "sv.broadcast_object(x)"),
+    (np.array(["2020-01-01"], "M8[D]"), "x.astype('int64')"),
+    (np.zeros(2, [("a", "f4")]), "x['name']"),
+]
+
+
+@pytest.mark.parametrize("index", range(len(REMEDIES)))
+def test_what_does_not_travel_names_what_does(index):
+    wrong, remedy = REMEDIES[index]
+    with pytest.raises(sv.ConfigError) as raised:
+        sv.all_reduce(wrong)
+    assert remedy in str(raised.value)

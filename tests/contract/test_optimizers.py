@@ -1,15 +1,20 @@
 """Optimizers on several replicas: contexts, modes, refusals, accumulation, weights, clipping, slots."""
 
+import copy
+import pickle
 import subprocess
 import sys
 import threading
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import syncvar as sv
 from syncvar.joining.process import current
+from syncvar.servers.local import LocalServers
 from syncvar.testing import run_ranks
+from syncvar.variables.stepping import replace_copy
 
 OPT = sv.optimizers
 MAKERS = {
@@ -870,3 +875,187 @@ except sv.ConfigError as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert "got no gradient at all" in done.stdout
+
+
+# -- copies of optimizers -----------------------------------------------------------------------------------------
+
+
+class Model:
+    """What programs copy: variables and their optimizer, in either order."""
+
+    def __init__(self, rule, *, is_optimizer_first):
+        weights = [sv.Variable(np.zeros(3, dtype), name=dtype) for dtype in ("float32", "float16")]
+        weights.append(sv.Variable(np.zeros(3), name="own", synchronization="NONE"))
+        parts = [("weights", weights), ("optimizer", rule())]  # a copy is made in the order of attributes
+        self.__dict__.update(reversed(parts) if is_optimizer_first else parts)
+
+    def step(self, *numbers):
+        for number in numbers:
+            pairs = [(np.full(3, number + 1.5 + sv.rank(), one.dtype), one) for one in self.weights]
+            self.optimizer.apply_gradients(pairs)
+
+    def bits(self):
+        return [one.local_value().tobytes() for one in (*self.weights, *self.optimizer.variables)]
+
+
+@pytest.mark.parametrize("is_optimizer_first", [False, True])
+@pytest.mark.parametrize("rule", [
+    lambda: sv.optimizers.Adam(0.1), lambda: sv.optimizers.Momentum(0.1, accumulate=2), lambda: sv.optimizers.SGD(0.1),
+])  # fmt: skip
+def test_a_deep_copy_of_a_model_makes_the_steps_of_the_model(rule, is_optimizer_first):
+    def program():
+        model = Model(rule, is_optimizer_first=is_optimizer_first)
+        fresh = copy.deepcopy(model)
+        model.step(0, 1, 2)  # the third is half a step of Momentum
+        fresh.step(0, 1, 2)
+        made = copy.deepcopy(model)
+        again = copy.deepcopy(made)  # before it has made a step
+        assert made.optimizer.iterations == model.optimizer.iterations
+        before = model.bits()
+        for one in (made, again):
+            one.step(3, 4)
+        assert model.bits() == before, "they share nothing"
+        model.step(3, 4)
+        fresh.step(3, 4)
+        assert made.bits() == again.bits() == model.bits() == fresh.bits()
+        return [v.name for v in made.weights]
+
+    assert everywhere(2, program) == [["float32_2", "float16_2", "own_2"]] * 2
+
+
+def test_a_deep_copy_of_an_optimizer_alone_steps_the_same_variables():
+    def program():
+        model = Model(lambda: sv.optimizers.Adam(lambda step: 0.1 / (step + 1)), is_optimizer_first=False)
+        model.step(0, 1, 2)
+        values = [one.local_value() for one in model.weights]
+        kept = copy.deepcopy(model.optimizer)
+        shallow = copy.copy(model.optimizer)
+        model.step(3, 4)
+        wanted = model.bits()
+        assert shallow.iterations == 5, "a shallow copy shares the slots"
+        for one, value in zip(model.weights, values, strict=True):
+            replace_copy(one, value)
+        assert (kept.iterations, kept.learning_rate) == (3, 0.1 / 4)
+        model.optimizer = kept
+        model.step(3, 4)
+        assert model.bits() == wanted
+
+    everywhere(2, program)
+
+
+def test_a_deep_copy_of_a_checkpoint_saves_and_restores_its_optimizer(tmp_path):
+    w, optimizer = sv.Variable(np.zeros(3), name="w"), sv.optimizers.Momentum(0.1)
+    optimizer.apply_gradients([(np.ones(3), w)])
+    made = copy.deepcopy(sv.Checkpoint(optimizer=optimizer, w=w))
+    made.save(tmp_path / "c")
+    optimizer.apply_gradients([(np.ones(3), w)])
+    expected = w.numpy()
+    sv.Checkpoint(optimizer=optimizer, w=w).restore(tmp_path / "c")
+    optimizer.apply_gradients([(np.ones(3), w)])
+    assert w.numpy().tolist() == expected.tolist()
+
+
+def test_optimizers_are_pickled_before_their_first_step_and_not_after_it():
+    optimizer = sv.optimizers.Adam(0.25, clip_norm=1.0)
+    made = pickle.loads(pickle.dumps(optimizer))
+    w = sv.Variable(np.zeros(3))
+    made.apply_gradients([(np.ones(3), w)])
+    assert made.learning_rate == 0.25
+    for refused in (made, sv.get_strategy(), sv.MirroredStrategy(), sv.new_group([0])):
+        with pytest.raises(TypeError, match=r"belong to this process|live in several processes"):
+            pickle.dumps(refused)
+
+
+def test_an_optimizer_of_variables_on_servers_is_not_copied():
+    def program():
+        with sv.ParameterServerStrategy(staleness=None).scope():
+            w = sv.Variable(np.zeros(3), name="w", aggregation="MEAN")
+        optimizer = sv.optimizers.Adam(0.1)
+        optimizer.apply_gradients([(np.ones(3), w)])
+        with pytest.raises(TypeError, match="its slots are on servers"):
+            copy.deepcopy(optimizer)
+        return True
+
+    assert run_ranks(1, program, servers=LocalServers(1, 1), timeout_s=60) == [True]
+
+
+# -- gradients of rows --------------------------------------------------------------------------------------------
+
+
+class IndexedSlices(NamedTuple):
+    """As TensorFlow's gradients of an embedding."""
+
+    values: Any
+    indices: Any
+    dense_shape: Any = None
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda indices, values: (indices, values), lambda indices, values: IndexedSlices(values, indices)]
+)
+@pytest.mark.parametrize(("dtype", "options"), [("float32", {}), ("float16", {"accumulate": 2}), ("float64", {"clip_norm": 1.0})])
+def test_gradients_that_name_rows_are_those_with_zeros_elsewhere(kind, dtype, options):
+    def program():
+        table, twin = (sv.Variable(np.ones((4, 2), dtype), name=name, aggregation="MEAN") for name in ("a", "b"))
+        optimizers = [OPT.Adam(0.1, **options) for _ in range(2)]
+        rank = sv.rank()
+        for step in range(4):
+            indices = np.array([rank, 3, rank])
+            values = np.arange(6.0).reshape(3, 2) + step
+            dense = np.zeros((4, 2))
+            np.add.at(dense, indices, values)
+            optimizers[0].apply_gradients([(kind(indices, values.astype("float32")), table)])
+            optimizers[1].apply_gradients([(dense.astype("float32"), twin)])
+        assert table.numpy().tobytes() == twin.numpy().tobytes()
+        return table.numpy().tolist()
+
+    first, second = everywhere(2, program)
+    assert first == second
+
+
+def test_gradients_of_rows_of_shards():
+    def program():
+        table, twin = (sv.Variable(np.ones((4, 2)), name=name, aggregation="MEAN") for name in ("a", "b"))
+        rank, value = sv.rank(), np.full((1, 2), 2.0)
+        dense = np.zeros((4, 2))
+        dense[rank] = 2.0
+        OPT.SGD(0.5).apply_gradients([({rank: ([rank], value)}, table)], shards=True)
+        OPT.SGD(0.5).apply_gradients([({rank: dense}, twin)], shards=True)
+        return table.numpy().tolist(), twin.numpy().tolist()
+
+    for made, wanted in everywhere(2, program):
+        assert made == wanted == [[0.5, 0.5]] * 2 + [[1.0, 1.0]] * 2
+
+
+def test_a_tuple_of_two_values_for_two_rows_is_no_gradient_of_rows():
+    v, w = sv.Variable([1.0, 1.0]), sv.Variable(np.ones((2, 2)))
+    OPT.SGD(1.0).apply_gradients([((1.0, 2.0), v), (([1.0, 2.0], [3.0, 4.0]), w)])
+    assert v.numpy().tolist() == [0.0, -1.0]
+    assert w.numpy().tolist() == [[0.0, -1.0], [-2.0, -3.0]]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "words"),
+    [
+        (([4], np.ones((1, 2))), "row 4 is outside the variable's rows 0 to 3"),
+        (([0.5], np.ones((1, 2))), "indices must be integers, not float64"),
+        (([0, 1], np.ones((1, 2))), r"gradient of variable 'v': values: the value has shape \(1, 2\)"),
+    ],
+)
+def test_wrong_gradients_of_rows_change_nothing_anywhere(gradient, words):
+    def program():
+        v = sv.Variable(np.ones((4, 2)), name="v")
+        optimizer = OPT.SGD(0.5)
+        mine = gradient if sv.rank() else ([0], np.ones((1, 2)))
+        with pytest.raises(sv.ConfigError if sv.rank() else sv.MismatchError, match=words if sv.rank() else None):
+            optimizer.apply_gradients([(mine, v)])
+        optimizer.apply_gradients([(([0], np.ones((1, 2))), v)])
+        return v.numpy().tolist()
+
+    assert everywhere(2, program) == [[[0.5, 0.5]] + [[1.0, 1.0]] * 3] * 2
+
+
+def test_a_gradient_of_rows_that_is_not_finite_is_named():
+    v = sv.Variable(np.ones((4, 2)), name="v")
+    with pytest.raises(sv.ConfigError, match=r"gradient of variable 'v\w*': it holds an infinity"):
+        OPT.SGD(0.5, nonfinite="error").apply_gradients([(([1], np.full((1, 2), np.nan)), v)])

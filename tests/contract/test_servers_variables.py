@@ -1,6 +1,7 @@
 """Variables on servers as programs use them: pushes, pulls, rows, steps of optimizers, ticks, snapshots."""
 
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -146,7 +147,8 @@ def test_the_step_of_some_rows_leaves_the_others_and_their_slots():
     optimizer = sv.optimizers.Momentum(0.5, 0.5)
     gradient = np.ones((3, 2), np.float32)
     optimizer.apply_gradients([((np.array([4, 1, 4]), gradient), table)])
-    optimizer.apply_gradients([((np.array([1]), gradient[:1]), table)])
+    slices = types.SimpleNamespace(indices=np.array([1]), values=gradient[:1])  # as a tf.IndexedSlices
+    optimizer.apply_gradients([(slices, table)])
     assert table.numpy()[:, 0].tolist() == [1.0, 1 - 0.5 - 0.75, 1.0, 1.0, 0.0]
     with pytest.raises(sv.ConfigError, match="clip_norm"):
         sv.optimizers.SGD(0.1, clip_norm=1.0).apply_gradients([(table.numpy(), table)])

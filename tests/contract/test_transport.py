@@ -346,6 +346,21 @@ def test_frames_of_a_peer_whose_goodbye_came_first_on_the_other_connection_are_d
     assert [one.header.call for one in drive(world[0], until=lambda seen: len(seen) == 3)] == [0, 1, 2]
 
 
+def test_a_peer_is_lost_whose_frames_broke_off_after_its_goodbye_on_the_other_connection(world):
+    """A goodbye overtakes long frames on the other connection: it does not say that these have arrived."""
+    world[0].send(1, pack_header(Kind.DATA, 0, GENERATION, 0, 0))
+    world[1].send(0, pack_header(Kind.DATA, 1, GENERATION, 0, 7))
+    deadline = time.monotonic() + 60.0
+    while world[1]._unsent and time.monotonic() < deadline:
+        drive(world[1], 0.05)
+    assert drive(world[0], 60.0, until=bool)
+    world[0]._departed.add(1)
+    world[1]._links.pop(0).close(0)  # the connection that carries its frames
+    (lost,) = drive(world[0], 60.0, until=bool)
+    assert isinstance(lost, Lost)
+    assert lost.peer == 1
+
+
 def test_a_stopped_peer_is_lost_over_tcp_and_is_the_agents_business_within_a_host():
     config = RuntimeConfig(heartbeat_interval_s=0.1, suspect_after_s=0.5, lost_after_s=1.0)
     script = PEER.replace("RuntimeConfig()", "RuntimeConfig(heartbeat_interval_s=0.1, lost_after_s=1.0)")

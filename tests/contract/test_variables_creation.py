@@ -60,7 +60,7 @@ def test_a_given_dtype():
         {"initial_value": None}, {"initial_value": "text"}, {"initial_value": 0.0, "name": "sp ace"},
         {"initial_value": 0.0, "name": ""}, {"initial_value": 0.0, "name": "x" * 129},
         {"initial_value": 0.0, "synchronization": "SOMETIMES"}, {"initial_value": 0.0, "aggregation": "MEDIAN"},
-        {"initial_value": 0, "aggregation": "MEAN"}, {"initial_value": 1j, "aggregation": "MEAN"},
+        {"initial_value": 0, "aggregation": "MEAN"}, {"initial_value": True, "aggregation": "MEAN"},
         {"initial_value": 0.0, "trainable": "yes"}, {"initial_value": 0.0, "dtype": "nonsense"},
         {"initial_value": np.array(["a"])},
     ],

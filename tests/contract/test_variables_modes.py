@@ -250,3 +250,41 @@ def test_what_is_assigned_stays_the_callers():
         return first, v.numpy().tolist()
 
     assert everywhere(1, program) == [([1.0, 1.0], [7.0, 7.0])]
+
+
+@pytest.mark.parametrize("mode", ["AUTO", "deferred", "ON_READ"])
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_the_mean_of_complex_numbers(mode, dtype):
+    def program():
+        strategy, rank = sv.MirroredStrategy(), sv.rank()
+        with strategy.scope():
+            v = sv.Variable(
+                np.arange(4) * 1j, dtype=dtype, aggregation="MEAN",
+                synchronization="ON_READ" if mode == "ON_READ" else "AUTO",
+            )  # fmt: skip
+        if mode == "deferred":
+            v.pin("deferred")
+
+        def step(number):
+            v.assign_add(np.full(4, (rank + 1) * (1 + 2j) + number, dtype))
+            v.scatter_sub([1, 2], np.full(2, rank + 1j, dtype))
+
+        for number in range(4):
+            strategy.run(step, args=(number,))
+        return v.numpy()
+
+    added = 4 * 1.5 * (1 + 2j) + 6
+    wanted = np.arange(4) * 1j + added - np.array([0, 1, 1, 0]) * 4 * (0.5 + 1j)
+    for got in everywhere(2, program):
+        assert got.dtype.name == dtype
+        assert got.tolist() == wanted.tolist()
+
+
+def test_the_mean_of_complex_variables_is_that_of_all_reduce():
+    def program():
+        v = sv.Variable(1j, aggregation="MEAN")
+        v.assign(sv.rank() * 3j + 1)
+        return complex(v), complex(sv.all_reduce(sv.rank() * 3j + 1, "mean"))
+
+    for variable, reduced in everywhere(3, program):
+        assert variable == reduced

@@ -144,6 +144,7 @@ def test_f20_the_link_is_down_where_no_launcher_is(hosts, tmp_path, phase):
             told = [(folder / f"out{rank}").read_text() for rank in ranks]
         assert codes == [3] * len(ranks), told
         assert all("PeerLost rank" in one for one in told), told
+        assert all(": silent for " in one for one in told), told
         check_bound(f"F20-{phase} without a launcher, to the end", lasted_s, ROWS["F20"].bound[1] + 2)
         assert not hosts.await_quiet()
 

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launching import await_true
+
+import syncvar as sv
 
 
 def test_a_save_that_is_killed_at_any_step_leaves_the_old_or_the_new(tmp_path):
@@ -126,6 +129,33 @@ def test_a_restart_goes_on_from_the_checkpoint_before_a_damaged_one(launch, tmp_
     again = [event for event in job.events("restored") if event["path"] is not None]
     assert [(event["path"][-1], event["value"]) for event in again] == [("1", 1.0)] * 2
     assert f"{tmp_path}/step-0000000002 cannot be read: the manifest is no JSON" in job.err
+
+
+LOST = """
+    import os, signal, sys
+    import numpy as np
+    import probe, syncvar as sv
+
+    w = sv.Variable(np.zeros(4), name="w", aggregation="MEAN")
+    with sv.CheckpointManager(sv.Checkpoint(w=w), sys.argv[1]) as manager:
+        manager.save(1)
+        manager.save(2, async_op=True)
+        if sv.rank() == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not manager.should_stop():
+            pass
+"""
+
+
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_is_lost_during_a_save_is_named_and_the_program_is_not_blamed(launch, tmp_path, lost):
+    job = launch(LOST, workers=3, arguments=[str(tmp_path), str(lost)])
+    assert job.wait() == 128 + signal.SIGKILL, job
+    assert job.err.count(f"{tmp_path}/step-0000000002 ended without a commit: rank {lost} on ") == 1, job
+    assert job.err.count("The checkpoints before it are whole") == 1, job
+    assert "call wait()" not in job.err, job
+    manager = sv.CheckpointManager(sv.Checkpoint(w=sv.Variable(np.zeros(4))), tmp_path)
+    assert manager.restore_latest() == f"{tmp_path}/step-0000000001"
 
 
 PREEMPTED = """

@@ -239,7 +239,7 @@ def test_f09_a_late_rank(launch):
     for event in raised.values():
         assert event["error"] == "DeadlineExceeded", str(job)
         assert "rank 1" in event["text"], str(job)
-        assert "all_reduce(sum, float64[2]) (call 1)" in event["text"], str(job)
+        assert "all_reduce(sum, float64[2]) (call 2)" in event["text"], str(job)
     assert all(event["missing"] == [1] for event in job.events("missing")), str(job)
     entered = min(event["at"] for event in job.events("enter"))
     last = max(event["at"] for event in raised.values()) - entered
@@ -247,7 +247,7 @@ def test_f09_a_late_rank(launch):
     check_bound("F09-late rank", last, 2.0)
     warning = [line for line in job.report.split("\n") if re.search("waits? since", line)]
     assert len(warning) == 1, str(job)
-    assert re.search(r"ranks? (0|2|0, 2) waits? since 1 s in all_reduce\(sum, float64\[2\]\) \(call 1\)", warning[0]), str(job)
+    assert re.search(r"ranks? (0|2|0, 2) waits? since 1 s in all_reduce\(sum, float64\[2\]\) \(call 2\)", warning[0]), str(job)
     assert "script.py:" in warning[0], str(job)
     assert "rank 1" in warning[0], str(job)
     assert re.search("waits? since", job.report).start() < job.report.index("evidence"), str(job)

@@ -54,10 +54,10 @@ def test_a_mismatch_is_explained(launch, syncvar):
     assert sorted(path.name for path in folder.iterdir()) == [f"flight-rank{rank}.json" for rank in range(3)]
     code, text = syncvar("explain", folder)
     assert code == 1, text
-    assert "first divergence: call 4 of the world" in text
+    assert "first divergence: call 5 of the world" in text
     assert "ranks 0, 2: all_reduce(max, float32[12]), failed with" in text
     assert "rank 1: broadcast(" in text
-    assert "call 3: barrier, ranks 0-2, done" in text
+    assert "call 4: barrier, ranks 0-2, done" in text
 
 
 RAISES = """
@@ -76,8 +76,8 @@ def test_an_exception_between_calls_is_explained(launch, syncvar):
     assert job.wait() == 1, str(job)
     code, text = syncvar("explain", records(job))
     assert code == 1, text
-    assert "first divergence: call 4 of the world" in text
-    assert "rank 2: never entered it; its call 3 was barrier, done" in text
+    assert "first divergence: call 5 of the world" in text
+    assert "rank 2: never entered it; its call 4 was barrier, done" in text
     assert "uncaught ValueError: planted" in text
 
 
@@ -109,9 +109,9 @@ def test_a_rank_that_ended_without_a_message_that_another_waits_for_is_explained
     code, text = syncvar("explain", records(job))
     assert code == 1, text
     assert "rank 1 left none: ended (exit 0)" in text
-    assert "first divergence: call 0 of send/recv between ranks 0 and 1" in text
+    assert "first divergence: call 1 of send/recv between ranks 0 and 1" in text
     assert "rank 0: recv(from rank 1, tag 0), failed with PeerLost" in text
-    assert "rank 1: ended (exit 0) without call 0" in text
+    assert "rank 1: ended (exit 0) without call 1" in text
     assert "begin.py" not in text, "a place of ours is none of the script"
 
 
@@ -121,7 +121,7 @@ def test_ranks_that_wait_for_messages_of_each_other_are_explained_as_a_cycle(lau
     code, text = syncvar("explain", records(job))
     assert code == 1, text
     assert "deadlock: rank 0 waits for a message of rank 1, and rank 1 for a message of rank 0\n" in text
-    assert "call 0 of send/recv between ranks 0 and 1, recv(from rank 0, tag 0), failed with MismatchError" in text
+    assert "call 1 of send/recv between ranks 0 and 1, recv(from rank 0, tag 0), failed with MismatchError" in text
     assert "the ranks were told:" in text
     for words in ("divergence", "never entered it", "also:"):
         assert words not in text
@@ -133,7 +133,7 @@ def test_a_deadline_is_explained(launch, syncvar):
     assert job.wait() == 70, str(job)
     code, text = syncvar("explain", records(job))
     assert code == 1, text
-    assert "rank 1: never entered it; its call 3 was barrier, done" in text
+    assert "rank 1: never entered it; its call 4 was barrier, done" in text
     assert "script.py" in text.split("at the end")[1], "the place where rank 1 stood"
 
 
@@ -201,7 +201,7 @@ def test_after_an_interruption_records_stay_where_ranks_were_said_to_wait(launch
     assert f"syncvar: evidence: flight records in {folder}" in job.report
     code, text = syncvar("explain", folder)
     assert code == 1, text
-    assert "rank 1: never entered it; its call 3 was barrier, done" in text
+    assert "rank 1: never entered it; its call 4 was barrier, done" in text
 
 
 def test_after_an_interruption_of_a_healthy_job_nothing_stays(launch):

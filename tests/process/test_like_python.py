@@ -133,5 +133,5 @@ def test_names_of_files_that_are_no_utf8(launch, tmp_path):
     job = launch(target=[path], env={"SYNCVAR_REPORT_AFTER_S": "0.02"}, options=["--cwd", str(tmp_path)])
     assert job.wait() == 3, str(job)
     assert job.lines(0) == ["2.0"], str(job)
-    assert r"waiting in barrier (call 1) at" in job.report, str(job)
+    assert r"waiting in barrier (call 2) at" in job.report, str(job)
     assert r"caf\udce9.py:9" in job.report, str(job)

@@ -30,6 +30,7 @@ SCRIPT = """
     probe.note("met", here=str(here), cwd=os.getcwd(), helper=helper.VALUE, found=sorted(str(one.relative_to(here)) for one in here.rglob("*") if one.name not in ("__pycache__",) and one.suffix != ".pyc"),
                tool=stat.S_IMODE((here / "tools" / "run.sh").stat().st_mode), link=os.readlink(here / "tools" / "same"), argv=sys.argv[1:],
                restarts=int(os.environ["SYNCVAR_RESTARTS"]))
+    sv.barrier()  # all have noted
     if sv.rank() == 1 and "fail" in sys.argv and os.environ["SYNCVAR_RESTARTS"] == "0":
         raise ValueError("once")
     if "wait" in sys.argv:

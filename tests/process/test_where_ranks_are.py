@@ -11,6 +11,7 @@ import pytest
 from launching import await_true, line_of
 
 from syncvar.cli import main
+from syncvar.joining.directory import MEETING, JobDirectory
 from syncvar.parent import libc
 from syncvar.stacks import ALL_THREADS, END, MAIN_THREAD
 
@@ -79,7 +80,7 @@ def places():
     at = {name: line_of(HANGS, name) for name in ("busy", "forever", "waits", "sleeps", "computes")}
     user = r"rank {}: in user code, script.py:{} < script.py:\d+.*"
     return {
-        0: rf"rank 0: waiting in all_reduce\(sum, float64\[3\]\) \(call 1\) at script.py:{at['waits']} in hang",
+        0: rf"rank 0: waiting in all_reduce\(sum, float64\[3\]\) \(call 2\) at script.py:{at['waits']} in hang",
         1: user.format(1, at["busy"]),
         2: user.format(2, at["sleeps"]),
         3: rf"rank 3: in numpy/\S+:\d+, called at script.py:{at['computes']} < script.py:\d+",
@@ -126,14 +127,14 @@ def hanging(launch, stacks, **keywords):
 
 def check_stall(job):
     """The stall line names last call, age and place of the late ranks, and comes again."""
-    start = rf"syncvar: rank 0 waits since \d+ s in all_reduce\(sum, float64\[3\]\) \(call 1\) at script.py:{line_of(HANGS, 'waits')} in hang for "
+    start = rf"syncvar: rank 0 waits since \d+ s in all_reduce\(sum, float64\[3\]\) \(call 2\) at script.py:{line_of(HANGS, 'waits')} in hang for "
     await_true(lambda: len(stall_lines(job)) > 1, what="the stall is told of again")
     first, second = stall_lines(job)[:2]
     for told in (first, second):
         assert re.match(start, told), told
         for rank in (1, 2, 5):
             place = places()[rank].removeprefix(f"rank {rank}: ").removesuffix(".*")
-            assert re.search(rf"; rank {rank}: last call barrier \(call 0\), \d+ s ago, now {place}", told), f"{told}\n{job}"
+            assert re.search(rf"; rank {rank}: last call barrier \(call 1\), \d+ s ago, now {place}", told), f"{told}\n{job}"
     silent = rf"syncvar: rank 4: no Python thread answers since 1 s, CPU idle \(state S\), {places()[4].removeprefix('rank 4: ')}"
     assert re.search(silent, job.report), str(job)
 
@@ -208,7 +209,7 @@ def test_a_job_that_loses_a_rank_says_where_the_others_were(launch):
     at = {name: line_of(LOST, name) for name in ("loads", "waits", "called")}
     others = job.report.split("\nothers:\n")[1].split("\n")
     assert others[0] == f"  ranks 0, 3: in user code, script.py:{at['loads']} < script.py:{at['called']}", str(job)
-    assert others[1].startswith(f"  rank 2: waiting in all_reduce(sum, float64[3]) (call 1) at script.py:{at['waits']} in <module>; then ")
+    assert others[1].startswith(f"  rank 2: waiting in all_reduce(sum, float64[3]) (call 2) at script.py:{at['waits']} in <module>; then ")
     for rank, name in ((0, "loads"), (2, "waits"), (3, "loads")):  # each record has the stack of its main thread
         (path,) = job.folder.rglob(f"flight-rank{rank}.json")
         stack = json.loads(path.read_text())["stack"]
@@ -221,6 +222,22 @@ def test_nobody_runs_a_job(stacks):
     assert "no job of yours is running that syncvar-launch or sv.run has started" in errors
     code, _, _, errors = stacks(os.getpid())
     assert (code, errors) == (2, f"syncvar: process {os.getpid()} is not the syncvar-launch of a running job; no job of yours is running\n")
+
+
+def test_a_job_of_another_launcher_is_named_as_one_that_cannot_be_asked(stacks, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory = JobDirectory(os.environ, f"{MEETING}12345678")
+    try:
+        for asked in ((), (os.getpid(),)):
+            code, _, _, errors = stacks(*asked)
+            assert code == 2
+            assert "another launcher has started 1 that runs here" in errors
+            assert f"(first rank: process {os.getpid()}): syncvar stacks asks syncvar-launch" in errors
+    finally:
+        directory.remove()
+    code, _, _, errors = stacks()
+    assert code == 2
+    assert "another launcher" not in errors
 
 
 def test_a_process_of_another_user_is_named(stacks, monkeypatch):

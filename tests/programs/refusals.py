@@ -266,6 +266,23 @@ def _():
     pickle.dumps(sv.Variable(0.0, name="v"))
 
 
+@refusal("pickle of an optimizer that has made a step", "copy.deepcopy(optimizer)")
+def _():
+    optimizer = sv.optimizers.Momentum(0.1)
+    optimizer.apply_gradients([(1.0, sv.Variable(0.0, name="w"))])
+    pickle.dumps(optimizer)
+
+
+@refusal("a deep copy of a strategy", "or write sv.MirroredStrategy() there")
+def _():
+    copy.deepcopy(sv.MirroredStrategy())
+
+
+@refusal("a deep copy of a group", "sv.new_group(ranks)")
+def _():
+    copy.deepcopy(sv.new_group([0]))
+
+
 @refusal("pin of a variable that is not AUTO", "synchronization=sv.VariableSynchronization.AUTO")
 def _():
     sv.Variable(0.0, name="v", synchronization="ON_WRITE").pin("eager")

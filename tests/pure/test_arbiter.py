@@ -15,7 +15,7 @@ def report(rank, group, members, call=0, *, entered=None, fingerprint=1, receive
         "what": f"call of group {group}", "site": "a.py:1", "awaiting": (), "mismatch": False, "may_move": False,
     } | more  # fmt: skip
     return Report(
-        rank=rank, group=group, members=tuple(members), call=call, fingerprint=fingerprint, since=since,
+        rank=rank, group=group, members=tuple(members), call=call, ordinal=call + 1, fingerprint=fingerprint, since=since,
         received=received, entered={group: call} | (entered or {}), **fields,
     )  # fmt: skip
 
@@ -32,7 +32,7 @@ def test_two_fingerprints_at_one_call_are_a_mismatch_with_a_row_for_every_member
     (verdict,) = find_mismatch(reports, 1.0)
     assert (verdict.group, verdict.call, verdict.members) == (7, 0, (0, 1, 2))
     assert set(verdict.table) == {0, 1, 2}
-    assert verdict.table[1].startswith("other (call 0) at a.py:1")
+    assert verdict.table[1].startswith("other (call 1) at a.py:1")
     assert "group 8" in verdict.table[2]
 
 
@@ -51,7 +51,7 @@ def test_a_verdict_waits_a_moment_for_those_who_have_not_reported():
 
 def test_one_rank_that_saw_a_strange_frame_is_enough():
     (verdict,) = find_mismatch([report(0, 7, (0, 1), mismatch=True)], 1.0)
-    assert verdict.table == {0: "call of group 7 (call 0) at a.py:1", 1: "has not reported"}
+    assert verdict.table == {0: "call of group 7 (call 1) at a.py:1", 1: "has not reported"}
 
 
 # -- deadlock -----------------------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def test_a_stall_says_who_waits_for_whom_since_when_and_where():
     reports = [report(0, 7, (0, 1, 2)), report(1, 7, (0, 1, 2), since=4.0), report(2, 8, (2, 3), since=9.0)]
     ((key, waited_s, sentence, late),) = stalls(reports, 12.0, 5.0)
     assert (key, waited_s, late) == ((7, 0), 12.0, [2])
-    assert sentence.startswith("ranks 0, 1 wait since 12 s in call of group 7 (call 0) at a.py:1 for rank 2, not there yet")
-    assert sentence.endswith("rank 2 waits in call of group 8 (call 0) at a.py:1")
+    assert sentence.startswith("ranks 0, 1 wait since 12 s in call of group 7 (call 1) at a.py:1 for rank 2, not there yet")
+    assert sentence.endswith("rank 2 waits in call of group 8 (call 1) at a.py:1")
 
 
 def test_a_short_wait_is_no_stall_and_ranks_that_are_all_there_wait_for_data():

@@ -8,6 +8,7 @@ import pytest
 
 from syncvar.engine.call_ledger import CallBlock, CallLedger
 from syncvar.engine.group import Communicator, begin_epochs
+from syncvar.recording.call_numbers import CallNumbers
 from syncvar.wire.control import pack_message, parse_message
 from syncvar.wire.unreceived import STREAMS_MAX, SentCount, pack_counts
 
@@ -36,7 +37,7 @@ class Quiet:
 
 
 def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
-    book, wrong, over = CallLedger({}), [], threading.Event()
+    book, wrong, over = CallLedger({}, CallNumbers()), [], threading.Event()
 
     def look():
         try:
@@ -60,7 +61,7 @@ def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
 
 def test_what_a_rank_that_leaves_tells_is_always_short_enough():
     """The last block of each group before older ones."""
-    book = CallLedger({})
+    book = CallLedger({}, CallNumbers())
     for group in range(2_000):
         for block in range(20):
             book.blocks(group).append(CallBlock((0, 1), block, block + 1))
@@ -70,14 +71,14 @@ def test_what_a_rank_that_leaves_tells_is_always_short_enough():
     assert (message["skipped"], len(message["sent"])) == (skipped, 4 * STREAMS_MAX)
     assert len({skipped[place] for place in range(0, len(skipped), 3)}) == len(skipped) // 3 == 1_300
     assert set(skipped[1::3]) == {19}
-    few = CallLedger({})
+    few = CallLedger({}, CallNumbers())
     few.blocks(7).extend([CallBlock((0, 1), 3, 9), CallBlock((0, 1), 12, 19)])
     assert few.skipped() == [7, 3, 9, 7, 12, 19]
 
 
 def test_the_garbage_collector_may_note_a_number_while_the_numbers_are_told():
     """A group's finalizer notes where it stood, whenever the collector runs."""
-    book, ended = CallLedger({}), []
+    book, ended = CallLedger({}, CallNumbers()), []
     for group in range(2_000):
         book.note(group, 1)
 

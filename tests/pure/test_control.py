@@ -17,7 +17,7 @@ GOOD = {
         "about": {"protocol": 1, "byte_order": "little"},
     },
     "report": {
-        "group": (1 << 64) - 1, "members": [0, 1], "call": 7, "fingerprint": (1 << 64) - 1, "what": "w", "site": "s",
+        "group": (1 << 64) - 1, "members": [0, 1], "call": 7, "ordinal": 3, "fingerprint": (1 << 64) - 1, "what": "w", "site": "s",
         "awaiting": [1], "waited_s": 0.5, "mismatch": False, "may_move": True, "entered": {0: 7, (1 << 64) - 1: 3},
     },
     "resumed": {"group": 0, "call": 1},

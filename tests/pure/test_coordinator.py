@@ -44,7 +44,7 @@ def told(actions):
 
 def report(**more):
     return {
-        "group": 0, "members": [0, 1, 2], "call": 4, "fingerprint": 1, "what": "barrier", "site": "a.py:1", "awaiting": [1],
+        "group": 0, "members": [0, 1, 2], "call": 4, "ordinal": 4, "fingerprint": 1, "what": "barrier", "site": "a.py:1", "awaiting": [1],
         "waited_s": 0.1, "mismatch": False, "may_move": False, "entered": {0: 4},
     } | more  # fmt: skip
 
@@ -145,6 +145,15 @@ def test_a_rank_that_ended_badly_is_told_to_all_others_once():
     assert coordinator.ended(1, "signal 9", 2.0) == []
 
 
+def test_a_rank_that_says_how_it_fails_is_told_to_all_others_once():
+    coordinator = joined()
+    messages = say(coordinator, 1, "failed", reason="uncaught ValueError: no data")
+    assert sorted(messages) == [0, 2]
+    assert all(one["kind"] == "abort" and one["rank"] == 1 for each in messages.values() for one in each)
+    assert {one["reason"] for each in messages.values() for one in each} == {"uncaught ValueError: no data"}
+    assert not coordinator.ended(1, "its process ended without leaving", 2.0)
+
+
 def test_a_rank_that_waits_for_the_next_generation_hears_of_a_loss_too():
     coordinator = joined()
     say(coordinator, 0, "leaving", entered={0: 4}, skipped=[], sent=[], sites={})
@@ -185,7 +194,7 @@ def test_a_missed_deadline_is_told_to_the_others_with_its_call():
 
 
 def test_a_lost_link_accuses_the_lost_and_not_the_messenger():
-    fields = {"kind_of_break": "lost", "reason": "connection closed", "group": -1, "call": -1, "missing": [2]}
+    fields = {"kind_of_break": "lost", "reason": "it closed the connection", "group": -1, "call": -1, "missing": [2]}
     messages = say(joined(4), 0, "broke", **fields)
     assert kinds(messages) == {1: ["abort"], 3: ["abort"]}
     assert messages[1][0]["rank"] == 2

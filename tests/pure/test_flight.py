@@ -53,9 +53,9 @@ def same(rank, count, first=0):
 
 def told(error="MismatchError"):
     return (
-        f"{error}: all_reduce(sum, float32[12]) (call 6): the ranks do not make the same call\n"
-        "  rank 0: all_reduce(sum, float32[12]) (call 6) at train.py:8 in <module>\n"
-        "  rank 1: barrier (call 6) at train.py:6 in <module>"
+        f"{error}: all_reduce(sum, float32[12]) (call 7): the ranks do not make the same call\n"
+        "  rank 0: all_reduce(sum, float32[12]) (call 7) at train.py:8 in <module>\n"
+        "  rank 1: barrier (call 7) at train.py:6 in <module>"
     )
 
 
@@ -78,7 +78,7 @@ def exception():
 
 
 def killed():
-    """Rank 1 was killed in call 2: rank 0 was past it, rank 2 was not."""
+    """Rank 1 was killed in call 3: rank 0 was past it, rank 2 was not."""
     failed = {"state": "failed", "detail": LOST}
     return [
         data(0, [*same(0, 3), call(3, SUM, 30, 90, **failed)], reason=LOST),
@@ -88,7 +88,7 @@ def killed():
 
 def ended():
     """Rank 1 has ended in order; the others wait in a call, and rank 0 in another one for its message."""
-    failed = {"state": "failed", "detail": "PeerLost: rank 1 on box was lost: finished (it ended before all_reduce(sum, float32[12]) (call 2))"}
+    failed = {"state": "failed", "detail": "PeerLost: rank 1 on box was lost: finished (it ended before all_reduce(sum, float32[12]) (call 3))"}
     message = ("recv(from rank 1, tag 0)", 9)
     pair = 9552367009143471357
     return [
@@ -110,7 +110,7 @@ def waiting_in_a_ring(said="deadlock: each of these ranks waits for the next one
     """Each of three ranks waits for a message of the next one."""
     groups = {10 + rank: sorted([rank, (rank + 1) % 3]) for rank in range(3)}
     made = [(f"recv(from rank {(rank + 1) % 3}, tag 0)", 9) for rank in range(3)]
-    detail = f"{kind}: {made[0][0]} (call 0): {said}"
+    detail = f"{kind}: {made[0][0]} (call 1): {said}"
     return [
         data(rank, [*same(rank, 1), call(0, made[rank], 22 - rank, 90, "failed", group=10 + rank, detail=detail)], groups={group: groups[group] for group in groups if rank in groups[group]})
         for rank in range(3)
@@ -130,9 +130,11 @@ def test_ranks_that_wait_for_one_another_have_not_parted():
 def skipped():
     """Rank 1 left a block of calls early."""
     first = [call(0, SUM, 1, 2), call(1000000, SUM, 10, 11)]
+    gaps = [[1000000, 999999], [2000000, 1999998]]
+    no = {"state": "failed", "detail": "MismatchError: no"}
     return [
-        data(0, [*first, call(1000001, MAX, 20, 90, "failed", detail="MismatchError: no")], world=2),
-        data(1, [*first, call(2000000, BARRIER, 30, 90, "failed", detail="MismatchError: no")], world=2),
+        data(0, [*first, call(1000001, MAX, 20, 90, **no)], world=2, gaps={"0": gaps[:1]}),
+        data(1, [*first, call(2000000, BARRIER, 30, 90, **no)], world=2, gaps={"0": gaps}),
     ]
 
 
@@ -162,13 +164,13 @@ def write(folder, *each):
 
 @pytest.mark.parametrize("how", ["finished", "left with status 0 before shutdown", "exited with status 3"])
 def test_a_rank_that_ended_without_a_call_has_parted_from_those_who_made_it(how):
-    lost = f"PeerLost: rank 1 on vm#1 was lost: {how} (while in all_reduce(sum, float32[12]) (call 2))"
+    lost = f"PeerLost: rank 1 on vm#1 was lost: {how} (while in all_reduce(sum, float32[12]) (call 3))"
     left = records(data(0, [*same(0, 2), call(2, SUM, 20, 90, "failed", detail=lost)], world=2))
     assert [(one.call, one.absent) for one in divergences(left)] == [(2, (1,))]
     text, has_diverged = explained(left)
     assert has_diverged
     code = how.split()[-1] if how.startswith("exited") else "0"
-    assert f"rank 1: ended (exit {code}) without call 2" in text
+    assert f"rank 1: ended (exit {code}) without call 3" in text
 
 
 def test_a_rank_that_was_told_to_end_is_told_of_with_its_place():
@@ -176,7 +178,7 @@ def test_a_rank_that_was_told_to_end_is_told_of_with_its_place():
     stack = [["/home/load.py", 7, "read"], ["/home/train.py", 49, "<module>"]]
     threads = {"1": {"name": "MainThread", "site": "a place unknown"}}  # its last call is over
     text, _ = explained(records(waits, data(1, same(1, 1), world=2, reason="SystemExit: 143", stack=stack, threads=threads)))
-    assert "rank 1: never entered it; its call 0 was all_reduce(sum, float32[12]), done; it made no other call: told to end (SIGTERM)" in text
+    assert "rank 1: never entered it; its call 1 was all_reduce(sum, float32[12]), done; it made no other call: told to end (SIGTERM)" in text
     assert "done at 5.000 ms; it stood in user code, /home/load.py:7 < /home/train.py:49\n" in text
     assert "it stood at train.py:10 in main" in text, "the call it waits in"
 

@@ -13,6 +13,7 @@ from syncvar.errors import ConfigError
 from syncvar_launcher import options as options_module
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.options import help_text, host_keys, hosts_help_text, launch_keys, parse
+from syncvar_launcher.placement import Room, placed
 from syncvar_launcher.signals import forwarded
 
 HERE = Path(__file__).parent
@@ -491,6 +492,18 @@ def test_two_hosts_holds_the_defaults_of_all_options_for_several():
     without = run("-m", "x")
     for key in ("map_by", "ssh", "ssh_port", "ssh_always", "remote_python", "iface"):
         assert getattr(options, key) == getattr(without, key), key
+
+
+def test_a_host_without_a_number_has_one_slot_in_a_list_and_its_cores_in_a_file(tmp_path):
+    (tmp_path / "hosts").write_text("a\nb:2\n")
+    of_file = run("--hostfile", "hosts", "-m", "x", cwd=tmp_path).hosts
+    assert [(one.name, one.slots) for one in of_file] == [("a", None), ("b", 2)]
+    of_list = run("-H", "a,b:2,c,c", "-n", "2", "-m", "x").hosts
+    assert [(one.name, one.slots) for one in of_list] == [("a", 1), ("b", 2), ("c", 2)]
+    rooms = [Room(one.name, one.slots) for one in run("-H", "a,b", "-n", "2", "-m", "x").hosts]
+    assert placed(rooms, 2) == (1, 1)
+    with pytest.raises(ConfigError, match="name:N in -H"):
+        placed(rooms, 3)
 
 
 def test_hosts_of_a_file_were_named_where_the_file_was(tmp_path):

@@ -541,3 +541,15 @@ def test_workers_are_told_to_end_before_servers_which_may_have_to_save_for_them(
     assert [action for action in one.exited(0, 143, 1.5, joined=False) if isinstance(action, Terminate)] == []
     assert one.exited(1, 143, 1.6, joined=False)[-1] == Terminate((SERVER_0,))
     assert one.signalled(2, 1.7) == [Kill((SERVER_0,))]
+
+
+def test_servers_of_a_host_that_is_gone_with_all_ranks_are_not_replaced():
+    one = Supervisor(1, CONFIG, False, 0.0, mirrors=((1,), (0,)))
+    assert not any(isinstance(action, DoWithout) for action in one.gone(0, "its host is gone", 1.0))
+    assert not any(
+        isinstance(action, DoWithout)
+        for server in (SERVER_0, SERVER_0 + 1)
+        for action in one.gone(server, "its host is gone", 1.0)
+    )
+    assert one.is_over
+    assert one.outcome().cause.rank == 0

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from syncvar.errors import ConfigError
 from syncvar.topology.engines.base import Engine, Told, port_of
 from syncvar.topology.engines.placing import placed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["TfConfig"]
 
@@ -49,6 +54,12 @@ class TfConfig(Engine):
                 f'{{"cluster": {{"worker": ["host:port", ...]}}, "task": {{"type": "worker", "index": 0}}}}'
             ) from None
         others = sorted(set(tasks) - set(_KINDS))
+        if "ps" in (*others, kind):
+            raise ConfigError(
+                "TF_CONFIG has tasks of type ps, and only syncvar-launch starts parameter servers: leave TF_CONFIG out, and write "
+                f"syncvar-launch --workers {_workers(tasks)} --servers {max(1, len(tasks.get('ps', [])))} SCRIPT, with -H for "
+                "several hosts"
+            )
         if others or kind not in _KINDS:
             raise ConfigError(
                 f"TF_CONFIG has tasks of type {', '.join(others) or kind}: only chief and worker become ranks; leave the "
@@ -78,3 +89,8 @@ def _places(addresses: list[object]) -> tuple[list[str], list[int]]:
         hosts.append(host)
         ports.append(port_of(port, "TF_CONFIG"))
     return hosts, ports
+
+
+def _workers(tasks: Mapping[str, Sequence[str]]) -> int:
+    """Return for how many ranks a cluster has tasks."""
+    return max(1, sum(len(tasks.get(kind, ())) for kind in _KINDS))
