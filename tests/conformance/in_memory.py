@@ -31,7 +31,7 @@ def run(case):
             return interpreter.run_case(collection.without_category(case), "case", folder, lambda: use(context))
 
         servers = LocalServers(case["replicas"], 2) if case["strategy"] == "parameter_server" else None
-        answers = run_ranks(case["replicas"], body, config=_CONFIG, timeout_s=20.0, servers=servers)
+        answers = run_ranks(case["replicas"], body, config=_CONFIG, timeout_s=120.0, servers=servers)
     for rank, answer in enumerate(answers):
         if isinstance(answer, BaseException):
             found.append(f"rank {rank}: {type(answer).__name__}: {answer}")

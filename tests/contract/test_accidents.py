@@ -31,7 +31,7 @@ CALLS = {
 
 @pytest.fixture(params=PATHS)
 def ranks(request):
-    return lambda fn, odd: run_ranks(SIZE, lambda: fn(sv.rank() == odd), config=SOON, timeout_s=30, **PATHS[request.param])
+    return lambda fn, odd: run_ranks(SIZE, lambda: fn(sv.rank() == odd), config=SOON, timeout_s=120, **PATHS[request.param])
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def owners(cut, size, count):
 
 
 def everywhere(size, fn, **path):
-    results = run_ranks(size, fn, timeout_s=30, **path)
+    results = run_ranks(size, fn, timeout_s=120, **path)
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:  # the cause rather than its consequence
         raise min(errors, key=lambda error: isinstance(error, sv.TransportError))

@@ -18,7 +18,7 @@ WORLDS = [{"shared": True}, {"shared": True, "hosts": 2}, {}]
 
 
 def ranks(size, fn, **world):
-    results = run_ranks(size, fn, config=SOON, timeout_s=30, **world)
+    results = run_ranks(size, fn, config=SOON, timeout_s=120, **world)
     for one in results:
         if isinstance(one, BaseException):
             raise one

@@ -21,7 +21,7 @@ CONFIG = RuntimeConfig(collective_timeout_s=10.0)
 
 
 def world(count, fn, *arguments):
-    results = run_ranks(count, fn, *arguments, config=CONFIG, timeout_s=30.0)
+    results = run_ranks(count, fn, *arguments, config=CONFIG, timeout_s=120.0)
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -553,7 +553,7 @@ def test_a_lone_caller_gets_a_verdict(tmp_path):
         found = caught(checkpoint.save, tmp_path / "c") if sv.rank() == 0 else caught(sv.barrier)
         return type(found).__name__
 
-    for result in run_ranks(2, fn, config=config, timeout_s=20.0):
+    for result in run_ranks(2, fn, config=config, timeout_s=120.0):
         assert result == "MismatchError"
     assert not (tmp_path / "c" / "lock.json").exists()
 

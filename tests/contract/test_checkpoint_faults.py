@@ -23,7 +23,7 @@ OPERATIONS = ("create", "write", "sync", "close", "rename", "sync_folder")
 
 
 def world(count, fn, *arguments):
-    results = run_ranks(count, fn, *arguments, config=CONFIG, timeout_s=30.0)
+    results = run_ranks(count, fn, *arguments, config=CONFIG, timeout_s=120.0)
     for result in results:
         if isinstance(result, BaseException):
             raise result

@@ -15,7 +15,7 @@ RANKS = 3
 
 
 def everywhere(fn):
-    results = run_ranks(RANKS, fn, timeout_s=30)
+    results = run_ranks(RANKS, fn, timeout_s=120)
     for result in results:
         if isinstance(result, BaseException):
             raise result

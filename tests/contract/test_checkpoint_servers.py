@@ -21,7 +21,7 @@ CONFIG = RuntimeConfig(collective_timeout_s=10.0)
 
 def workers(count, fn, *arguments, servers=2, config=CONFIG):
     """Run `fn(*arguments)` in every worker of a job; return the results by rank."""
-    results = run_ranks(count, fn, *arguments, servers=LocalServers(count, servers), timeout_s=30, config=config)
+    results = run_ranks(count, fn, *arguments, servers=LocalServers(count, servers), timeout_s=120, config=config)
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -281,7 +281,7 @@ def test_a_worker_that_is_started_again_alone_takes_nothing_back(tmp_path):
         local = LocalServers(2, 2)
         if found_some:
             workers(1, lambda: _one_checkpoint(tmp_path / "True"))
-        results = run_ranks(2, program, local, found_some, servers=local, timeout_s=30, config=CONFIG)
+        results = run_ranks(2, program, local, found_some, servers=local, timeout_s=120, config=CONFIG)
         assert results == [(True, 4 * found_some)] * 2, results
 
 

@@ -18,7 +18,7 @@ COUNTS = [(3, 1, 5), (0, 7, 0), (1,) * 40, (70_000, 5, 300_000, 1), (16_384, 16_
 @pytest.fixture(params=["links", "arena"])
 def ranks(request):
     def run(size, fn):
-        results = run_ranks(size, fn, shared=request.param == "arena", timeout_s=30)
+        results = run_ranks(size, fn, shared=request.param == "arena", timeout_s=120)
         for result in results:
             if isinstance(result, BaseException):
                 raise result

@@ -10,7 +10,7 @@ from syncvar.testing import run_ranks
 
 def workers(count, fn, servers=2):
     local = LocalServers(count, servers, 0)
-    results = run_ranks(count, fn, servers=local, timeout_s=30)
+    results = run_ranks(count, fn, servers=local, timeout_s=120)
     for one in results:
         if isinstance(one, BaseException):
             raise one

@@ -19,7 +19,7 @@ SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_t
 @pytest.fixture(params=["links", "arena"])
 def ranks(request):
     def run(size, fn):
-        results = run_ranks(size, fn, config=SOON, shared=request.param == "arena", timeout_s=30)
+        results = run_ranks(size, fn, config=SOON, shared=request.param == "arena", timeout_s=120)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -98,7 +98,7 @@ def test_nothing_is_kept_of_a_tag_with_which_a_rank_has_sent_to_itself():
         sv.send(1, rank, tag=7)
         return list(communicator_of(None).own_messages)
 
-    assert run_ranks(2, fn, config=SOON, timeout_s=30) == [[7]] * 2
+    assert run_ranks(2, fn, config=SOON, timeout_s=120) == [[7]] * 2
 
 
 def test_a_receive_from_oneself_may_be_started_before_the_message_is_sent(ranks):

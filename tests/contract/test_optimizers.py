@@ -31,7 +31,7 @@ START = np.array([[1.0, -2.0], [3.0, 4.0]], np.float32)
 
 
 def everywhere(size, fn, **options):
-    results = run_ranks(size, fn, timeout_s=30, **options)
+    results = run_ranks(size, fn, timeout_s=120, **options)
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:  # the cause rather than its consequence
         raise min(errors, key=lambda error: isinstance(error, sv.TransportError))

@@ -14,7 +14,7 @@ def threads():
     return [thread for thread in threading.enumerate() if thread.name == "syncvar-prefetch"]
 
 
-def settled(ask, limit_s=5.0):
+def settled(ask, limit_s=60.0):
     until = time.monotonic() + limit_s
     while not ask():
         assert time.monotonic() < until

@@ -18,7 +18,7 @@ from syncvar.variables.prefix import Told, common_prefix
 @pytest.fixture(params=["links", "arena"])
 def ranks(request):
     def run(size, fn, *, may_fail=False):
-        results = run_ranks(size, fn, shared=request.param == "arena", timeout_s=30)
+        results = run_ranks(size, fn, shared=request.param == "arena", timeout_s=120)
         for result in results:
             if isinstance(result, BaseException) and not may_fail:
                 raise result
@@ -116,7 +116,7 @@ def executed(reproducible, steps):
 def test_random_programs_in_which_some_replicas_read(shared):
     for seed in range(12 if shared else 60):
         size, reproducible, steps = program_of(seed)
-        found = run_ranks(size, executed, reproducible, steps, shared=shared, timeout_s=30)
+        found = run_ranks(size, executed, reproducible, steps, shared=shared, timeout_s=120)
         assert found == predicted(size, steps), f"seed {seed}: {steps}"
 
 

@@ -71,7 +71,7 @@ def job(workers, program, servers=2):
         finally:
             coordinator._close()
 
-    results = run_ranks(workers, each, servers=local, timeout_s=30)
+    results = run_ranks(workers, each, servers=local, timeout_s=120)
     assert not [one for one in results[1:] if not isinstance(one, SystemExit)], results
     if isinstance(results[0], BaseException):
         raise results[0]
@@ -154,7 +154,7 @@ def test_the_function_of_a_lost_worker_is_run_by_another_one():
         finally:
             coordinator._close()
 
-    results = run_ranks(3, each, servers=local, timeout_s=30)
+    results = run_ranks(3, each, servers=local, timeout_s=120)
     assert results[0] == ("first", ["first", "first"]), results
     kinds = sorted(type(one).__name__ for one in results[1:])
     assert kinds == ["GroupBroken", "SystemExit"], results

@@ -151,7 +151,7 @@ def test_two_of_three_servers_are_lost_one_after_the_other_and_nothing_with_them
         return exact, np.round(table.numpy(), 6).tolist() == [[26.8, 26.8]] * 7
 
     local = LocalServers(2, 3, 1)
-    assert run_ranks(2, program, local, servers=local, timeout_s=30) == [(True, True)] * 2
+    assert run_ranks(2, program, local, servers=local, timeout_s=120) == [(True, True)] * 2
 
 
 def test_the_last_two_servers_are_lost_and_everything_with_them():
@@ -166,4 +166,4 @@ def test_the_last_two_servers_are_lost_and_everything_with_them():
             v.numpy()
 
     local = LocalServers(1, 2, 1)
-    assert run_ranks(1, program, local, servers=local, timeout_s=30) == [None]
+    assert run_ranks(1, program, local, servers=local, timeout_s=120) == [None]

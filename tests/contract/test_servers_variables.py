@@ -16,7 +16,7 @@ from syncvar.testing import run_ranks
 def workers(count, fn, *, servers=2, replicas=0):
     """Run `fn(local servers)` in every worker of a job; return the results by rank."""
     local = LocalServers(count, servers, replicas)
-    results = run_ranks(count, fn, local, servers=local, timeout_s=30)
+    results = run_ranks(count, fn, local, servers=local, timeout_s=120)
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -93,7 +93,7 @@ def test_bad_input_is_refused_before_anything_is_sent():
 
 
 def test_several_workers_without_servers_are_told_how_to_start_some():
-    results = run_ranks(2, sv.ParameterServerStrategy, timeout_s=30)
+    results = run_ranks(2, sv.ParameterServerStrategy, timeout_s=120)
     assert all(isinstance(one, sv.UsageError) and "--servers 1" in str(one) for one in results)
 
 
@@ -294,6 +294,6 @@ def test_workers_that_ask_for_different_variables_are_told():
         with strategy.scope():
             return sv.Variable(np.zeros(2 + sv.rank()), name="v")
 
-    results = run_ranks(2, program, LocalServers(2), servers=LocalServers(2), timeout_s=30)
+    results = run_ranks(2, program, LocalServers(2), servers=LocalServers(2), timeout_s=120)
     assert isinstance(results[1], sv.MismatchError), results
     assert "'v/0'" in str(results[1])

@@ -40,7 +40,7 @@ def environment(folder, *, role="worker", rank=0, job="job", generation=0, incar
     )  # fmt: skip
 
 
-def taken(links, sender=None, count=1, limit_s=10.0):
+def taken(links, sender=None, count=1, limit_s=60.0):
     """Return so many messages that come on any socket; who sends a long one goes on with that meanwhile."""
     found, until = [], time.monotonic() + limit_s
     while len(found) < count:
@@ -242,7 +242,7 @@ def pipes(runtime_folder):
         one.close()
 
 
-def piped(near, far, limit_s=10.0):
+def piped(near, far, limit_s=60.0):
     """Return the parts of all messages that come out of a pipe until everything is through."""
     found, until = [], time.monotonic() + limit_s
     while near.is_behind or not found:

@@ -21,7 +21,7 @@ SOON = RuntimeConfig(collective_timeout_s=4.0, report_after_s=0.05, shutdown_tim
 
 
 def ranks(size, fn, config=SOON):
-    return run_ranks(size, fn, shared=True, config=config, timeout_s=20)
+    return run_ranks(size, fn, shared=True, config=config, timeout_s=120)
 
 
 def deny_memory(arena, times=1):

@@ -11,7 +11,7 @@ WORLDS = [(size, shared) for size in (1, 2, 4) for shared in (False, True) if si
 
 
 def everywhere(size, fn, *, shared):
-    results = run_ranks(size, fn, timeout_s=20, shared=shared)
+    results = run_ranks(size, fn, timeout_s=120, shared=shared)
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:  # the cause rather than its consequence
         raise min(errors, key=lambda error: isinstance(error, sv.TransportError))

@@ -143,5 +143,5 @@ def test_rules_of_all_workers_are_combined_as_gradients_are():
             found.append(variable.numpy().tolist())
         return found
 
-    (first, second), (third, fourth) = run_ranks(2, work, servers=LocalServers(2, 2), timeout_s=30)
+    (first, second), (third, fourth) = run_ranks(2, work, servers=LocalServers(2, 2), timeout_s=120)
     assert first == second == third == fourth

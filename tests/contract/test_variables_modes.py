@@ -12,7 +12,7 @@ SIZES = (1, 2, 3, 4)
 
 
 def everywhere(size, fn):
-    results = run_ranks(size, fn, timeout_s=20)
+    results = run_ranks(size, fn, timeout_s=120)
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:  # the cause rather than its consequence
         raise min(errors, key=lambda error: isinstance(error, sv.TransportError))

@@ -15,7 +15,7 @@ class Pair(NamedTuple):
 
 
 def everywhere(size, fn):
-    results = run_ranks(size, fn, timeout_s=20)
+    results = run_ranks(size, fn, timeout_s=120)
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:
         raise min(errors, key=lambda error: isinstance(error, sv.TransportError))
@@ -53,7 +53,7 @@ def test_a_refusal_names_its_rank():
         except (sv.ConfigError, sv.MismatchError) as error:
             return type(error).__name__, getattr(error, "__notes__", [])
 
-    assert run_ranks(2, program, timeout_s=20) == [
+    assert run_ranks(2, program, timeout_s=120) == [
         ("MismatchError", []),
         ("ConfigError", ["refused on rank 1; the other ranks of the group raise MismatchError"]),
     ]

@@ -16,7 +16,7 @@ from syncvar.transports.memory import Faults
 
 
 def everywhere(size, fn, **options):
-    results = run_ranks(size, fn, timeout_s=20, **options)
+    results = run_ranks(size, fn, timeout_s=120, **options)
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:
         raise min(errors, key=lambda error: isinstance(error, sv.TransportError))

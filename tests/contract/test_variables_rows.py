@@ -9,7 +9,7 @@ from syncvar.testing import run_ranks
 
 
 def everywhere(size, fn):
-    results = run_ranks(size, fn, timeout_s=20)
+    results = run_ranks(size, fn, timeout_s=120)
     errors = [result for result in results if isinstance(result, BaseException)]
     if errors:  # the cause rather than its consequence
         raise min(errors, key=lambda error: isinstance(error, sv.TransportError))

@@ -18,7 +18,7 @@ from pathlib import Path
 NETWORK = "10.77.0"
 NETWORK_6 = "fd77::"
 _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
-_LIMIT_S = 20.0
+_LIMIT_S = 60.0
 _LISTENS, _OPEN = "0A", ("01", "08")  # states of sockets, as the kernel shows them; what is closing belongs to nobody any more
 
 
@@ -148,7 +148,7 @@ class Hosts:
         assert len(found) == 1, self.processes(index)
         return found[0]
 
-    def await_quiet(self, limit_s=20.0):
+    def await_quiet(self, limit_s=60.0):
         """Wait until nothing of a job is left on any host: no process, no socket, no file; return what is."""
         until = time.monotonic() + limit_s
         while True:

@@ -50,7 +50,7 @@ class Joined(Job):
         self.joiners.append(one)
         return one
 
-    def codes(self, limit_s=30.0):
+    def codes(self, limit_s=120.0):
         """Wait for the ends of all that joined; return their exit codes."""
         return [one.wait(limit_s) for one in self.joiners]
 

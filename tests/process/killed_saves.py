@@ -27,7 +27,7 @@ def save(path, value):
         own = sv.Variable(value + sv.rank(), name="own", synchronization="NONE")
         sv.Checkpoint(v=v, own=own).save(path)
 
-    for result in run_ranks(2, fn, timeout_s=20.0):
+    for result in run_ranks(2, fn, timeout_s=120.0):
         if isinstance(result, BaseException):
             raise result
 
@@ -41,7 +41,7 @@ def read(path):
         sv.Checkpoint(v=v, own=own).restore(path)
         return [*{*v.numpy().tolist()}], float(own)
 
-    return run_ranks(3, fn, timeout_s=20.0)
+    return run_ranks(3, fn, timeout_s=120.0)
 
 
 def kill_at(step, when, file, rank):

@@ -16,7 +16,7 @@ import pytest
 def syncvar(tmp_path):
     """Run the command in an empty folder."""
 
-    def run(*arguments, limit_s=60, **env):
+    def run(*arguments, limit_s=120, **env):
         line = [sys.executable, "-c", "import sys; from syncvar.cli import main; sys.exit(main())", *arguments]
         return subprocess.run(
             line, cwd=tmp_path, capture_output=True, text=True, timeout=limit_s, check=False,

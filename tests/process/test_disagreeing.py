@@ -23,7 +23,7 @@ ENVIRONMENT = {"SYNCVAR_REPORT_AFTER_S": "0.02", "SYNCVAR_COLLECTIVE_TIMEOUT_S":
 def refusals(request, launch):
     """Run the program in a layout; returns how many calls were refused, the same on all ranks."""
 
-    def run(*arguments, limit_s=60.0):
+    def run(*arguments, limit_s=120.0):
         layout = dict(LAYOUTS[request.param])
         env = {**ENVIRONMENT, **layout.pop("env", {})}
         options = ["--timeout", f"{limit_s:g}", *layout.pop("options", ())]

@@ -7,7 +7,7 @@ import signal
 import pytest
 from launching import await_true
 
-SHORT = {"SYNCVAR_ROLL_CALL_S": "0.4", "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "2"}
+SHORT = {"SYNCVAR_ROLL_CALL_S": "0.4", "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "6"}
 STILL = r"the start has made no progress for \d+ s"
 JOB = "import syncvar as sv\nprint(sv.all_reduce(1))"
 
@@ -90,7 +90,7 @@ def test_a_rank_that_others_wait_for_is_named_with_what_it_does(launch):
     assert job.wait() == 69, str(job)
     doing = r"rank 1: process \d+ \(state S\), in user code, script\.py:5"
     assert re.search(rf"waiting for rank 1 to join since \d s \(1 of 2 are here\); {doing}", job.report), str(job)
-    assert re.search(rf"rank 1 did not join within 2 s .*; {doing}", job.report), str(job)
+    assert re.search(rf"rank 1 did not join within 6 s .*; {doing}", job.report), str(job)
 
 
 @pytest.fixture
@@ -100,6 +100,7 @@ def stuck(tmp_path, launch):
     return lambda limits: launch(JOB, config=tmp_path / "settings", env=limits)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_reads_its_options_for_ever_says_so_and_ends(stuck):
     job = stuck(SHORT)
     assert job.wait() == 69, str(job)
@@ -116,13 +117,13 @@ def test_a_launcher_that_reads_its_options_for_ever_ends_on_a_signal(stuck):
 
 @pytest.mark.slow
 def test_a_program_that_is_not_python_is_not_waited_for(launch):
-    job = launch(target=["--no-python", "sleep", "2"], env={**SHORT, "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "1"})
+    job = launch(target=["--no-python", "sleep", "8"], env=SHORT)
     assert job.wait() == 0, str(job)
-    assert "no progress" not in job.err
+    assert "given up" not in job.err
 
 
 @pytest.mark.slow
 def test_a_script_that_does_not_use_syncvar_is_not_waited_for(launch):
-    job = launch("import time; time.sleep(2)", env={**SHORT, "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "1"})
+    job = launch("import time; time.sleep(8)", env=SHORT)
     assert job.wait() == 0, str(job)
-    assert "no progress" not in job.err
+    assert "given up" not in job.err

@@ -71,7 +71,7 @@ class Cluster:
             line = [sys.executable, "pod.py", str(self.lost)]
             self.pods[host] = subprocess.Popen(line, stdout=out, stderr=out, cwd=self.folder, env=self.plain | self.port | environ)
 
-    def codes(self, limit_s=60):
+    def codes(self, limit_s=120):
         until = time.monotonic() + limit_s
         return {host: one.wait(max(0.1, until - time.monotonic())) for host, one in self.pods.items()}
 

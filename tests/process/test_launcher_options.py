@@ -324,7 +324,7 @@ def test_a_rank_with_the_terminal(tmp_path):
         os.execv(line[0], line)  # noqa: S606
     seen = b""
 
-    def until(words, limit_s=15.0):
+    def until(words, limit_s=60.0):
         nonlocal seen
         end = time.monotonic() + limit_s
         asked = False

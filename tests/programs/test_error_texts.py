@@ -31,7 +31,7 @@ def text_of(refusal):
             return f"{type(error).__name__}: {error}"
         return None
 
-    result = run_ranks(refusal.size, program, timeout_s=20)[refusal.rank]
+    result = run_ranks(refusal.size, program, timeout_s=120)[refusal.rank]
     assert isinstance(result, str), f"{refusal.name}: {result!r}"
     result = re.sub(r"\S*refusals\.py:\d+ in \S+", "train.py:7 in <module>", result)
     result = re.sub(r"digest [0-9a-f]{16}", "digest …", result)
