@@ -1,8 +1,11 @@
 """Agents of hosts that end while the launcher still asks them: it waits for nothing that cannot come."""
 
 import os
+import signal
+from pathlib import Path
 
 import pytest
+from launching import await_true, state
 
 from syncvar.errors import HostUnreachable
 from syncvar_launcher import fleet, options, staging
@@ -46,3 +49,45 @@ def test_a_copy_for_a_host_that_is_gone_is_given_up_at_once(gone, monkeypatch, t
     why = staging.stage([gone], staging.collected(chosen(tmp_path, "--stage")))
     assert list(why) == ["node1"]
     assert set(asked) == {0.0}
+
+
+WAITS = """
+import time
+import probe, syncvar as sv
+
+sv.barrier()
+probe.note("there")
+time.sleep(600)
+"""
+
+
+def children(parent, word):
+    """Return the children of a process whose command lines have a word."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            above = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if above == parent and word in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_the_next_launch_removes_what_a_killed_agent_and_its_guardian_have_left(launch, runtime):
+    env = {"XDG_RUNTIME_DIR": str(runtime)}
+    job = launch(WAITS, options=("-H", "localhost:2"), env=env)
+    ranks = [event["pid"] for event in job.await_events("there", 2)]
+    (agent,) = children(job.process.pid, b"hostagent")
+    (guardian,) = children(agent, b"guardian.py")
+    for pid in (guardian, agent):
+        os.kill(pid, signal.SIGKILL)
+    assert job.wait() == 70, str(job)
+    assert "its agent has ended" in job.report, str(job)
+    for pid in ranks:
+        await_true(lambda rank=pid: not state(rank), what="the end of a rank")
+    assert [one.name for one in (runtime / "syncvar").iterdir() if one.is_dir()], "nobody cleans"
+    job = launch("import syncvar as sv; sv.barrier()", options=("-H", "localhost:2"), env=env)
+    assert job.wait() == 0, str(job)
+    assert not [one.name for one in (runtime / "syncvar").iterdir() if one.is_dir()]
