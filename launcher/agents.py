@@ -16,6 +16,7 @@ from syncvar.requested_files import EVIDENCE, LostFile, why_unwritten
 from syncvar.roles import SERVER_0
 from syncvar.stacks import Frame, Thread, where
 from syncvar_launcher.agent import Ended, Event, Gone, Output, Spared, Spoke, Started
+from syncvar_launcher.callfiles import call_parts, keep_result
 from syncvar_launcher.environment import carried
 from syncvar_launcher.messages import FIRST_CREDIT
 from syncvar_launcher.output import escape
@@ -142,6 +143,8 @@ class Agents:
             self.workers |= dict.fromkeys((*servers, *ranks), site)
             self._running |= {*servers, *ranks}
             site.remote.heard = time.monotonic()
+            for part in call_parts(self._job.environ):
+                site.remote.send("call", data=part)
             site.remote.send("begin", start=start)
         self._input.take()
 
@@ -421,6 +424,8 @@ class Agents:
             for each, line in message["places"].items():
                 if self.workers.get(each) is site:
                     self.places[each] = escape(str(line))
+        elif kind == "result":
+            keep_result(self._job.environ, message["name"], message["data"], is_last=message["is_last"])
         elif kind == "record":
             self._keep(message["name"], message["data"], site)
         elif kind == "fed":

@@ -19,6 +19,7 @@ from syncvar.begin import command_of
 from syncvar.errors import HostUnreachable, WireError
 from syncvar.wire.keys import KEY_BYTES
 from syncvar_launcher.addresses import Interface, Listeners, allowed, interfaces
+from syncvar_launcher.callfiles import without_call
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.fitness import why_unfit
 from syncvar_launcher.limits import OF_LIMITS, LimitTooLow, TimePassed
@@ -279,7 +280,8 @@ class Fleet:
 
     def _start(self, host: Host) -> RemoteHost:
         try:
-            one = RemoteHost(host, started(self.command(host), self._environment_for(host)))
+            environ = self._environment_for(host)
+            one = RemoteHost(host, started(self.command(host), without_call(environ)))
         except OSError as error:
             if error.errno in OF_LIMITS:
                 count = len(self._options.hosts)

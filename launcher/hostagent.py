@@ -77,10 +77,12 @@ class HostAgent:
         self._start: HostRanks | None = None
         self._tallies: dict[str, bytes] = {}
         self._copy = HostCopy()
+        self._call = bytearray()
         self._is_stopped = False
         self._notices, self._is_heeded = 0, False  # that somebody wants this host back
         self._answers: dict[str, Callable[[Message], None]] = {
             "ask": self._asked, "listen": self._listen, "reach": self._reach, "begin": self._begin, "begin_again": self._begin_again,
+            "call": self._called,
             "signal": self._signal, "signal_groups": self._signal_groups, "note": self._note, "inquire": self._inquire,
             "kill": self._kill, "stop": self._stop, "resume": self._resume, "abort": self._abort,
             "credit": self._credit, "input": self._input, "window": self._window, "end": self._end, "beat": self._beat,
@@ -168,12 +170,16 @@ class HostAgent:
         targets = [(str(address), int(port)) for address, port in message["targets"]]
         self._send("reached", answers=reachable(targets, message["token"], message["timeout_s"], self._listeners))
 
+    def _called(self, message: Message) -> None:
+        self._call += message["data"]
+
     def _begin(self, message: Message) -> None:
         if self._listeners is not None:
             self._listeners.close()
             self._listeners = None
+        call, self._call = bytes(self._call), bytearray()
         try:
-            self._start = HostRanks(Order.read(message["start"]), self._tallies)
+            self._start = HostRanks(Order.read(message["start"]), self._tallies, call)
         except WireError:
             raise
         except (SyncvarError, OSError) as error:
@@ -311,6 +317,9 @@ class HostAgent:
         elif isinstance(event, Spoke):
             self._send("spoke", rank=event.rank, record=event.record)
         elif isinstance(event, Ended):
+            if self._start is not None:
+                for name, data, is_last in self._start.results():
+                    self._send("result", name=name, data=data, is_last=is_last)
             self._send("ended", rank=event.rank, status=event.status, beyond=event.beyond)
 
     def _send(self, kind: str, **fields: Any) -> None:

@@ -18,6 +18,7 @@ from syncvar.roles import SERVER_0, is_server
 from syncvar.serving.tally import put_tallies, take_tallies
 from syncvar_launcher.agent import Agent, Event, Output
 from syncvar_launcher.beginning import Beginning, plan_beginning
+from syncvar_launcher.callfiles import result_parts
 from syncvar_launcher.command import server_command, worker_arguments, worker_command
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.forking import ForkServer, Refusal, ServerEnded
@@ -59,9 +60,10 @@ class HostRanks:
     Args:
         order: What the launcher wants.
         tallies: What the start before has left of its workers' counts of pushes.
+        call: The call of `sv.run` that they make, with its path; empty where they run something else.
     """
 
-    def __init__(self, order: Order, tallies: dict[str, bytes]) -> None:
+    def __init__(self, order: Order, tallies: dict[str, bytes], call: bytes) -> None:
         self.credit = {(one.rank, stream): FIRST_CREDIT for one in order.ranks for stream in ("out", "err")}
         self._order = order
         base = self._base()
@@ -79,9 +81,13 @@ class HostRanks:
             self._stack.callback(directory.remove)
             self._folder = directory.path
             put_tallies(tallies, directory.path)
+            self._results: Path | None = None
+            self._call: list[int] = []  # the descriptor that all ranks inherit, where there is one
+            if call:
+                self._keep_call(call)
             self._server: ForkServer | None = None
             if self._beginning.is_forked:
-                self._server = ForkServer(self._command(), base, order.cwd)
+                self._server = ForkServer(self._command(), base, order.cwd, self._call)
                 self._stack.callback(self._server.close)
                 limit_s = order.ranks[0].environ.get(f"{PREFIX}RENDEZVOUS_TIMEOUT_S")
                 self._server.limit_s = float(limit_s or self._server.limit_s)
@@ -222,6 +228,20 @@ class HostRanks:
                 if len(data) <= _RECORD_MAX:
                     yield path.name, data
 
+    def results(self) -> Iterator[tuple[str, bytes, bool]]:
+        """Yield what ranks have returned to the caller of `sv.run`; see `result_parts`."""
+        return iter(()) if self._results is None else result_parts(self._results)
+
+    def _keep_call(self, call: bytes) -> None:
+        """Put a call where ranks read it, and make the folder for what they return."""
+        descriptor = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
+        self._stack.callback(os.close, descriptor)
+        with open(descriptor, "wb", closefd=False) as file:  # noqa: PTH123
+            file.write(call)
+        self._call = [descriptor]
+        self._results = self._folder / "results"
+        self._results.mkdir(mode=0o700)
+
     def tallies(self) -> dict[str, bytes]:
         """Return the workers' counts of pushes, for those that are started in their place."""
         return take_tallies(self._folder)
@@ -271,13 +291,15 @@ class HostRanks:
                     os.set_blocking(self._input_end, False)
                     stdin = self._input
                 own = {**base, **one.environ, "SYNCVAR_HOST_DIRECTORY": str(self._folder), "SYNCVAR_FLIGHT_DIR": str(self._folder / _FLIGHT)}
+                if self._results is not None:
+                    own |= {"SYNCVAR_CALL_FD": str(self._call[0]), "SYNCVAR_RESULT_DIR": str(self._results)}
                 if order.has_totals:
                     own["SYNCVAR_STATS_DIR"] = str(self._folder)
                 is_program = order.kind_of_target == "command" and not serves
                 if is_program:
                     own[KEY_FILE] = write_secret(order.secret, self._folder)
                 self.agent.start(
-                    one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, outputs=outputs, source=source,
+                    one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, outputs=outputs, source=source, pass_fds=self._call,
                     named={} if is_program else {KEY_FD: secret},
                     is_fresh=is_fresh or serves,
                 )  # fmt: skip

@@ -17,7 +17,7 @@ import msgpack
 from syncvar.errors import WireError
 
 __all__ = [
-    "FIRST_CREDIT", "GREETING", "MESSAGE_NBYTES_MAX", "Message", "OneRank", "Order", "Reader", "checked_facts",
+    "CALL_PART_NBYTES", "FIRST_CREDIT", "GREETING", "MESSAGE_NBYTES_MAX", "Message", "OneRank", "Order", "Reader", "checked_facts",
     "checked_list", "pack",
 ]  # fmt: skip
 
@@ -25,6 +25,9 @@ GREETING = b"syncvar-agent 1\n"
 MESSAGE_NBYTES_MAX = 16 << 20
 FIRST_CREDIT = 1 << 20
 """Bytes of each stream of each rank that may be sent before the launcher has taken any."""
+
+CALL_PART_NBYTES = 4 << 20
+"""Bytes of a call of `sv.run`, or of one of its results, in one message."""
 
 _BEFORE_GREETING_MAX = 64 << 10
 _LENGTH_NBYTES = 4
@@ -39,6 +42,7 @@ _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     },
     "listen": {"addresses": list, "token": bytes},
     "reach": {"targets": list, "token": bytes, "timeout_s": float},
+    "call": {"data": bytes},
     "begin": {"start": dict},
     "begin_again": {"one": dict},
     "signal": {"ranks": list, "number": int},
@@ -70,6 +74,7 @@ _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "states": {"states": dict},
     "placed": {"places": dict},
     "stood": {"number": int, "instead": str, "threads": list},
+    "result": {"name": str, "data": bytes, "is_last": bool},
     "record": {"name": str, "data": bytes},
     "fed": {"count": int},
     "said": {"sentence": str},

@@ -4,7 +4,8 @@ Bytes of the ranks are data, not commands for the reader's terminal: control cha
 direction of text are shown as escapes. A terminal still gets colours, progress lines and prompts.
 
 A line ends with a line feed, a carriage return, or both. Text that ends with a carriage return alone is progress: it
-is shown at once, and on a terminal the next text replaces it.
+is shown at once on a terminal, where the next text replaces it. Elsewhere what stands last is shown, and what stood
+there every 10 s.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container
     from pathlib import Path
 
-__all__ = ["IDLE_S", "LINE_NBYTES", "MODES", "TAIL_LINES", "OutputForwarder", "Sink", "Stream", "escape", "shown_ranks"]
+__all__ = ["IDLE_S", "LINE_NBYTES", "MODES", "PROGRESS_S", "TAIL_LINES", "OutputForwarder", "Sink", "Stream", "escape", "shown_ranks"]
 
 Stream = Literal["out", "err"]
 
@@ -32,6 +33,7 @@ MODES = ("all", "first", "failed", "none")
 LINE_NBYTES = 16 << 10
 TAIL_LINES = 40
 IDLE_S = 0.2
+PROGRESS_S = 10.0  # between two states of one progress line where no terminal replaces the first
 
 # Memory of the tail stays below 40 x 2 000 bytes for each rank, whatever the ranks write.
 _TAIL_NBYTES = 2_000
@@ -88,12 +90,16 @@ class _Source:
         pending: What has come of a line that has not ended.
         continued: The start of this line was forwarded already, because the line is too long.
         returned: Progress that ended the last piece: a line feed that follows belongs to it.
+        held: Progress that was not forwarded, because it may be replaced soon.
+        progressed: When progress was forwarded last, or held first; None before.
         shown: The part of `pending` that stands on the terminal as a prompt.
         changed: When something came last.
         closed: Nothing follows.
     """
 
-    __slots__ = ("changed", "closed", "continued", "pending", "rank", "returned", "shown", "stream")
+    __slots__ = (
+        "changed", "closed", "continued", "held", "pending", "progressed", "rank", "returned", "shown", "stream",
+    )  # fmt: skip
 
     def __init__(self, rank: int, stream: Stream) -> None:
         self.rank = rank
@@ -101,6 +107,8 @@ class _Source:
         self.pending = b""
         self.continued = False
         self.returned: bytes | None = None
+        self.held = b""
+        self.progressed: float | None = None
         self.shown = b""
         self.changed = 0.0
         self.closed = False
@@ -241,6 +249,7 @@ class OutputForwarder:
             self._forward(source, [(text, b"\n")])
         elif self._live is source:
             self._end_live()
+        self._show_held(source)
         source.shown = b""
         source.returned = None
         if self._logs is not None:
@@ -391,10 +400,13 @@ class OutputForwarder:
             if end == b"\r":
                 if not rest:
                     continue  # a bare carriage return holds nothing to show
-                body += self._line(source, sink, rest, b"\r" if sink.is_terminal else b"\n", live, progress=True)
+                is_now = live and (sink.is_terminal or self._is_due(source))
+                source.held = b"" if is_now else rest
+                body += self._line(source, sink, rest, b"\r" if sink.is_terminal else b"\n", is_now, progress=True)
                 kept = source if sink.is_terminal else None
             else:
-                body += self._line(source, sink, rest, b"\n", live)
+                held, source.held = source.held, b""  # a text has replaced it; without one it stays
+                body += self._line(source, sink, rest or held, b"\n", live)
                 kept = None
             source.continued = not end
         if body:
@@ -402,6 +414,22 @@ class OutputForwarder:
             if sink.is_terminal:
                 self._live = kept
             self._write(source.stream, head + body)
+
+    def _is_due(self, source: _Source) -> bool:
+        """Return whether progress of a stream is forwarded now, where nothing replaces it."""
+        if source.progressed is not None and self._now - source.progressed < PROGRESS_S:
+            return False
+        is_first, source.progressed = source.progressed is None, self._now
+        return not is_first
+
+    def _show_held(self, source: _Source) -> None:
+        """Forward the last state of a progress line, which nothing will replace."""
+        text, source.held = source.held, b""
+        if text and self.is_forwarded(source.rank):
+            sink = self._sinks[source.stream]
+            self._recent.append((source.rank, source.stream))
+            line = self._prefix(source, sink) + _safe(text, sink.is_terminal) + b"\n"
+            self._write(source.stream, self._head(source, source.stream) + line)
 
     def _line(
         self, source: _Source, sink: Sink, text: bytes, end: bytes, live: bool, *, progress: bool = False
@@ -437,6 +465,7 @@ class OutputForwarder:
         if lines and lines[-1][0] == source.stream and lines[-1][2]:
             lines[-1] = (*lines[-1][:2], False)
         if not sink.is_terminal or not self.is_forwarded(source.rank):
+            self._show_held(source)
             return
         if self._live is source:
             self._end_live()

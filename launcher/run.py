@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 from syncvar_launcher.start_clock import clock
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from typing import NoReturn
 
     from syncvar_launcher.forking import ForkServer
+    from syncvar_launcher.options import LaunchOptions
 
 __all__ = ["main", "program"]
 
@@ -62,18 +64,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(arguments, ahead)
     except ConfigError as error:
-        sys.stderr.write(f"syncvar-launch: {error}\n")
+        _refuse(str(error))
         return exits.LIMITS if isinstance(error, LimitTooLow) else exits.CONFIGURATION
     except OSError as error:
         if error.errno not in OF_LIMITS:
             raise
-        sys.stderr.write(f"syncvar-launch: a limit of the system is too low: {error.strerror}\n")
+        _refuse(f"a limit of the system is too low: {error.strerror}")
         return exits.LIMITS
     except HostUnreachable as error:
-        sys.stderr.write(f"syncvar-launch: {error}\n")
+        _refuse(str(error))
         return exits.TIMEOUT if isinstance(error, TimePassed) else exits.RENDEZVOUS
     except SyncvarError as error:
-        sys.stderr.write(f"syncvar-launch: {error}\n")
+        _refuse(str(error))
         return exits.INTERNAL
     finally:
         clock.stop()
@@ -81,12 +83,41 @@ def main(argv: list[str] | None = None) -> int:
             ahead.close()
 
 
+def _refuse(sentence: str) -> None:
+    """Say why nothing was started: to the caller of `sv.run`, who raises it, else on the standard error."""
+    outcome = os.environ.get("SYNCVAR_OUTCOME_FILE")
+    if outcome is None:
+        sys.stderr.write(f"syncvar-launch: {sentence}\n")
+        return
+    from syncvar.wire import pack_object
+
+    with open(outcome, "wb") as file:  # noqa: PTH123
+        file.write(pack_object({"refused": sentence}))
+
+
+def _options_of(arguments: list[str], here: Path) -> LaunchOptions:
+    """Read the options; for the caller of `sv.run` a wrong one is an error, and no text on the standard error."""
+    from syncvar.errors import ConfigError
+    from syncvar_launcher import options
+
+    if "SYNCVAR_OUTCOME_FILE" not in os.environ:
+        return options.parse(arguments, os.environ, here)
+    from contextlib import redirect_stderr
+    from io import StringIO
+
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            return options.parse(arguments, os.environ, here)
+    except SystemExit:
+        raise ConfigError(said.getvalue().partition("\n")[0].removeprefix("syncvar-launch: ")) from None
+
+
 def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     from pathlib import Path
 
     from syncvar.config import doubtful_variables
     from syncvar.topology import is_meant_alone, started_with_others
-    from syncvar_launcher import options
     from syncvar_launcher.job import Job
     from syncvar_launcher.limits import check_limits
     from syncvar_launcher.signals import forwarded
@@ -96,7 +127,7 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     except FileNotFoundError:  # somebody has removed the folder; with --cwd nothing needs it
         here = Path(os.environ.get("PWD", "/"))
     clock.enter("reads its options")
-    chosen = options.parse(arguments, os.environ, here)
+    chosen = _options_of(arguments, here)
     clock.set_limits(chosen.runtime.roll_call_s, chosen.runtime.rendezvous_timeout_s + _SPARE_S)
     if signal.SIGALRM in forwarded(chosen.forward_signals):
         clock.turn_off()

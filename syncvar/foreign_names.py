@@ -158,6 +158,9 @@ WORDS = (
     _word("sv", "batch_isend_irecv P2POp", "start them with async_op=True, and write sv.wait_all(works)"),
     _word("sv", "send_object_list", "write sv.send_object(o, dest)"),
     _word("sv", "recv_object_list", "write sv.recv_object(source)"),
+    _word("sv", "map imap starmap apply_async submit Parallel delayed",
+          "write sv.run(fn, workers=4), in which each worker takes items[sv.rank()::sv.world_size()]; or "
+          "sv.ClusterCoordinator(strategy).schedule(fn) for a queue of tasks"),
     # Groups.
     _word("sv", "Create_group create_group add_process_set ProcessSet process_set new_subgroups",
           "write sv.new_group([0, 1]), which every rank of the world calls, members or not, in the same order"),
@@ -318,7 +321,8 @@ WORDS = (
     _word("keyword", "postscale_factor", "write postscale="),
     _word("keyword", "timeout_s timeout_seconds", "write timeout=30.0, in seconds"),
     _word("keyword", "name", "leave it out: calls are told apart by their order, which is the same on all ranks"),
-    _word("run()", "np nprocs num_proc num_processes nproc num_workers", "write workers="),
+    _word("run()", "np nprocs num_proc num_processes nproc num_workers n_jobs processes", "write workers="),
+    _word("run()", "out stdout", 'write output="all", "first", "failed", "none" or ranks; results are returned'),
     # Ops.
     _word("op", "product", 'write "prod"'),
     _word("op", "land band", 'write "and"'),

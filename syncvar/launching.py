@@ -7,8 +7,6 @@ its arguments and results as plain data; nothing here is left behind when the ca
 from __future__ import annotations
 
 import contextlib
-import math
-import numbers
 import os
 import shutil
 import signal
@@ -16,14 +14,18 @@ import subprocess
 import sys
 import tempfile
 import threading
+from abc import ABCMeta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Never
 
+from syncvar import exits
 from syncvar.begin import command_of, pack_path
 from syncvar.env import PREFIX
-from syncvar.errors import ConfigError, LaunchError, RankFailed
+from syncvar.errors import ConfigError, LaunchError, RankFailed, SyncvarError
+from syncvar.run_options import RunOptions, checked_options
 from syncvar.wire import pack_object, unpack_object
 from syncvar.wire.exceptions import unpack_exception
+from syncvar.wire.objects import may_travel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,13 +61,19 @@ def finding(place: str, folder: Path | None) -> Iterator[None]:
 
 def run(
     fn: Callable[..., Any],
-    workers: int = 1,
+    workers: int | str | None = None,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     timeout: float | None = None,
     engine: str | Engine = "local",
     max_restarts: int = 0,
+    pickle: bool = False,
+    servers: int = 0,
+    hosts: Sequence[str] | str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    output: str | Sequence[int] | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
     **_foreign: Never,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` as every rank of a new job and return the results by rank.
@@ -75,17 +83,27 @@ def run(
 
     Args:
         fn: Function to call; it may use everything of syncvar.
-        workers: How many ranks.
-        args: Positional arguments: what `sv.broadcast_object` takes (numbers, texts, dates, lists, sets, dicts, arrays, tensors).
+        workers: How many ranks; "auto" for one on each usable core. Left out it is 1, or with `hosts` one for each slot.
+        args: Positional arguments: what `sv.broadcast_object` takes (numbers, texts, dates and times of `datetime`, lists, sets,
+            dicts, arrays, tensors), or anything with `pickle=True`.
         kwargs: Keyword arguments of the same kinds.
         timeout: Seconds allowed for the whole job; None for no limit.
         engine: Where the workers run: "local" for this host; "ray" as actors of Ray, "dask" as tasks of Dask, on the cluster
             that this program is connected to, else on one of this host for the time of the call. `syncvar.engines.Ray` and
             `syncvar.engines.Dask` take options.
         max_restarts: How often all workers may be started again after a failure; see `restart_count`.
+        pickle: Let arguments and results travel by cloudpickle, as functions of notebooks do: DataFrames, models, figures,
+            instances of your own classes. It needs `pip install cloudpickle`.
+        servers: How many parameter servers, as `syncvar-launch --servers`.
+        hosts: A list of hosts with slots (`["node1:4", "node2:4"]`) or the path of a host file, as `syncvar-launch -H` and
+            `--hostfile`. The function then travels as one of a notebook does, unless a module has it.
+        env: Variables of the workers, beside those that they inherit, as `syncvar-launch --env`.
+        output: Whose lines are shown: "all", "first", "failed", "none" or ranks, as `syncvar-launch --output`.
+        log_dir: Folder for one file for each rank and stream, as `syncvar-launch --log-dir`.
 
     Returns:
-        For each rank what `fn` returned there, of the same kinds as arguments.
+        For each rank what `fn` returned there, of the same kinds as arguments. Without `pickle` a result that cannot travel
+        is found when the work is done, except where the annotation of `fn` says so before.
 
     Raises:
         ConfigError: A wrong argument, or an engine's packages are missing, and nothing was started; or workers came to this very call when they imported the
@@ -104,17 +122,41 @@ def run(
         from syncvar.foreign_names import unexpected
 
         raise unexpected(run, _foreign)
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-        raise ConfigError(f"workers must be a positive integer, not {workers!r}")
+    others = {"servers": servers, "hosts": hosts, "env": env, "output": output, "log_dir": log_dir}
+    options = checked_options(workers, timeout, max_restarts, others)
+    _check_call(fn, args, kwargs)
+    is_local = engine == "local"
+    has_files = is_local and hosts is None
+    call = _packed_call(fn, tuple(args), dict(kwargs or {}), has_files=has_files, pickle=pickle)
+    try:
+        packed = _launch(call, options) if is_local else _drive(engine, call, options)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt from None  # the frames in which this process waited say nothing
+    if not pickle:
+        return [unpack_object(one) for one in packed]
+    from syncvar.notebook import unpack_values
+
+    return [unpack_values(one, f"the result of rank {rank}") for rank, one in enumerate(packed)]
+
+
+def _drive(engine: str | Engine, call: bytes, options: RunOptions) -> list[bytes]:
+    """Make the call as every rank of a job on an engine; return the packed results by rank."""
+    options.check_engine()
+    from syncvar.engines import engine_of
+    from syncvar.engines.driving import drive
+
+    workers = int(options.workers or 1)
+    return drive(engine_of(engine), call, workers, options.limit_s, options.max_restarts)
+
+
+def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
+    """Check the call itself, and that it is not made by a worker that looks for its function."""
     if not callable(fn):
         raise ConfigError(f"fn must be a function, not {type(fn).__name__}")
     if isinstance(args, str | bytes) or not hasattr(args, "__iter__"):
         raise ConfigError(f"args must be a tuple or list of positional arguments, such as args=(x,), not {args!r:.100}")
     if kwargs is not None and not (hasattr(kwargs, "keys") and all(isinstance(name, str) for name in kwargs)):
         raise ConfigError(f"kwargs must be a dict of arguments by name, such as kwargs={{'x': 1}}, not {kwargs!r:.100}")
-    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
-        raise ConfigError(f"max_restarts must be a whole number of at least 0, not {max_restarts!r:.100}")
-    limit_s = math.inf if timeout is None else _seconds(timeout)
     if _finding:
         place, results = _finding[0]
         sentence = (
@@ -124,30 +166,54 @@ def run(
         if results is not None:
             (results / _UNGUARDED).write_text(sentence)
         raise ConfigError(sentence)
-    is_local = engine == "local"
-    call = pack_object({"fn": _describe(fn, has_files=is_local), "args": tuple(args), "kwargs": dict(kwargs or {})})
-    if not is_local:
-        from syncvar.engines import engine_of
-        from syncvar.engines.driving import drive
-
-        return drive(engine_of(engine), call, workers, limit_s, max_restarts)
-    return _launch(call, workers, limit_s, max_restarts)
 
 
-def _launch(call: bytes, workers: int, limit_s: float, max_restarts: int) -> list[Any]:
-    """Make the call as every rank of a job of syncvar-launch, on this host."""
+def _packed_call(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, has_files: bool, pickle: bool
+) -> bytes:
+    """Return a call as `remote_call.called` takes it; refuse what cannot travel before anything starts."""
+    where, *_ = how = _describe(fn, has_files=has_files)
+    if pickle:
+        from syncvar.notebook import pack_values
+
+        is_main = where != "copy" and fn.__module__ == "__main__"
+        names = ("__main__",) if is_main else ()
+        data = pack_values((args, kwargs), "the arguments of the function", names)
+        return pack_object({"fn": how, "is_main": is_main, "pickled": data})
+    _check_annotation(fn)
+    packed = [
+        pack_object(values, place=place, advice="sv.run(..., pickle=True)")
+        for place, values in (("args", args), ("kwargs", kwargs))
+    ]
+    return pack_object({"fn": how, "args": packed[0], "kwargs": packed[1]})
+
+
+def _check_annotation(fn: Callable[..., Any]) -> None:
+    """Refuse a function that says itself that its results cannot travel.
+
+    Raises:
+        ConfigError: It is annotated to return a class of which no instance is plain data.
+    """
+    kind = getattr(fn, "__annotations__", {}).get("return")
+    is_class = isinstance(kind, type) and type(kind) in (type, ABCMeta)  # others stand for more
+    if isinstance(kind, type) and is_class and not may_travel(kind):
+        raise ConfigError(
+            f"the function returns a {kind.__module__}.{kind.__qualname__}, as its annotation says, "
+            f"which cannot travel as plain data: write sv.run(..., pickle=True)"
+        )
+
+
+def _launch(call: bytes, options: RunOptions) -> list[bytes]:
+    """Make the call as every rank of a job of syncvar-launch; return the packed results by rank."""
     folder = Path(tempfile.mkdtemp(prefix="syncvar-run-"))
     call_fd = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
     alive_read, alive_write = os.pipe2(os.O_CLOEXEC)
     try:
         with open(call_fd, "wb", closefd=False) as file:  # noqa: PTH123
             file.write(pack_path() + call)
-        command = [*command_of("syncvar_launcher.run"), "--workers", str(workers)]
-        if limit_s != math.inf:
-            command += ["--timeout", str(limit_s)]
-        if max_restarts:
-            command += ["--max-restarts", str(max_restarts)]
-        environ = {name: value for name, value in os.environ.items() if name not in {PREFIX + n for n in _NOT_INHERITED}}
+        left_out = {PREFIX + name for name in _NOT_INHERITED}
+        environ = {name: value for name, value in os.environ.items() if name not in left_out}
+        environ |= options.env
         environ |= {
             "SYNCVAR_PASS_FDS": str(call_fd),
             "SYNCVAR_PARENT_FD": str(alive_read),
@@ -155,8 +221,9 @@ def _launch(call: bytes, workers: int, limit_s: float, max_restarts: int) -> lis
             "SYNCVAR_RESULT_DIR": str(folder),
             "SYNCVAR_OUTCOME_FILE": str(folder / "outcome"),
         }
+        launcher = [*command_of("syncvar_launcher.run"), *options.command_line()]
         process = subprocess.Popen(  # noqa: S603
-            [*command, "-m", "syncvar.remote_call"],
+            [*launcher, "-m", "syncvar.remote_call"],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -166,28 +233,13 @@ def _launch(call: bytes, workers: int, limit_s: float, max_restarts: int) -> lis
         )
         code = _wait(process)
         if code != 0:
-            if (folder / _UNGUARDED).exists():
-                raise ConfigError((folder / _UNGUARDED).read_text())
             failure = _failure(folder, code)
             raise failure from failure.__cause__
-        return [_result(folder, rank) for rank in range(workers)]
+        return _results(folder)
     finally:
         for descriptor in (call_fd, alive_read, alive_write):
             os.close(descriptor)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _seconds(timeout: Any) -> float:
-    number = timeout
-    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
-        number = math.nan
-    try:
-        seconds = float(number)
-    except OverflowError:  # a whole number beyond all floats
-        seconds = math.inf if number > 0 else math.nan
-    if not seconds > 0:
-        raise ConfigError(f"timeout must be seconds above 0, or None for no limit, not {timeout!r:.100}")
-    return seconds
 
 
 def _describe(fn: Callable[..., Any], *, has_files: bool) -> tuple[Any, ...]:
@@ -251,19 +303,29 @@ def _pump(source: IO[bytes] | None, sink: Any) -> None:
             sink.flush()
 
 
-def _failure(folder: Path, code: int) -> LaunchError:
+def _failure(folder: Path, code: int) -> SyncvarError:
+    if (folder / _UNGUARDED).exists():
+        return ConfigError((folder / _UNGUARDED).read_text())
     try:
         outcome = unpack_object((folder / "outcome").read_bytes())
     except OSError:
         return LaunchError(f"the launcher ended with exit code {code}")
+    if "refused" in outcome:
+        kind = ConfigError if code in (exits.USAGE, exits.CONFIGURATION) else LaunchError
+        return kind(outcome["refused"])
     failure = RankFailed(outcome["rank"], outcome["host"], outcome["exit_code"], outcome["text"])
     with contextlib.suppress(OSError):  # its process was killed, or has ended by itself
         failure.__cause__ = unpack_exception((folder / f"error.{failure.rank}").read_bytes())
     return failure
 
 
-def _result(folder: Path, rank: int) -> Any:
-    try:
-        return unpack_object((folder / f"result.{rank}").read_bytes())
-    except FileNotFoundError:
-        raise LaunchError(f"rank {rank} ended without returning a result") from None
+def _results(folder: Path) -> list[bytes]:
+    """Return the packed results by rank; each rank also leaves how many there are."""
+    counts = [int(path.suffix[1:]) for path in folder.glob("of.*")]
+    results = []
+    for rank in range(counts[0] if counts else 1):
+        try:
+            results.append((folder / f"result.{rank}").read_bytes())
+        except FileNotFoundError:
+            raise LaunchError(f"rank {rank} ended without returning a result") from None
+    return results

@@ -1,45 +1,59 @@
-"""Functions that cannot be found by name, as bytes: the only place that pickles.
+"""Functions that cannot be found by name, and values of `sv.run(..., pickle=True)`, as bytes.
 
-`sv.run` uses it for functions of notebooks and interactive sessions. The bytes go to worker processes that this very
-process starts, through an inherited descriptor without a name; or, with `engine=`, through Ray or Dask to workers of the
-user's own cluster, which get all their functions pickled. Nothing that comes from a socket or a file of ours ever gets here.
+This is the only place that pickles. `sv.run` uses it for functions of notebooks and interactive
+sessions, and for arguments and results where its caller says so. The bytes go to workers that this
+very process starts, and come back from them: through the private descriptor and folder of the call,
+with `hosts=` through the agent there, with `engine=` through Ray or Dask. Nothing that comes from a
+socket of a job or from a checkpoint ever gets here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import linecache
 import os
+import sys
 from collections import ChainMap
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from syncvar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["pack_function", "unpack_function"]
+__all__ = [
+    "MAIN",
+    "loaded_main",
+    "pack_function",
+    "pack_values",
+    "unpack_function",
+    "unpack_values",
+]
+
+MAIN = "__syncvar_main__"  # as which a worker runs the file that the caller runs as __main__
+_loaded_main: list[Any] = []  # in a worker: the caller's __main__, as the worker has imported it
 
 
 def pack_function(fn: Callable[..., Any]) -> tuple[bytes, dict[str, str]]:
     """Return a function as bytes, and the source of its cells by their names.
 
     Raises:
-        ConfigError: The package cloudpickle is missing, or the function holds something that cannot be copied.
+        ConfigError: The package cloudpickle is missing, or the function uses something that
+            cannot be copied.
     """
+    pickler = _pickler(
+        f"{getattr(fn, '__qualname__', fn)!r} cannot be found by name in a module, as functions "
+        f"of a notebook or inner functions: define it at the top of a file, or pip install cloudpickle"
+    )
     try:
-        import cloudpickle
-    except ImportError:
-        raise ConfigError(
-            f"{getattr(fn, '__qualname__', fn)!r} cannot be found by name in a module, as functions of a notebook or "
-            f"inner functions: define it at the top of a file, or pip install cloudpickle"
-        ) from None
-    try:
-        data, places = _dumped(fn, cloudpickle.CloudPickler)
+        data, places = _dumped(fn, pickler, ())
     except Exception as error:  # cloudpickle raises whatever the captured objects raise
-        raise ConfigError(f"{getattr(fn, '__qualname__', fn)!r} cannot be copied to the workers: {error}") from None
-    cells = {place: "".join(linecache.getlines(place)) for place in places if not os.path.isfile(place)}
+        raise ConfigError(_refusal(fn, error, pickler)) from None
+    cells = {
+        place: "".join(linecache.getlines(place)) for place in places if not os.path.isfile(place)
+    }
     return data, {place: source for place, source in cells.items() if source}
 
 
@@ -57,13 +71,137 @@ def unpack_function(data: bytes, cells: Mapping[str, str]) -> Callable[..., Any]
     return cast("Callable[..., Any]", cloudpickle.loads(data))
 
 
-def _dumped(value: Any, pickler: Any) -> tuple[bytes, set[str]]:
+def pack_values(values: Any, what: str, main_names: Sequence[str]) -> bytes:
+    """Return values as bytes.
+
+    Args:
+        values: Anything that cloudpickle takes.
+        what: What they are, for the error.
+        main_names: Names of the module that is the caller's `__main__`; classes and functions of
+            it travel by name. Empty where the other side does not import it.
+
+    Raises:
+        ConfigError: The package cloudpickle is missing, or something cannot be pickled.
+    """
+    pickler = _pickler("pickle=True needs the package cloudpickle: pip install cloudpickle")
+    try:
+        return _dumped(values, pickler, main_names)[0]
+    except Exception as error:  # objects raise whatever they like
+        raise ConfigError(f"{what} cannot be pickled: {type(error).__name__}: {error}") from None
+
+
+def unpack_values(data: bytes, what: str) -> Any:
+    """Return the values that `pack_values` made into `data`.
+
+    Raises:
+        ConfigError: They cannot be made here, for instance because a module is missing.
+    """
+    import cloudpickle
+
+    try:
+        return cloudpickle.loads(data)
+    except Exception as error:  # likewise
+        raise ConfigError(
+            f"{what} cannot be unpickled here: {type(error).__name__}: {error}"
+        ) from None
+
+
+@contextlib.contextmanager
+def loaded_main(namespace: Any) -> Iterator[None]:
+    """Let values find classes and functions of the caller's `__main__` here.
+
+    Args:
+        namespace: What the worker has imported as it; None where it has not.
+    """
+    _loaded_main[:] = [] if namespace is None else [namespace]
+    try:
+        yield
+    finally:
+        _loaded_main.clear()
+
+
+def _refusal(fn: Any, error: Exception, pickler: Any) -> str:
+    """Return which variable of a function cannot be copied, and what to do."""
+    shown = repr(getattr(fn, "__qualname__", fn))
+    name, value, why = _found_culprit(fn, pickler, set()) or ("", None, error)
+    if not name:
+        return f"{shown} cannot be copied to the workers: {error}"
+    if type(value).__module__.partition(".")[0] == "syncvar":
+        return (
+            f"{shown} uses {name!r}, a {type(value).__name__} that was made outside of it and "
+            f"cannot be copied to the workers: make strategies and variables inside the function"
+        )
+    return (
+        f"{shown} uses {name!r}, which cannot be copied to the workers "
+        f"({type(why).__name__}: {why}): make it inside the function, as strategies and variables"
+    )
+
+
+def _found_culprit(fn: Any, pickler: Any, seen: set[int]) -> tuple[str, Any, Exception] | None:
+    """Return name, value and error of the first variable of a function that cannot be pickled."""
+    seen.add(id(fn))
+    for name, value in _used(fn):
+        try:
+            _dumped(value, pickler, ())
+        except Exception as error:  # likewise
+            inner = None
+            if isinstance(value, FunctionType) and id(value) not in seen:
+                inner = _found_culprit(value, pickler, seen)
+            return inner or (name, value, error)
+    return None
+
+
+def _used(fn: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of a function's surroundings: of its closure, defaults and module."""
+    fn = getattr(fn, "__func__", fn)
+    if not isinstance(fn, FunctionType):
+        return
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not set yet
+            yield name, cell.cell_contents
+    parameters = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    defaults = fn.__defaults__ or ()
+    yield from zip(parameters[len(parameters) - len(defaults) :], defaults, strict=True)
+    yield from (fn.__kwdefaults__ or {}).items()
+    codes = [fn.__code__]
+    while codes:
+        code = codes.pop()
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+        yield from (
+            (name, fn.__globals__[name]) for name in code.co_names if name in fn.__globals__
+        )
+
+
+def _pickler(refusal: str) -> Any:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise ConfigError(refusal) from None
+    return cloudpickle.CloudPickler
+
+
+def _of_main(name: str) -> Any:
+    """Return a class or function of the caller's `__main__`, in the caller and in its workers."""
+    found: Any = _loaded_main[0] if _loaded_main else sys.modules["__main__"]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _is_of_main(value: Any) -> bool:
+    try:
+        return _of_main(value.__qualname__) is value
+    except AttributeError:
+        return False
+
+
+def _dumped(value: Any, pickler: Any, main_names: Sequence[str]) -> tuple[bytes, set[str]]:
     """Return a value as bytes, and the files and cells of the functions in it."""
     reduce_code = pickler.dispatch_table[CodeType]
     places: set[str] = set()
 
     def reduce_with_place(code: CodeType) -> tuple[Any, tuple[Any, ...]]:
-        """Keep the name of a cell: cloudpickle writes <dynamic-code>, so that equal code is equal bytes."""
+        """Keep the name of a cell, for which cloudpickle writes <dynamic-code>."""
         make, parts = reduce_code(code)
         places.add(code.co_filename)
         return make, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
@@ -72,6 +210,12 @@ def _dumped(value: Any, pickler: Any) -> tuple[bytes, set[str]]:
         dispatch_table: ClassVar[Any] = ChainMap(
             {CodeType: reduce_with_place}, pickler.dispatch_table
         )
+
+        def reducer_override(self, obj: Any) -> Any:
+            has_name = isinstance(obj, type | FunctionType) and obj.__module__ in main_names
+            if has_name and _is_of_main(obj):
+                return _of_main, (obj.__qualname__,)
+            return super().reducer_override(obj)
 
     file = io.BytesIO()
     PlacedPickler(file).dump(value)

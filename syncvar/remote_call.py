@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib
 import os
@@ -9,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from syncvar.begin import adopt_path, unpack_call
 from syncvar.errors import ConfigError
@@ -29,6 +30,7 @@ def main() -> None:
     call = unpack_call(descriptor)
     os.close(descriptor)
     (folder / f"error.{rank}").unlink(missing_ok=True)  # of a start before this one
+    (folder / f"of.{os.environ['SYNCVAR_WORLD_SIZE']}").touch()
     try:
         data = called(call, rank, folder)
     except BaseException as error:
@@ -56,27 +58,56 @@ def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
         ConfigError: The function cannot be found, or what it returns cannot travel.
     """
     told = unpack_object(call)
-    result = _find(folder, *told["fn"])(*told["args"], **told["kwargs"])
+    builtins_input, builtins.input = builtins.input, _refuse_input
     try:
-        return pack_object(result)
+        return _called(told, rank, folder)
+    finally:
+        builtins.input = builtins_input
+
+
+def _refuse_input(_prompt: object = "", /) -> NoReturn:
+    raise EOFError("workers of sv.run have no terminal to read from: pass what input() asks for in args=")
+
+
+def _called(told: dict[str, Any], rank: int, folder: Path | None) -> bytes:
+    function, module = _find(folder, *told["fn"])
+    if "pickled" not in told:
+        args, kwargs = unpack_object(told["args"]), unpack_object(told["kwargs"])
+        return _packed_result(function(*args, **kwargs), rank)
+    from syncvar.notebook import MAIN, loaded_main, pack_values, unpack_values
+
+    main_names = (MAIN, told["fn"][1]) if told["is_main"] else ()
+    with loaded_main(module if told["is_main"] else None):
+        args, kwargs = unpack_values(told["pickled"], "the arguments of the function")
+        result = function(*args, **kwargs)
+        return pack_values(result, f"the result of the function on rank {rank}", main_names)
+
+
+def _packed_result(result: Any, rank: int) -> bytes:
+    try:
+        return pack_object(result, place="result", advice="sv.run(..., pickle=True)")
     except ConfigError as error:
-        raise ConfigError(f"the result of the function on rank {rank} cannot be returned: {error}") from None
+        raise ConfigError(
+            f"the result of the function on rank {rank} cannot be returned: {error}"
+        ) from None
 
 
-def _find(folder: Path | None, how: str, *where: Any) -> Any:
+def _find(folder: Path | None, how: str, *where: Any) -> tuple[Any, Any]:
+    """Return the function, and what it was found in."""
     if how == "copy":
         from syncvar.notebook import unpack_function
 
-        return unpack_function(*where)
+        return unpack_function(*where), None
     place, name = where
     with finding(place, folder):
         if how == "module":
-            found: Any = importlib.import_module(place)
+            module: Any = importlib.import_module(place)
         else:
             script_folder = str(Path(place).parent)
             if script_folder not in sys.path:
                 sys.path.insert(0, script_folder)
-            found = SimpleNamespace(**runpy.run_path(place, run_name="__syncvar_main__"))
+            module = SimpleNamespace(**runpy.run_path(place, run_name="__syncvar_main__"))
+    found = module
     try:
         for part in name.split("."):
             found = getattr(found, part)
@@ -85,7 +116,7 @@ def _find(folder: Path | None, how: str, *where: Any) -> Any:
             f"a worker has imported {place} and found no {name!r} in it: define it at the top of the file, not under "
             f"if __name__ == '__main__':, which workers do not run"
         ) from None
-    return found
+    return found, module
 
 
 if __name__ == "__main__":

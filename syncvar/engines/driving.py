@@ -8,14 +8,13 @@ import secrets
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from syncvar.config import RuntimeConfig, doubtful_variables
 from syncvar.engines.part import End, Place, packed, parts, unpacked
 from syncvar.errors import LaunchError, RankFailed
 from syncvar.exits import INTERNAL, TIMEOUT, weight_of
 from syncvar.restarting import Ending, Restarting
-from syncvar.wire import unpack_object
 from syncvar.wire.exceptions import unpack_exception
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ _log = logging.getLogger("syncvar")
 _LOOK_S = 1.0
 
 
-def drive(engine: Engine, call: bytes, workers: int, limit_s: float, max_restarts: int) -> list[Any]:
-    """Make a call as every rank of a job on an engine, and return the results by rank.
+def drive(engine: Engine, call: bytes, workers: int, limit_s: float, max_restarts: int) -> list[bytes]:
+    """Make a call as every rank of a job on an engine, and return the results by rank, packed.
 
     Args:
         engine: Where; it is closed at the end.
@@ -86,7 +85,7 @@ class _Start:
         self._error = ""
         self.has_met = False
 
-    def run(self, call: bytes, workers: int, restarts: int) -> list[Any]:
+    def run(self, call: bytes, workers: int, restarts: int) -> list[bytes]:
         """Return the results by rank; raise the first failure by cause."""
         limit_s = min(self._config.rendezvous_timeout_s, self._until - self._began)
         places = [unpacked(Place, data) for data in self._engine.gather(workers, limit_s)]
@@ -115,7 +114,7 @@ class _Start:
             raise failure from failure.__cause__
         if len(ends) < workers:
             raise RankFailed(-1, socket.gethostname(), TIMEOUT, f"the time limit of {self._limit_s:g} s passed")
-        return [unpack_object(ends[rank].result) for rank in range(workers)]
+        return [ends[rank].result for rank in range(workers)]
 
     def ending(self, failure: RankFailed, *, had_met: bool) -> Ending:
         """Return what decides whether all are started again."""

@@ -29,7 +29,7 @@ _UNIX_PATH_MAX = 107
 _LAST_RESORT = "/tmp"  # noqa: S108  (base_directory checks what is made there)
 _LOCK_LIMIT_S = 60.0
 _LOCK_NOTICE_S = 5.0
-_LOCK_PAUSE_S = 0.05
+_LOCK_PAUSE_S, _LOCK_PAUSE_S_MAX = 0.001, 0.05  # most hold it for less than the first
 
 _log = logging.getLogger("syncvar")
 
@@ -158,7 +158,7 @@ def _await_lock(guard: int, path: Path, waits: Callable[[], None] | None) -> Non
             _log.warning("process %d waits for the lock %s, which %s holds (at most %.0f s)", os.getpid(), path, _holder(guard), _LOCK_LIMIT_S)
         if waits is not None:
             waits()
-        time.sleep(_LOCK_PAUSE_S)
+        time.sleep(min(_LOCK_PAUSE_S_MAX, max(_LOCK_PAUSE_S, waited_s / 4)))
 
 
 def _holder(descriptor: int) -> str:

@@ -5,6 +5,7 @@ Whoever keeps the roll, the launcher or rank 0's process, decides it; see `wire/
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["answer_roll_call", "likeness"]
 
+_log = logging.getLogger("syncvar")
 _SCRIPT_NBYTES_MAX = 4 << 20
 _OF_THE_LAST = ("left", "verdict")  # who joins anew is told still of ranks that leave the generation that it has left
 
@@ -59,12 +61,17 @@ def answer_roll_call(
     )
     # The launcher decides when the roll call has failed; this limit only guards against a launcher that is stuck.
     limit_s = config.rendezvous_timeout_s + 10.0
-    deadline = time.monotonic() + limit_s
+    began, has_said = time.monotonic(), False
+    deadline = began + limit_s
     while True:
         message: Message | None = control.receive()
         if message is None:
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise RendezvousError(_no_answer(environment, control, limit_s))
+            if now - began >= config.roll_call_s and not has_said:
+                has_said = True
+                _say_that_it_waits(environment, control, now - began)
             transport.wait(min(1.0, deadline - time.monotonic()))
         elif message["kind"] == "roll":
             transport.open(message["addresses"], message["generation"])
@@ -77,6 +84,15 @@ def answer_roll_call(
             raise PeerLost(message["rank"], message["host"], message["reason"], "while the ranks met")
         elif message["kind"] not in _OF_THE_LAST:
             raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")
+
+
+def _say_that_it_waits(environment: RankEnvironment, control: Control, waited_s: float) -> None:
+    """Log that this rank waits, unless somebody else names the missing ranks here: the launcher, or who keeps the roll."""
+    if control.keeper not in (None, environment.rank) and environment.local_rank == 0:
+        _log.warning(
+            "rank %d has waited %.0f s for the others at %s, where rank %d keeps the roll",
+            environment.rank, waited_s, environment.rendezvous, control.keeper,
+        )  # fmt: skip
 
 
 def _no_answer(environment: RankEnvironment, control: Control, limit_s: float) -> str:

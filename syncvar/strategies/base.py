@@ -48,7 +48,7 @@ class Strategy(Taught):
         is_default: It is the strategy of a program that enters no scope.
     """
 
-    has_copies = True  # of every variable on every replica
+    _has_copies = True  # of every variable on every replica
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Strategy(Taught):
         is_beside = communicator is not world and communicator.members == world.members
         self._aligned: tuple[Communicator, ...] = (communicator, world) if is_beside else (communicator,)
         self._replica = Place(self, _REPLICA)
-        if self.has_copies and communicator.rank is not None and communicator.size > 1:
+        if self._has_copies and communicator.rank is not None and communicator.size > 1:
             self.roster = Roster(self)
             _known(self.context).add(self)
 
@@ -121,7 +121,7 @@ class Strategy(Taught):
 
     @property
     def communicator(self) -> Communicator:
-        """The calls of the replicas' group; of use to this package only.
+        """The calls of the replicas' group, for code that extends syncvar.
 
         Raises:
             UsageError: The process has left the job that the strategy was made in.
@@ -133,13 +133,13 @@ class Strategy(Taught):
             )
         return self._communicator
 
-    def kind_of_variable(self, synchronization: Any) -> type[Any] | None:
-        """Return the class of the variables that it makes with a mode, None for the usual; of use to this package only."""
+    def _kind_of_variable(self, synchronization: Any) -> type[Any] | None:
+        """Return the class of the variables that it makes with a mode, None for the usual."""
         del synchronization
         return None
 
-    def make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
-        """Return the memory for a variable's copy; of use to this package only."""
+    def _make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
+        """Return the memory for a variable's copy."""
         del synchronization
         return Storage(self.context, value)
 
@@ -354,7 +354,7 @@ class Strategy(Taught):
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def require_member(self) -> None:
+    def _require_member(self) -> None:
         """Raise UsageError where this process is no replica of this strategy."""
         self.communicator.member_rank  # noqa: B018  (raises for ranks outside the group)
 
@@ -365,7 +365,7 @@ class Strategy(Taught):
 
     def _require(self, what: str) -> list[Place]:
         """Return this thread's stack of places; raise UsageError unless `what` may be called here."""
-        self.require_member()
+        self._require_member()
         stack = self.places.stack
         if not stack:
             return stack
@@ -426,7 +426,7 @@ class Scope:
 
     def __enter__(self) -> Strategy:
         strategy = self._strategy
-        strategy.require_member()
+        strategy._require_member()  # noqa: SLF001  (of its own scope)
         place = current_place()
         if place is not None:
             if place.owner is not strategy:

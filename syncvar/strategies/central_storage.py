@@ -48,7 +48,7 @@ class CentralStorageStrategy(MirroredStrategy):
         True
     """
 
-    has_copies = False
+    _has_copies = False
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class CentralStorageStrategy(MirroredStrategy):
     def _default_members(self) -> tuple[int, ...]:
         return current().world.members
 
-    def make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
+    def _make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
         """Return the memory for a variable's copy; collective on the host for those that are shared."""
         if synchronization is not VariableSynchronization.ON_WRITE or self._on_host is None:
-            return super().make_storage(value, synchronization)
+            return super()._make_storage(value, synchronization)
         return shared_copy(self.context, self._on_host, value, self.timeout)

@@ -39,8 +39,10 @@ _REMEDY = (
 class RemoteValue:
     """What a scheduled function will have returned; made by `ClusterCoordinator.schedule`."""
 
-    def __init__(self, coordinator: ClusterCoordinator, task: int) -> None:
-        self._coordinator, self._task = coordinator, task
+    def __init__(
+        self, wait: Callable[[int, float | None], tuple[bool, Any]], task: int
+    ) -> None:
+        self._wait, self._task = wait, task
         self._outcome: tuple[bool, Any] | None = None
 
     def fetch(self, timeout: float | None = None) -> Any:
@@ -55,7 +57,7 @@ class RemoteValue:
             DeadlineExceeded: It was not over in time; ask again later.
         """
         if self._outcome is None:
-            self._outcome = self._coordinator.outcome_of(self._task, timeout)
+            self._outcome = self._wait(self._task, timeout)
         failed, value = self._outcome
         if failed:
             raise value
@@ -161,8 +163,8 @@ class ClusterCoordinator:
         else:
             asking = Asking()
             asking.put(_BOARD, self._tasks, np.frombuffer(call, np.uint8))
-            self._strategy.push(asking, "schedule")
-        return RemoteValue(self, self._tasks)
+            self._strategy.servers.push(asking, "schedule")
+        return RemoteValue(self._outcome_of, self._tasks)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until all scheduled functions are over.
@@ -199,8 +201,8 @@ class ClusterCoordinator:
         """
         return PerWorkerDataset(_name_of(fn), self._numbers)
 
-    def outcome_of(self, task: int, timeout: float | None) -> tuple[bool, Any]:
-        """Wait for a task; returns whether it failed, and its result or error. Of use to this package only."""
+    def _outcome_of(self, task: int, timeout: float | None) -> tuple[bool, Any]:
+        """Wait for a task; returns whether it failed, and its result or error."""
         if self._alone is not None:
             self._reported.add(task)
             return self._alone.pop(task)
@@ -214,7 +216,7 @@ class ClusterCoordinator:
                 self._reported.add(task)
                 asking = Asking()
                 asking.forget(_BOARD, [task])
-                self._strategy.push(asking, "fetch")
+                self._strategy.servers.push(asking, "fetch")
                 return (True, _error_of(*value)) if told["failed"] else (False, value)
             self._cancelled.add(task)
         return True, UsageError("the function was taken back before it began, because another one had failed")
@@ -222,7 +224,7 @@ class ClusterCoordinator:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _ask(self, asking: Asking, what: str, timeout: float | None = None) -> Ticket:
-        session = self._strategy.session
+        session = self._strategy.here.session
         return session.wait(session.request(asking.parts()), what, self._strategy.timeout if timeout is None else timeout)
 
     def _progress(self) -> dict[str, Any]:
@@ -239,8 +241,8 @@ class ClusterCoordinator:
         if self._alone is None:
             asking = Asking()
             asking.cancel(_BOARD)
-            self._strategy.push(asking, "cancel")
-        _, error = self.outcome_of(task, None)
+            self._strategy.servers.push(asking, "cancel")
+        _, error = self._outcome_of(task, None)
         self._reported.update(failed)
         raise error
 
@@ -275,10 +277,10 @@ class ClusterCoordinator:
             arguments = [self._received(one) for one in positional]
             keywords = {key: self._received(one) for key, one in named.items()}
             function = self._function(name)
-            with self._strategy.as_one():
+            with self._strategy.servers.as_one():
                 return False, function(*arguments, **keywords)
         except SyncvarError as error:
-            if self._strategy.session.client.broken is not None:
+            if self._strategy.here.session.client.broken is not None:
                 raise
             return True, error
         except Exception as error:  # the function's own: rank 0 is told

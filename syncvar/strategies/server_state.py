@@ -81,7 +81,7 @@ def take(variables: Sequence[tuple[ServerVariable, Sequence[RuleKey]]], timeout:
         for variable, rules in variables
     ]
     versions = [asking.version(server) for server in range(strategy.server_count)]
-    ticket = strategy.ask(asking, "snapshot", snapshot=True, timeout=timeout)
+    ticket = strategy.servers.ask(asking, "snapshot", snapshot=True, timeout=timeout)
     made = []
     for (variable, _), value, slots in zip(variables, reads.arrays(ticket), asked, strict=True):
         kept = Kept(variable, value, {})
@@ -150,7 +150,7 @@ def give_back(
             asking.count(server, pushes if server == _HOME else {})
     said = np.frombuffer(pack_object(says), np.uint8)
     asking.restore(_HOME, _key(number), Spec(said.shape, "uint8", "NONE", said.shape, 0), None, said)
-    strategy.ask(asking, "restoring", timeout=timeout)
+    strategy.servers.ask(asking, "restoring", timeout=timeout)
 
 
 def recall(strategy: ParameterServerStrategy, number: int, *, waits: bool, timeout: float | None) -> Any:
@@ -164,7 +164,7 @@ def recall(strategy: ParameterServerStrategy, number: int, *, waits: bool, timeo
         asking.describe(_HOME, _key(number))
     place = asking.pull(_HOME, _key(number))
     try:
-        ticket = strategy.ask(asking, "restoring, which rank 0 does", timeout=timeout)
+        ticket = strategy.servers.ask(asking, "restoring, which rank 0 does", timeout=timeout)
     except ConfigError:  # there is nothing under this number
         return None
     except DeadlineExceeded as error:

@@ -11,6 +11,7 @@ from syncvar.errors import ConfigError, UsageError
 from syncvar.partitioners import row_ranges
 from syncvar.servers.asking import Asking
 from syncvar.servers.shard import Spec
+from syncvar.strategies.server_access import ServerAccess, checked_staleness
 from syncvar.variables import Explanation, Variable, VariableAggregation, VariableSynchronization
 from syncvar.variables.by_shards import ShardInfo, checked_shape, require_shape, takes_shard_info
 from syncvar.variables.casting import checked_dtype, plain_array
@@ -83,7 +84,7 @@ class ServerVariable(Variable):
         shape: Any = None,
     ) -> None:
         owner: Any = current_owner()
-        if getattr(owner, "session", None) is None:
+        if getattr(owner, "servers", None) is None:
             raise UsageError("variables on servers are made by sv.Variable(…) in the scope of an sv.ParameterServerStrategy")
         self._requested = as_member(VariableSynchronization, synchronization, "synchronization")
         self._aggregation = as_member(VariableAggregation, aggregation, "aggregation")
@@ -96,30 +97,30 @@ class ServerVariable(Variable):
         if known is None:
             value = checked_value(base, initial_value, wanted, self._aggregation, calls=owner.is_chief, shape=lengths)
             known = None if value is None else (value.shape, value.dtype)
-        self._name = owner.names.take(base)
+        self._name = owner.here.names.take(base)
         self._owner: ParameterServerStrategy = owner
         self._rule = "the value is on servers, to which each worker pushes"
-        self._first, self._staleness = owner.next_server, owner.staleness
+        self._first, self._staleness = owner.here.next_server, owner.staleness
         if known is None:
             self._find(lengths)
         else:
             self._shape, self._dtype = known
-            self._cut(owner.partition(self._shape, self._dtype))
+            self._cut(owner.servers.partition(self._shape, self._dtype))
             if by_shards and owner.is_chief:
                 self._make_by_shards(initial_value)
             else:
                 self._make(value)
         owner.here.meets |= self._staleness == 0
-        owner.next_server = (self._first + self.num_shards) % owner.server_count
+        owner.here.next_server = (self._first + self.num_shards) % owner.server_count
         if self.num_shards > 1:
             self.__class__ = ShardedVariable
 
     # -- what it is -----------------------------------------------------------------------------------------------
 
     @property
-    def stepper(self) -> ParameterServerStrategy:  # type: ignore[override]
+    def stepper(self) -> ServerAccess:  # type: ignore[override]
         """Who makes an optimizer's steps of it."""
-        return self._owner
+        return self._owner.servers
 
     @property
     def num_shards(self) -> int:
@@ -146,12 +147,12 @@ class ServerVariable(Variable):
         Raises:
             ConfigError: Another value.
         """
-        self._staleness = self._owner.checked_staleness(staleness)
+        self._staleness = checked_staleness(staleness)
         self._owner.here.meets |= self._staleness == 0
         asking = Asking()
         for index in range(self.num_shards):
             asking.staleness(self.server_of(index), self.key_of(index), self._staleness)
-        self._owner.push(asking, f"set_staleness of variable {self._name!r}")
+        self._owner.servers.push(asking, f"set_staleness of variable {self._name!r}")
 
     def key_of(self, shard: int) -> str:
         """Return the name of a part on its server; of use to this package only."""
@@ -262,14 +263,14 @@ class ServerVariable(Variable):
     def _assign(self, operation: Operation, x: Any, done: int = 0) -> Variable:
         del done
         array = self._operand(operation, x, reduced=False)
-        with self._owner.pushing(f"{operation.value} of variable {self._name!r}") as asking:
+        with self._owner.servers.pushing(f"{operation.value} of variable {self._name!r}") as asking:
             self.add_push(asking, operation.value, array)
         return self
 
     def _scatter(self, operation: Operation, indices: Any, values: Any) -> Variable:
         what = f"{operation.value} of variable {self._name!r}"
         rows = checked_rows(operation, indices, values, self._shape, self._dtype, what)
-        with self._owner.pushing(what) as asking:
+        with self._owner.servers.pushing(what) as asking:
             self.add_push(asking, operation.value, rows.values, rows.indices)
         return self
 
@@ -306,7 +307,7 @@ class ServerVariable(Variable):
             value = checked_value(self._name, partial(make, shard_info=info), self._dtype, self._aggregation, calls=True, shape=spec.shape)
             assert value is not None
             asking.create(self.server_of(index), self.key_of(index), spec, self._staleness, value)
-            self._owner.ask(asking, f"making variable {self._name!r}")
+            self._owner.servers.ask(asking, f"making variable {self._name!r}")
 
     def _make(self, value: NDArray[Any] | None) -> None:
         """Let the servers make it, if this is the chief, who has the value; else wait until they have."""
@@ -317,13 +318,13 @@ class ServerVariable(Variable):
                 asking.create(server, key, spec, self._staleness, value if not self._shape else value[start:stop])
             else:
                 asking.expect(server, key, spec)
-        self._owner.ask(asking, f"making variable {self._name!r}")
+        self._owner.servers.ask(asking, f"making variable {self._name!r}")
 
     def _find(self, lengths: tuple[int, ...] | None) -> None:
         """Learn from a server what the chief has made of a callable; it must have the given shape, if there is one."""
         asking = Asking()
         server, number = asking.describe(self._first, self.key_of(0))
-        told = self._owner.ask(asking, f"making variable {self._name!r}").results[server][number]
+        told = self._owner.servers.ask(asking, f"making variable {self._name!r}").results[server][number]
         if told["aggregation"] != self._aggregation.name:
             raise ConfigError(f"variable {self._name!r} has aggregation {told['aggregation']} on the chief, {self._aggregation.name} here")
         self._shape, self._dtype = tuple(told["whole"]), np.dtype(told["dtype"])

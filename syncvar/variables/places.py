@@ -63,10 +63,10 @@ class Owner(Protocol):
     def communicator(self) -> Communicator:
         """The calls of the replicas' group."""
 
-    def kind_of_variable(self, synchronization: Any) -> type[Any] | None:
+    def _kind_of_variable(self, synchronization: Any) -> type[Any] | None:
         """Return the class of the variables that it makes with a mode; None for the usual one."""
 
-    def make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
+    def _make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
         """Return the memory for a variable's copy."""
 
 

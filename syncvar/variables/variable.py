@@ -104,7 +104,10 @@ class Variable(Taught, ArrayProtocol):
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Make a variable of the kind that the strategy in force has."""
         place = current_place() if cls is Variable and (arguments or options) else None
-        kind = None if place is None else place.owner.kind_of_variable(options.get("synchronization"))
+        kind = None
+        if place is not None:
+            kind_of = place.owner._kind_of_variable  # noqa: SLF001  (the strategy as variables see it)
+            kind = kind_of(options.get("synchronization"))
         return object.__new__(kind or cls)
 
     def __init__(
@@ -141,7 +144,8 @@ class Variable(Taught, ArrayProtocol):
         self._increments: dict[str, tuple[Context, str, int]] = {}  # deferred: where it was made, op and digest
         self._changes: list[tuple[int, str, str, str]] = []
         self._decided: tuple[int, str] | None = None  # when AUTO has decided last, and why
-        self._storage = made.owner.make_storage(made.value, self._synchronization)
+        make = made.owner._make_storage  # noqa: SLF001  (the strategy as variables see it)
+        self._storage = make(made.value, self._synchronization)
         self._look = self._prepared_look()
         action = decide(self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM)
         if action.travel is Travel.QUESTION:

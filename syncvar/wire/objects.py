@@ -24,7 +24,7 @@ from syncvar.wire.standard_types import STANDARD_CODES, is_standard, pack_standa
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["DEPTH_MAX", "PLAIN", "is_plain", "pack_object", "unpack_object"]
+__all__ = ["DEPTH_MAX", "PLAIN", "is_plain", "may_travel", "pack_object", "unpack_object"]
 
 _TUPLE, _ARRAY, _SCALAR, _BIG_INTEGER, _COMPLEX = 1, 2, 3, 4, 5
 _ORDERED, _COUNTER, _SET, _FROZEN_SET, _TENSOR = 6, 7, 8, 9, 10
@@ -33,6 +33,20 @@ _MOMENT = 16  # and as many as there are kinds of moments
 DEPTH_MAX = 64
 _ARRAY_HEAD = struct.Struct("<BB")
 _VERSIONS = "_metadata"  # what PyTorch's modules note on their state, by which they read older ones
+
+_KINDS = (
+    "objects may be None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, "
+    "date, time, datetime, timedelta, NumPy arrays and dtypes, tensors of PyTorch and JAX, range, Path and Decimal "
+    "(nothing is pickled)"
+)
+_LIBRARIES = frozenset((
+    "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "typing", "collections", "pathlib", "os", "decimal", "_decimal",
+))  # fmt: skip
+_OF_FRAMES = {
+    "pandas.DataFrame": "df.to_dict('list')", "polars.DataFrame": "df.to_dict(as_series=False)",
+    "pandas.Series": "x.to_numpy()", "polars.Series": "x.to_numpy()", "pandas.Timestamp": "x.to_pydatetime()",
+    "pandas.Timedelta": "x.to_pytimedelta()",
+}  # fmt: skip
 
 _FLAT = frozenset((type(None), bool, int, float, str, bytes))
 PLAIN = (
@@ -50,8 +64,33 @@ def is_plain(value: Any) -> bool:
     return library is not None and library.name != ""
 
 
-def pack_object(value: Any, limit_nbytes: int = 1 << 31) -> bytes:
+def may_travel(kind: type) -> bool:
+    """Return whether an instance of a class, or of a class derived from it, may be plain data.
+
+    Example:
+        >>> may_travel(dict), may_travel(object), may_travel(BaseException)
+        (True, True, False)
+    """
+    home = kind.__module__.partition(".")[0]
+    if home in _LIBRARIES or getattr(kind, "_is_protocol", False):
+        return True
+    try:
+        is_of_plain = issubclass(kind, PLAIN) or any(issubclass(one, kind) for one in PLAIN)
+    except TypeError:  # of a class that answers in its own way
+        return True
+    return is_of_plain or kind in (range, object)
+
+
+def pack_object(
+    value: Any, limit_nbytes: int = 1 << 31, *, place: str = "value", advice: str = ""
+) -> bytes:
     """Return `value` as bytes.
+
+    Args:
+        value: The object.
+        limit_nbytes: The most bytes that it may take.
+        place: What to call it in a refusal.
+        advice: What a refusal says to write; "" lists what can travel instead.
 
     Raises:
         ConfigError: A part of the value cannot travel (its place and type are named), or the result is too long.
@@ -62,10 +101,37 @@ def pack_object(value: Any, limit_nbytes: int = 1 << 31) -> bytes:
     """
     data = _packed_flat(value) if _is_flat(value) else None
     if data is None:
-        data = _packed(_plain(value, "value", 0))
+        try:
+            data = _packed(_plain(value, place, 0))
+        except _CannotTravelError as refusal:
+            raise ConfigError(refusal.sentence(advice)) from None
+        except ConfigError as error:
+            raise ConfigError(f"{error}; or write {advice}") if advice else error from None
     if len(data) > limit_nbytes:
         raise ConfigError(f"the object takes {len(data)} bytes, more than the limit of {limit_nbytes}")
     return data
+
+
+class _CannotTravelError(Exception):
+    """There is a value that is no plain data.
+
+    Args:
+        place: Where it stands.
+        value: It.
+    """
+
+    def __init__(self, place: str, value: Any) -> None:
+        self._place = place
+        self._value = value
+
+    def sentence(self, advice: str) -> str:
+        """Return the refusal, with what to do."""
+        kind = type(self._value)
+        name, remedy = f"{kind.__module__}.{kind.__qualname__}", _remedy(self._value)
+        what = f"{self._place} is a {name}, which cannot travel"
+        if advice:
+            return f"{what} as plain data: write {f'{remedy}, or ' if remedy else ''}{advice}"
+        return f"{what}{f': write {remedy}' if remedy else ''}; {_KINDS}"
 
 
 def _packed_flat(value: Any) -> bytes | None:
@@ -175,11 +241,7 @@ def _plain_array(value: Any, place: str) -> Any:
         return msgpack.ExtType(_ARRAY, _array_bytes(value, place))
     library = library_of(value)
     if library is None or not library.name:
-        raise ConfigError(
-            f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot travel{_remedy(value)}; objects may be "
-            f"None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, dates and times, "
-            f"NumPy arrays and dtypes, tensors of PyTorch and JAX, range, Path and Decimal (nothing is pickled)"
-        )
+        raise _CannotTravelError(place, value)
     try:
         array = library.take(value)
     except Exception as error:  # whatever the library raises
@@ -189,11 +251,14 @@ def _plain_array(value: Any, place: str) -> Any:
 
 def _remedy(value: Any) -> str:
     """Return what to write instead of a value that cannot travel, if that is known."""
+    kind = type(value)
     if library_of(value) is not None:
-        return ": write np.from_dlpack(x)"
+        return "np.from_dlpack(x)"
     if isinstance(value, tuple):
-        return ": write tuple(x)"
-    return ": write dataclasses.asdict(x)" if hasattr(type(value), "__dataclass_fields__") else ""
+        return "tuple(x)"
+    if hasattr(kind, "__dataclass_fields__"):
+        return "dataclasses.asdict(x)"
+    return _OF_FRAMES.get(f"{kind.__module__.partition('.')[0]}.{kind.__name__}", "")
 
 
 def _array_bytes(value: NDArray[Any], place: str) -> bytes:

@@ -13,7 +13,7 @@ from syncvar.config import RuntimeConfig
 from syncvar.joining.process import current
 from syncvar.servers.local import LocalServers
 from syncvar.serving.tally import Tally, put_tallies, take_tallies, tally_path
-from syncvar.strategies.parameter_server import ServersHere
+from syncvar.strategies.server_access import ServersHere
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=10.0)
@@ -388,11 +388,11 @@ def test_pushes_are_counted_through_checkpoints_and_what_is_lost_is_said_once(tm
         sv.Checkpoint(v=v).save(tmp_path / "c")
         sv.barrier()
         pushed(v, 1)
-        return v.strategy.session.client.pushes
+        return v.strategy.here.session.client.pushes
 
     def second():
         strategy, v = made()
-        strategy.session.pushes_before = 4  # as the launcher keeps it
+        strategy.here.session.pushes_before = 4  # as the launcher keeps it
         checkpoint = sv.Checkpoint(v=v)
         for _ in range(2):
             checkpoint.restore(tmp_path / "c")
@@ -401,7 +401,7 @@ def test_pushes_are_counted_through_checkpoints_and_what_is_lost_is_said_once(tm
         checkpoint.save(tmp_path / "d")
         sv.barrier()
         with Folder(tmp_path / "d") as folder:
-            return strategy.session.client.pushes, read_manifest(folder).pushes
+            return strategy.here.session.client.pushes, read_manifest(folder).pushes
 
     assert workers(2, first) == [4, 4]
     with caplog.at_level("WARNING", "syncvar"):

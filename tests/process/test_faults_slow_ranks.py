@@ -10,7 +10,8 @@ import pytest
 from fault_table import bound_s
 from launching import PATIENT, check_bound, last_exception, line_of
 
-import syncvar.bootstrap
+from syncvar.errors import HandshakeError
+from syncvar.exits import error_exit_code
 
 WOKEN = """
 import numpy as np
@@ -61,7 +62,7 @@ def test_f08_a_rank_that_wakes_when_it_has_been_given_up_is_fenced(launch, trans
     check_bound(f"F08-{transport} fenced", fenced["at"] - woken, bound_s("F08"))
     assert fenced["error"] == "HandshakeError", str(job)
     assert "rank 1 was given up, silent for" in fenced["text"], str(job)
-    assert syncvar.bootstrap._EXIT_CODES[fenced["error"]] == 76
+    assert error_exit_code(HandshakeError("")) == 76
     kept = {event["rank"]: event for event in job.events("kept")}
     assert set(kept) == {0, 1, 2}, str(job)
     for rank in (0, 2):

@@ -98,6 +98,26 @@ def test_what_would_only_come_again_is_not_tried_again(engine, caplog):
     assert len(engine.asked) == 5, "four starts of the first, one of the second"
 
 
+class Own:
+    def __init__(self, value):
+        self.value = value
+
+
+def doubled(own):
+    return Own(own.value * 2 + sv.rank())
+
+
+def asks():
+    return input("name? ")
+
+
+def test_any_object_travels_with_an_engine_and_input_is_answered(engine):
+    results = sv.run(doubled, 2, (Own(4),), engine=engine, pickle=True)
+    assert [(type(one), one.value) for one in results] == [(Own, 8), (Own, 9)]
+    with pytest.raises(sv.RankFailed, match=r"workers of sv\.run have no terminal to read from"):
+        sv.run(asks, 1, engine=engine)
+
+
 def test_several_ranks_in_one_process_are_refused(engine):
     class Twice(Processes):
         def gather(self, workers, timeout_s):

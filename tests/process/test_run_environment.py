@@ -1,4 +1,7 @@
-"""Workers of `sv.run` have the environment that `syncvar-launch` gives to its ranks, and look for modules as the caller does."""
+"""Workers of `sv.run` have the environment that `syncvar-launch` gives to its ranks.
+
+They look for modules as the caller does; programs that they start do not.
+"""
 
 import json
 import os
@@ -17,7 +20,8 @@ SCRIPT = """
         code = "import sys; print(sys.path)"
         line = [sys.executable, "-S", "-c", code]
         child = subprocess.run(line, capture_output=True, text=True, check=True).stdout
-        return {"environ": dict(os.environ), "path": sys.path, "child": child, "two": int(sv.all_reduce(1))}
+        two = int(sv.all_reduce(1))
+        return {"environ": dict(os.environ), "path": sys.path, "child": child, "two": two}
 
     if __name__ == "__main__":
         if "run" not in sys.argv:

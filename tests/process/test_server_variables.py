@@ -257,10 +257,11 @@ def test_a_script_whose_last_push_was_refused_fails(launch):
     strategy = sv.ParameterServerStrategy(staleness=None)
     with strategy.scope():
         v = sv.Variable(np.zeros(4), name="v")
-    with strategy.pushing("a push of too much") as asking:
+    with strategy.servers.pushing("a push of too much") as asking:
         asking.push(v.server_of(0), v.key_of(0), "assign_add", np.ones(5))
     until = time.monotonic() + 30
-    while strategy.session.client.unanswered and time.monotonic() < until:  # refused, and nobody has looked
+    client = strategy.here.session.client
+    while client.unanswered and time.monotonic() < until:  # refused, and nobody has looked
         time.sleep(0.01)
     """
     job = launch(script, workers=1, options=("--servers", "1"))

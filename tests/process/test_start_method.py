@@ -327,6 +327,16 @@ def test_a_server_that_is_killed_while_it_forks_is_the_culprit(launch, tmp_path)
     assert not job.events("began"), "no worker has begun"
 
 
+def test_a_server_on_a_host_with_an_agent_that_is_killed_gives_the_same_code(launch, tmp_path):
+    text = IN_SERVER + "    import os; os.kill(os.getpid(), 9)\n"
+    path = on_python_path(tmp_path / "site", text)["PYTHONPATH"]
+    options = (*FORK, "-H", "localhost:2", "--env", f"PYTHONPATH={path}")
+    job = launch("import probe", options=options)
+    assert job.wait() == 137, str(job)
+    assert "the process that workers are forked from was killed by signal 9" in job.report, str(job)
+    assert not job.events("began"), "no worker has begun"
+
+
 def test_a_program_is_refused_before_anything_starts(tmp_path):
     line = [sys.executable, "-m", "syncvar_launcher", "-n", "2", *FORK, "--no-python", "touch", "made"]
     ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)

@@ -42,7 +42,7 @@ if sv.rank() == 0:
     probe.note("found", whole=whole.numpy().tolist(), table=table.numpy().tolist())
     for rule in ("nowhere:rule", "my_rules:other", "__main__:own"):
         try:
-            strategy.prepare(("Custom", {"rule": rule}))
+            strategy.servers.prepare(("Custom", {"rule": rule}))
         except sv.ConfigError as error:
             probe.note("refused", text=str(error))
 sv.barrier()

@@ -1,4 +1,7 @@
-"""Exceptions travel as data: as their own class where it can be imported, else as a stand-in of the same name and text."""
+"""Exceptions travel as data.
+
+They come back as their own class where it can be imported, else as a stand-in of that name and text.
+"""
 
 import sys
 import types
@@ -40,8 +43,9 @@ def noted(error):
 @pytest.mark.parametrize(
     "error",
     [
-        ValueError("wrong"), KeyError(("a", 1)), OSError(2, "none", "file"), FileNotFoundError(2, "none", "a", None, "b"), SystemExit(3),
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "why"), ImportError("no", name="n", path="p"), Counted(4), PeerLost(1, "h", "why"),
+        ValueError("wrong"), KeyError(("a", 1)), OSError(2, "none", "file"), SystemExit(3),
+        FileNotFoundError(2, "none", "a", None, "b"), Counted(4), PeerLost(1, "h", "why"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "why"), ImportError("no", name="n", path="p"),
         noted(TypeError()), KeyboardInterrupt(), ZeroDivisionError("by 0"), Mute(1),
     ],
     ids=lambda error: type(error).__name__,
@@ -64,7 +68,12 @@ def test_an_exception_that_cannot_be_rebuilt_has_a_stand_in():
         pass
 
     group = ExceptionGroup("several", [ValueError(1)])
-    for error, base in [(Local("x"), KeyError), (Holder(object()), KeyError), (group, Exception), (Counted(object()), ValueError)]:
+    for error, base in [
+        (Local("x"), KeyError),
+        (Holder(object()), KeyError),
+        (group, Exception),
+        (Counted(object()), ValueError),
+    ]:
         back = unpack_exception(pack_exception(error))
         assert type(back) is not type(error)
         assert (type(back).__name__, str(back)) == (type(error).__name__, str(error))

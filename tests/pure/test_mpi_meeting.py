@@ -94,6 +94,25 @@ def test_who_joins_anew_does_not_mind_that_others_leave_the_generation_before():
     assert links.opened == ({0: "a", 1: "b"}, 1)
 
 
+@pytest.mark.parametrize(("keeper", "local_rank", "says"), [(0, 0, True), (0, 1, False), (3, 0, False), (None, 0, False)])
+def test_a_rank_that_waits_for_who_keeps_the_roll_says_so_once(monkeypatch, caplog, keeper, local_rank, says):
+    class Silent(_Channel):
+        def receive(self):
+            return None
+
+    channel = Silent()
+    channel.keeper = keeper
+    clock = itertools.count()
+    monkeypatch.setattr(roll_call, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(_Links, "wait", lambda self, timeout_s: None, raising=False)
+    rank = RankEnvironment(3, 4, local_rank, 2, 1, 2, 0, "tcp://h:1", "j")
+    with pytest.raises(RendezvousError):
+        answer_roll_call(rank, RuntimeConfig(rendezvous_timeout_s=20), _Links(), channel, 0, "")
+    said = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
+    assert len(said) == says
+    assert all("s for the others at tcp://h:1, where rank 0 keeps the roll" in one for one in said)
+
+
 @pytest.mark.parametrize(
     ("keeper", "told"),
     [

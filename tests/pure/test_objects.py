@@ -4,6 +4,7 @@ import datetime as dt
 import decimal
 import enum
 import random
+import re
 import traceback
 import tracemalloc
 import zoneinfo
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 
 from syncvar.errors import ConfigError, WireError
 from syncvar.wire import DTYPE_NAMES, dtype_from_index, pack_object, unpack_object
+from syncvar.wire.objects import may_travel
 
 arrays = st.builds(
     lambda index, shape, seed: _array(DTYPE_NAMES[index], tuple(shape), seed),
@@ -172,6 +174,30 @@ def test_what_cannot_travel_is_refused_with_its_place(value, place):
         pack_object(value)
     printed = "".join(traceback.format_exception(raised.value))
     assert printed.count("Traceback (most recent call last)") == 1, "one exception, not a chain"
+
+
+@pytest.mark.parametrize(
+    ("home", "name", "remedy"),
+    [
+        ("pandas.core.frame", "DataFrame", "df.to_dict('list')"),
+        ("polars.dataframe.frame", "DataFrame", "df.to_dict(as_series=False)"),
+        ("pandas._libs.tslibs.timestamps", "Timestamp", "x.to_pydatetime()"),
+        ("pandas.core.series", "Series", "x.to_numpy()"),
+    ],
+)
+def test_frames_are_refused_with_what_to_write(home, name, remedy):
+    value = type(name, (), {"__module__": home})()
+    with pytest.raises(ConfigError, match=f"which cannot travel: write {re.escape(remedy)}; objects may be"):
+        pack_object([value])
+    words = rf"args\[0\] is a {home}.{name}, .* write {re.escape(remedy)}, or sv.run\(\.\.\., pickle=True\)$"
+    with pytest.raises(ConfigError, match=words):
+        pack_object([value], place="args", advice="sv.run(..., pickle=True)")
+
+
+def test_classes_that_may_travel_are_known():
+    plain = [int, bool, str, dict, tuple, Pair, Hue, Colour, np.ndarray, Path, decimal.Decimal, dt.date, range, object]
+    assert [kind for kind in plain if not may_travel(kind)] == []
+    assert [kind for kind in (Point, ValueError, type, random.Random) if may_travel(kind)] == []
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,31 @@ def test_progress_that_begins_with_the_return_is_shown_too():
     assert err.getvalue() == b"[0]  10%\r\x1b[K[0]  10%\r[0]  20%\n"
 
 
-def test_progress_in_a_file_makes_lines():
+def test_of_progress_in_a_file_the_last_state_stands():
     out, _, forwarder = pair()
     forwarder.feed(0, "out", b"50%\r", 0)
-    forwarder.feed(0, "out", b"\r60%\r\n", 0)
-    assert out.getvalue() == b"[0] 50%\n[0] 60%\n"
+    forwarder.feed(1, "out", b"other\n", 1)
+    assert out.getvalue() == b"[1] other\n"
+    forwarder.feed(0, "out", b"\r60%\r\n", 2)
+    assert out.getvalue() == b"[1] other\n[0] 60%\n"
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b""])
+def test_progress_that_nothing_replaces_is_a_line_at_its_end(end):
+    out, _, forwarder = pair()
+    for percent in (b"\r 10%", b"\r 90%", b"\r100%\r", end):
+        forwarder.feed(0, "out", percent, 0)
+    forwarder.finish()
+    assert out.getvalue() == b"[0] 100%\n"
+
+
+def test_progress_that_lasts_is_a_line_every_ten_seconds():
+    out, _, forwarder = pair()
+    for second in range(35):
+        forwarder.feed(0, "out", b"\rstep %d" % second, second)
+    forwarder.finish()
+    assert out.getvalue() == b"[0] step 10\n[0] step 20\n[0] step 30\n[0] step 34\n"
+    assert forwarder.last_lines(0) == ("step 34",)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -389,6 +409,7 @@ _BYTES = st.lists(
 def model(data, limit):
     """What the lines of a stream are, said another way: all at once."""
     ends = re.split(rb"(\r\n|\n|\r)", data)
+    held = b""
     for index in range(0, len(ends), 2):
         text = ends[index]
         end = ends[index + 1] if index + 1 < len(ends) else b""
@@ -403,7 +424,11 @@ def model(data, limit):
                 cut = limit
             pieces.append(text[:cut])
             text = text[cut:]
-        yield from [escape(piece.decode("utf-8", "backslashreplace")) for piece in [*pieces, text]]
+        lines = pieces if end == b"\r" else [*pieces, text or held]
+        held = text if end == b"\r" else b""
+        yield from [escape(line.decode("utf-8", "backslashreplace")) for line in lines]
+    if held:
+        yield escape(held.decode("utf-8", "backslashreplace"))
 
 
 @given(

@@ -21,7 +21,8 @@ UNSAFE_ATTRIBUTES = {
 }  # fmt: skip
 UNSAFE_DOTTED = {"os.system", "os.popen", "os.spawnl", "os.spawnv", "subprocess.getoutput", "subprocess.getstatusoutput"}
 
-# A notebook's function travels to a child that the notebook started itself, over an inherited pipe.
+# A notebook's function travels to a child that the notebook started itself, over an inherited descriptor. With pickle=True
+# so do arguments, and results come back through a private folder, which only this user's own workers write.
 ALLOWED = {
     ("syncvar/notebook.py", "cloudpickle"),
     ("syncvar/bootstrap.py", "compile"), ("syncvar/bootstrap.py", "exec"),  # the user's own script, as `python script.py` does

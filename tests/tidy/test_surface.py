@@ -41,6 +41,33 @@ def check_annotations(name, function):
     assert signature.return_annotation is not inspect.Signature.empty, f"{name} has no return type"
 
 
+OF_STRATEGIES = {
+    *("check_every", "communicator", "distribute_datasets_from_function", "gather", "reduce"),
+    *("experimental_distribute_dataset", "experimental_distribute_values_from_function"),
+    *("experimental_local_results", "num_replicas_in_sync", "replica_id", "run", "scope"),
+}
+OF_SERVERS = {
+    *("is_chief", "read_all", "server_count", "snapshot", "staleness_counts"),
+    *("tick", "transaction"),
+}
+OF_COORDINATORS = {"create_per_worker_dataset", "done", "fetch", "join", "schedule"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (sv.Strategy, OF_STRATEGIES),
+        (sv.MirroredStrategy, OF_STRATEGIES),
+        (sv.MultiWorkerMirroredStrategy, OF_STRATEGIES),
+        (sv.CentralStorageStrategy, OF_STRATEGIES),
+        (sv.ParameterServerStrategy, OF_STRATEGIES | OF_SERVERS),
+        (sv.ClusterCoordinator, OF_COORDINATORS),
+    ],
+)
+def test_help_of_a_strategy_lists_what_programs_call(kind, names):
+    assert {name for name in dir(kind) if not name.startswith("_")} == names
+
+
 def test_names_are_sorted_and_listed_by_dir():
     assert sorted(sv.__all__) == list(sv.__all__)
     assert set(dir(sv)) == {*sv.__all__, "__version__"}
