@@ -84,7 +84,7 @@ class Gone(NamedTuple):
 
 
 class Spared(NamedTuple):
-    """Workers have not been sent a signal that they do not expect, and that would have ended them."""
+    """Workers got no signal, because they do not expect it and it would have ended them."""
 
     number: int
     ranks: list[int]
@@ -293,7 +293,7 @@ class Agent:
                                 os.kill(child, signal.SIGTERM)
 
     def send_groups(self, number: int) -> list[int]:
-        """Send a signal to the process groups of the ranks: to each rank, and to what it has started and left there.
+        """Send a signal to the ranks, and to what they have started in their process groups.
 
         A process that the signal would end gets none, because nothing there expects it.
 

@@ -234,7 +234,10 @@ class Agents:
             site.remote.send("signal", ranks=own, number=number)
 
     def send_groups(self, number: int) -> list[int]:
-        """Send a signal to the process groups of all ranks; the hosts name those later that do not expect it, as `Spared`."""
+        """Send a signal to the process groups of all ranks.
+
+        Ranks that do not expect it come later, as an event `Spared`.
+        """
         for site in self._fleet.sites:
             site.remote.send("signal_groups", number=number)
         return []
@@ -430,7 +433,10 @@ class Agents:
         elif kind == "fed":
             self._input.fed(message["count"])
         elif kind == "spared":
-            yield Spared(message["number"], [each for each in message["ranks"] if isinstance(each, int) and self.workers.get(each) is site])
+            named = [each for each in message["ranks"] if isinstance(each, int)]
+            ranks = [each for each in named if self.workers.get(each) is site]
+            if ranks:
+                yield Spared(message["number"], ranks)
         elif kind == "said":
             self._said.append(escape(f"{site.name}: {message['sentence']}"))
         elif kind == "refused":
@@ -452,7 +458,8 @@ class Agents:
             try:
                 write_record(str(folder), name, data.decode("utf-8", "backslashreplace"))
             except OSError as error:
-                lost = LostFile(str(folder / name), EVIDENCE if is_record(name) else "--stats", why_unwritten(error))
+                origin = EVIDENCE if is_record(name) else "--stats"
+                lost = LostFile(str(folder / name), origin, why_unwritten(error))
                 self._job.lost_files.add([lost], site.name)
 
     def _running_on(self, site: Site) -> list[int]:

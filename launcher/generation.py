@@ -692,7 +692,8 @@ class Generation:
         arguments = self.job.arguments if is_last and not outcome_file else []  # `sv.run` has no command line to try again
         text = failure_block(
             self._failure(cause), others, arguments=arguments, log_dir=log_dir, records=records,
-            raised=self._raised(exits.OF_OTHERS), remedies=self._remedies(cause), is_whole=self.options.verbose,
+            raised=self._raised(exits.OF_OTHERS), remedies=self._remedies(cause),
+            is_whole=self.options.verbose,
         )  # fmt: skip
         if outcome_file and is_last:
             told_file = {"rank": cause.rank, "host": self.job.host_name(max(cause.rank, 0)), "exit_code": outcome.exit_code, "text": text}
@@ -705,8 +706,12 @@ class Generation:
         chosen = self.options
         if not is_server(cause.rank):
             return []
-        copies = [["--server-replicas", "1"]] if chosen.servers > 1 and not chosen.server_replicas else []
-        return copies + ([] if chosen.max_restarts else [["--max-restarts", "3"]])
+        remedies = []
+        if chosen.servers > 1 and not chosen.server_replicas:
+            remedies.append(["--server-replicas", "1"])
+        if not chosen.max_restarts:
+            remedies.append(["--max-restarts", "3"])
+        return remedies
 
     def _failure(self, cause: Cause) -> Failure:
         return Failure(

@@ -10,8 +10,8 @@ One tolerant reader takes what the launchers of this field take:
     ^gpu03                           removes a host
 
 Comments begin with `#`, `//` or `/*`; blank lines, Windows' line ends and a byte order mark do not matter. A host
-without a count has as many slots as it has usable cores in a file, and one in `-H`. A host that is named again has its
-counts added, one for each line without a count, with a notice. What cannot be understood is an error that shows file,
+without a count has as many slots as it has usable cores in a file, and one in `-H`.
+A host that is named again has its counts added, one for each line without a count, with a notice. What cannot be understood is an error that shows file,
 line and column and says what to write: a host is never left out silently.
 """
 

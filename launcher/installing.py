@@ -1,4 +1,4 @@
-"""How syncvar gets onto another host: from the place where this host has it, since all hosts need the same one."""
+"""How to install on another host the syncvar of this host: all hosts need the same one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def remedy(python: str, host: str, origin: dict[str, Any]) -> str:
     Args:
         python: The interpreter on the other host.
         host: Its name, for ssh.
-        origin: What pip has noted of the place in direct_url.json; empty where it has noted nothing.
+        origin: What pip has noted of the place in direct_url.json; empty if it has noted nothing.
 
     Example:
         >>> words = remedy("python3", "n1", {"url": "file:///opt/syncvar", "dir_info": {}})

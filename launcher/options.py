@@ -554,7 +554,7 @@ def _hosts(values: Mapping[str, Any], base: Path, job: Allocation | None) -> tup
         found = parse_hostfile(content, values["hostfile"])
     named, notices = selected(found.hosts, values["include"], values["exclude"]), found.notices
     if job is None:
-        if values["hosts"] is not None:  # as for mpirun; a host file is for those who want all cores
+        if values["hosts"] is not None:  # as for mpirun
             named = tuple(one._replace(slots=one.slots or 1) for one in named)
         return named, notices
     from syncvar_launcher.allocation import within

@@ -551,14 +551,15 @@ class _Logs:
         """
         for path in self._folder.iterdir():
             match = _LOG.fullmatch(path.name)
-            if match is None or path.is_symlink() or not path.is_file():  # we made regular files only
+            if match is None or path.is_symlink() or not path.is_file():  # we make regular files
                 continue
             if int(match[2]) + (0 if match[1] == "rank" else SERVER_0) in ranks:
                 continue
             try:
                 path.unlink()
             except OSError as error:
-                self._warn(f"cannot remove {path} of an earlier job: {why_unwritten(error)}; it is none of this job's")
+                why = why_unwritten(error)
+                self._warn(f"cannot remove {path} of an earlier job: {why}; it is not of this job")
 
     def open(self, rank: int, stream: Stream, mark: bytes = b"") -> None:
         """Open a file: a fresh one, or with a mark that is written after what is there."""

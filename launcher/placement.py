@@ -54,7 +54,8 @@ def placed(rooms: Sequence[Room], workers: int | None, map_by: str = "slot") -> 
         there = ", ".join(f"{one.name} {limit}" for one, limit in zip(rooms, most, strict=True))
         raise ConfigError(
             f"{workers} workers have no place: the hosts have {sum(most)} slots ({there}); "
-            f"write --workers {sum(most)}, or give a host more: name:N in -H, slots=N or max_slots=N in a host file"
+            f"write --workers {sum(most)}, or give a host more: name:N in -H, "
+            "slots=N or max_slots=N in a host file"
         )
     limits = [one.slots for one in rooms]
     given = _dealt(limits, min(workers, soft), map_by)

@@ -207,7 +207,8 @@ def ending_sentence(number: int, grace_s: float) -> str:
     """
     if number == _CTRL_C:
         return f"ending the ranks, up to {grace_s:g} s; Ctrl-C again kills them"
-    return f"{signal_name(number)} came: ending the ranks, up to {grace_s:g} s; a second signal kills them"
+    ending = f"ending the ranks, up to {grace_s:g} s; a second signal kills them"
+    return f"{signal_name(number)} came: {ending}"
 
 
 def spared_block(number: int, places: Sequence[Other], launcher: int) -> str:
@@ -228,10 +229,12 @@ def spared_block(number: int, places: Sequence[Other], launcher: int) -> str:
     have = "has" if len(places) == 1 else "have"
     they = "it does" if len(places) == 1 else "they do"
     name = signal_name(number) or number
+    why = f"{name} would end {ranks}, which {have} no handler for it"
+    where = "it is" if len(places) == 1 else "they are"
     lines = [
-        f"syncvar: {name} would end {ranks}, which {have} no handler for it: {they} not get it. What {they}:",
+        f"syncvar: {why}: {they} not get it. What {they}:",
         *_others(places),
-        f"syncvar: `syncvar stacks {launcher}` shows where {'it is' if len(places) == 1 else 'they are'} in the script",
+        f"syncvar: `syncvar stacks {launcher}` shows where {where} in the script",
     ]
     return "".join(f"{line}\n" for line in lines)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["main", "program"]
 
 
-_EARLY = (signal.SIGUSR1, signal.SIGUSR2)  # passed on to the ranks where nothing else is said, and deadly to a process without a handler
+_EARLY = (signal.SIGUSR1, signal.SIGUSR2)  # the launcher passes them on by default; unhandled they kill
 _SPARE_S = 2.0  # whoever has a deadline of its own meets that first
 
 

@@ -98,13 +98,14 @@ def groups(leaders: dict[int, int]) -> dict[int, list[int]]:
 
 
 def expects(pid: int, number: int) -> bool:
-    """Return whether a process handles, ignores or blocks a signal, so that its default action does not end the process."""
+    """Return whether a process handles, ignores or blocks a signal: then it does not end the process."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             lines = file.read().splitlines()
     except OSError:
         return False
-    masks = [int(line.split()[1], 16) for line in lines if line.startswith((b"SigBlk:", b"SigIgn:", b"SigCgt:"))]
+    kinds = (b"SigBlk:", b"SigIgn:", b"SigCgt:")
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith(kinds)]
     return any(mask >> (number - 1) & 1 for mask in masks)
 
 

@@ -334,7 +334,7 @@ class Supervisor:
         return min([*due, *(at for rank, (at, _) in self._awaited.items() if rank not in self.running)])
 
     def grace_s(self, now: float) -> float | None:
-        """Return after how many seconds the ranks are killed that still run; None where nothing is to be killed."""
+        """Return after how many seconds the launcher kills what still runs; None if it kills nothing."""
         return None if self._kill_at is None or not self.running else max(0.0, self._kill_at - now)
 
     def outcome(self) -> Outcome:

@@ -112,7 +112,8 @@ def error_exit_code(error: BaseException) -> int:
         >>> error_exit_code(ValueError("x"))
         1
     """
-    return _OF_ERRORS.get(type(error).__name__, 1) if type(error).__module__ == "syncvar.errors" else 1
+    kind = type(error)
+    return _OF_ERRORS.get(kind.__name__, 1) if kind.__module__ == "syncvar.errors" else 1
 
 
 def is_interactive() -> bool:

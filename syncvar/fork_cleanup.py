@@ -94,7 +94,7 @@ def unregister_exit(function: Callable[..., None]) -> None:
 
 
 def hook_exceptions(hook: ExceptionHook) -> ExceptionHook:
-    """Set `sys.excepthook` in this process, but in no child that it forks; return the hook that was there."""
+    """Set `sys.excepthook` in this process, but in no child that it forks; return the one before."""
     before = sys.excepthook
     sys.excepthook = hook
     _exception_hooks.append((hook, before))

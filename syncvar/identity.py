@@ -52,9 +52,9 @@ def host_count() -> int:
 def restart_count() -> int:
     """Return how often this job's workers have been started again before, 0 in the first run and without a launcher.
 
-    `syncvar-launch --max-restarts` starts all workers again when one is lost, and so do torchrun, a requeue of Slurm and a
-    JobSet; only checkpoints survive that. An Indexed Job of Kubernetes does not tell its pods, so the number stays 0 there.
-    The same on every rank.
+    `syncvar-launch --max-restarts` starts all workers again when one is lost, and so do torchrun, a
+    requeue of Slurm and a JobSet; only checkpoints survive that. An Indexed Job of Kubernetes does
+    not tell its pods, so the number stays 0 there. The same on every rank.
 
     Example:
         >>> import syncvar as sv

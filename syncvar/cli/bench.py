@@ -145,7 +145,8 @@ def check_files(chosen: argparse.Namespace) -> None:
         ConfigError: One of them cannot be written.
     """
     for path, origin in ((chosen.json, "--json"), (chosen.plot, "--plot")):
-        if path is not None and os.environ.get("SYNCVAR_RANK", "0") == "0":  # the rank that writes them
+        is_writer = os.environ.get("SYNCVAR_RANK", "0") == "0"
+        if path is not None and is_writer:
             check_file(path, origin)
 
 

@@ -229,7 +229,8 @@ def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
     members = members_of(records).get(one.group, ())
     names = names_of(records)
     group = names[one.group]
-    lines = [f"first divergence: call {_number(records, one)} of {group}, {duration(one.began - zero)} after the first event"]
+    after = duration(one.began - zero)
+    lines = [f"first divergence: call {_number(records, one)} of {group}, {after} after the first event"]
     does: dict[str, list[int]] = {}
     for rank, event in sorted(one.made.items()):
         does.setdefault(_did(event), []).append(rank)
@@ -244,7 +245,8 @@ def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
         if rank in by_rank:
             texts.append(([rank], f"{rank_list([rank])}: never entered it; {_instead(by_rank[rank], one, zero, names)}"))
         else:
-            texts.append(([rank], f"{rank_list([rank])}: {lost[rank].words} without call {_number(records, one)}"))
+            call = _number(records, one)
+            texts.append(([rank], f"{rank_list([rank])}: {lost[rank].words} without call {call}"))
     unknown = sorted(set(members) - set(one.made) - set(one.absent))
     texts = sorted(texts, key=lambda item: item[0])
     lines += [f"  {text}" for _, text in texts[:_LINES]]
@@ -266,7 +268,8 @@ def _told_cycle(
     for rank, one in list(cycle.items())[:_LINES]:
         event = one.made[rank]
         number = _number(records, one)
-        lines.append(f"  rank {rank}: call {number} of {names[one.group]}, {_did(event)}, begun at {duration(event.began_ns - zero)}")
+        begun = duration(event.began_ns - zero)
+        lines.append(f"  rank {rank}: call {number} of {names[one.group]}, {_did(event)}, begun at {begun}")
     return [*lines, *_verdict(cycle[ranks[0]]), ""]
 
 
@@ -302,17 +305,20 @@ def _instead(record: Record, one: Divergence, zero: int, names: Mapping[int, str
     after = [event for event in own if event.call > one.call]
     since = before[-1].began_ns if before else 0
     if before:
-        text = f"its call {number_of([record], one.group, before[-1].call)} was {before[-1].what}, {before[-1].state}"
+        number = number_of([record], one.group, before[-1].call)
+        text = f"its call {number} was {before[-1].what}, {before[-1].state}"
     else:
         text = "it made no call of the group before" if record.is_whole else "what it did before is not known"
     if after:
-        return f"{text}; it went on with its call {number_of([record], one.group, after[0].call)}, {after[0].what}, at {duration(after[0].began_ns - zero)}"
+        number, at = number_of([record], one.group, after[0].call), duration(after[0].began_ns - zero)
+        return f"{text}; it went on with its call {number}, {after[0].what}, at {at}"
     others = [event for event in record.events if event.group != one.group and event.state != "noted"]
     later = [event for event in others if event.began_ns > since]
     elsewhere = next((event for event in later if event.state != "done"), later[0] if before and later else None)
     if elsewhere is not None:
         where = names[elsewhere.group] if elsewhere.group >= 0 else ""
-        at = f"call {number_of([record], elsewhere.group, elsewhere.call)} of {where}" if where else "a question"
+        number = number_of([record], elsewhere.group, elsewhere.call)
+        at = f"call {number} of {where}" if where else "a question"
         return f"{text}; instead it made {at}, {elsewhere.what}, {_state(elsewhere)}, at {duration(elsewhere.began_ns - zero)}"
     return f"{text}; it made no other call" + (f": {_first(record.reason)}" if record.reason else "")
 
@@ -347,7 +353,8 @@ def _before(records: Sequence[Record], group: int, call: int, zero: int) -> list
         states = {_state(event) for event in events.values()}
         ended = max(event.ended_ns for event in events.values())
         state = f"{', '.join(sorted(states))} at {duration(ended - zero)}" if ended else "not ended"
-        lines.append(f"  call {number_of(records, group, number)}: {what}, {rank_list(events)}, {state}")
+        shown = number_of(records, group, number)
+        lines.append(f"  call {shown}: {what}, {rank_list(events)}, {state}")
     return lines
 
 
@@ -374,7 +381,8 @@ def _agreed(records: Sequence[Record], zero: int) -> list[str]:
             what = next(iter(bad.values())).what
             began = min(event.began_ns for event in events.values())
             number = number_of(records, group, call)
-            lines.append(f"first without an end in {names[group]}: call {number}, {what}, begun at {duration(began - zero)}")
+            at = duration(began - zero)
+            lines.append(f"first without an end in {names[group]}: call {number}, {what}, begun at {at}")
             lines += [f"  {rank_list(ranks)}: {said}" for said, ranks in states.items()]
             lines += ["before it", *_before(records, group, call, zero)]
             break

@@ -95,7 +95,10 @@ def as_record(data: Mapping[str, Any]) -> Record:
         is_whole=bool(data["is_whole"]),
         written=int(data["written_ns"]) + offset,
         groups={int(group): tuple(members) for group, members in data["groups"].items()},
-        gaps={int(group): [(int(first), int(count)) for first, count in gaps] for group, gaps in data.get("gaps", {}).items()},
+        gaps={
+            int(group): [(int(first), int(count)) for first, count in gaps]
+            for group, gaps in data.get("gaps", {}).items()
+        },
         threads={int(ident): dict(about) for ident, about in data["threads"].items()},
         stack=tuple(Frame(str(file), int(line), str(name)) for file, line, name in data.get("stack", ())),
         events=tuple(sorted(events, key=lambda event: event.began_ns)),
@@ -167,8 +170,9 @@ def calls_of(records: Iterable[Record]) -> dict[int, dict[int, dict[int, Event]]
 
 
 def number_of(records: Iterable[Record], group: int, call: int) -> int:
-    """Return which call of its group a call is, from 1, as the first of these records counts that knows the group."""
-    return ordinal(next((record.gaps[group] for record in records if group in record.gaps), ()), call)
+    """Return which call of its group a call is, from 1: by the first record that knows the group."""
+    gaps = next((record.gaps[group] for record in records if group in record.gaps), ())
+    return ordinal(gaps, call)
 
 
 def names_of(records: Iterable[Record]) -> dict[int, str]:

@@ -83,11 +83,11 @@ def all_reduce_shards(
         PeerLost: A rank is gone.
         DeadlineExceeded: The call did not finish in time.
 
-    Cost: an exchange of ids and shapes, then two rounds. In the first, each rank sums the subtrees of which it has all
-        shards, cuts each of these sums into one piece for each rank, and sends the pieces. In the second, it sends its
-        piece of the result. A few small arrays travel whole, in one round. Bring consecutive ids: a rank has at most
-        2 log2(n) subtrees then, and one if its share is a power of two. With every N-th id each shard is a subtree of
-        its own.
+    Cost: an exchange of ids and shapes, then two rounds. In the first, each rank sums the subtrees
+        of which it has all shards, cuts each of these sums into one piece for each rank, and sends
+        the pieces. In the second, it sends its piece of the result. A few small arrays travel whole,
+        in one round. Bring consecutive ids: a rank has at most 2 log2(n) subtrees then, and one if
+        its share is a power of two. With every N-th id each shard is a subtree of its own.
 
     Order: T(0, n) over ids, T(lo, hi) = T(lo, mid) + T(mid, hi), mid = lo + the largest power of two below hi - lo. Half
         types are combined in float32 and rounded once. The bytes are equal on every rank. The error is at most

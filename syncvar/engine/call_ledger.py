@@ -277,7 +277,8 @@ class CallLedger:
                 return self.sentence(verdict, operation)
         for rank in self.left:
             if self.is_without(rank, operation):
-                return self.ended(rank, self._numbers.text(operation.what, operation.group, operation.call))
+                call = self._numbers.text(operation.what, operation.group, operation.call)
+                return self.ended(rank, call)
         return None
 
     @staticmethod

@@ -309,7 +309,8 @@ class Core(AdmissionState):
     def interrupted(self, operation: Awaited, error: BaseException) -> None:
         """Break the generation because an exception has left a started call."""
         operation.entry.end(error)
-        place = self.recorder.numbers.text(operation.what, operation.entry.told.group, operation.call)
+        group = operation.entry.told.group
+        place = self.recorder.numbers.text(operation.what, group, operation.call)
         self.fall(error, place, but=operation)
 
     def fall(self, error: BaseException, place: str, but: Awaited | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The exit codes of processes that syncvar-launch has not started: the same as under it, by `sys.excepthook`."""
+"""The exit codes of processes that another launcher has started: those of syncvar-launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _before: list[ExceptionHook] = []  # at most one
 
 
 def give_exit_codes() -> None:
-    """End this process with the exit code of syncvar's errors if one of them ends it; the hook that was there comes first."""
+    """Give this process the exit code of an error of syncvar that ends it, by `sys.excepthook`.
+
+    The hook that was there before runs first.
+    """
     if not _before:
         _before.append(hook_exceptions(_end))
 

@@ -100,11 +100,13 @@ def _no_answer(environment: RankEnvironment, control: Control, limit_s: float) -
     rank, place = environment.rank, environment.rendezvous
     if control.keeper is None:
         return f"syncvar-launch did not answer rank {rank} at {place} within {limit_s:g} s"
+    hosts = f"{environment.host_count} host{'s' * (environment.host_count != 1)}"
     return (
-        f"rank {control.keeper} did not answer rank {rank} at {place} within {limit_s:g} s: no syncvar-launch started these ranks, so "
-        f"they meet in the process of rank {control.keeper}. Check that it runs, that this host reaches the address, and that all "
-        f"ranks have the same variables: rank {rank} reads from its own that {environment.world_size} ranks run on "
-        f"{environment.host_count} host{'s' * (environment.host_count != 1)}, {environment.local_world_size} of them on this one"
+        f"rank {control.keeper} did not answer rank {rank} at {place} within {limit_s:g} s: no "
+        f"syncvar-launch started these ranks, so they meet in the process of rank {control.keeper}. "
+        "Check that it runs, that this host reaches the address, and that all ranks have the same "
+        f"variables: rank {rank} reads from its own that {environment.world_size} ranks run on "
+        f"{hosts}, {environment.local_world_size} of them on this one"
     )
 
 

@@ -1,8 +1,8 @@
 """Call numbers as a program counts them: the first call of a group on a rank is call 1.
 
-On the wire, each begin and end of a `strategy.run` goes on to the next million, so that calls of different runs never
-match (`syncvar.engine.group`). Texts for people show the ordinal instead. Ranks that have made the same calls have the
-same ordinals.
+On the wire, each begin and end of a `strategy.run` goes on to the next million, so that calls of
+different runs never match (`syncvar.engine.group`). Texts for people show the ordinal instead. Ranks
+that have made the same calls have the same ordinals.
 """
 
 from __future__ import annotations

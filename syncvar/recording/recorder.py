@@ -166,7 +166,8 @@ class Recorder:
         if last is None:
             return {"last": "", "age_s": 0.0, "is_over": True, "stack": stack}
         age_s = (monotonic_ns() - (last.ended_ns or last.began_ns)) / 1e9
-        return {"last": self.numbers.text(last.what, last.group, last.call), "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
+        what = self.numbers.text(last.what, last.group, last.call)
+        return {"last": what, "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
 
     def record(self, reason: str = "", *, is_final: bool = True, stack: Sequence[Frame] = ()) -> dict[str, Any]:
         """Return the ring and who this is, as plain data.
@@ -192,7 +193,9 @@ class Recorder:
             "written_wall_ns": time.time_ns(),
             "is_whole": len(entries) < RING,
             "groups": {str(group): list(members) for group, members in sorted(groups.items())},
-            "gaps": {str(group): gaps for group, gaps in self.numbers.known().items() if group in groups},
+            "gaps": {
+                str(group): gaps for group, gaps in self.numbers.known().items() if group in groups
+            },
             "stack": [list(frame) for frame in stack or main_stack()],
             "threads": _threads({event.thread for event in events}),
             "columns": list(Event._fields),

@@ -449,7 +449,8 @@ class Roster(Watch):
             for one in changes:
                 _log.info("AUTO, %s %d: variable %r %s -> %s: %s", point.at, point.step, one.variable, one.before, one.after, one.why)
             if self._logs:  # a file with a hole would mislead whoever replays it
-                self._logs = append(self._config.auto_log, communicator.identity, changes, begins=not self._has_begun)
+                path, begins = self._config.auto_log, not self._has_begun
+                self._logs = append(path, communicator.identity, changes, begins=begins)
                 self._has_begun = True
 
     def _follow(self, point: Point) -> None:

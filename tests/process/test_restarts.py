@@ -143,7 +143,10 @@ def test_the_launcher_told_to_end_lets_the_ranks_save_and_the_next_launch_goes_o
     (step,) = {event["step"] for event in first.events("stops")}
     assert 6 <= step < 23
     assert len(first.events("starts")) == 2, "it is not started again: somebody wants the machine back"
-    assert first.report.rstrip("\n").split("\n") == ["syncvar: the ranks stopped as asked after SIGTERM (exit code 75); run it again to go on"]
+    assert first.report.rstrip("\n").split("\n") == [
+        "syncvar: SIGTERM came: ending the ranks, up to 5 s; a second signal kills them",
+        "syncvar: the ranks stopped as asked after SIGTERM (exit code 75); run it again to go on",
+    ]
     second = training(launch, tmp_path / "c", 2, options=options)
     assert second.wait() == 0, second
     assert {event["step"] for event in second.events("restored")} == {step}

@@ -55,10 +55,11 @@ class TfConfig(Engine):
             ) from None
         others = sorted(set(tasks) - set(_KINDS))
         if "ps" in (*others, kind):
+            servers = max(1, len(tasks.get("ps", [])))
             raise ConfigError(
-                "TF_CONFIG has tasks of type ps, and only syncvar-launch starts parameter servers: leave TF_CONFIG out, and write "
-                f"syncvar-launch --workers {_workers(tasks)} --servers {max(1, len(tasks.get('ps', [])))} SCRIPT, with -H for "
-                "several hosts"
+                "TF_CONFIG has tasks of type ps, and only syncvar-launch starts parameter servers: "
+                "leave TF_CONFIG out, and write syncvar-launch --workers "
+                f"{_workers(tasks)} --servers {servers} SCRIPT, with -H for several hosts"
             )
         if others or kind not in _KINDS:
             raise ConfigError(
