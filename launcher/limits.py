@@ -17,6 +17,7 @@ __all__ = ["OF_LIMITS", "LimitTooLow", "TimePassed", "cannot_start", "check_limi
 
 # Counted in jobs of 2 to 10 ranks, with some to spare for what is open for a moment only.
 _FILES, _FILES_OF_A_RANK, _FILES_OF_A_LINK = 24, 5, 4
+_COPIES_OF_A_LINK = 2  # of its descriptors, between hosts: `syncvar.transports.endings`
 _TASKS_OF_A_RANK = 4  # the script, two threads of ZeroMQ, and the one that makes progress
 _TASKS = 5  # the launcher with its threads, the guardian, and what ranks are forked from
 OF_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
@@ -44,7 +45,8 @@ def needed_files(workers: int, hosts: int, *, has_logs: bool, are_linked: bool) 
         (106, 'the launcher')
     """
     launcher = _FILES + workers * (_FILES_OF_A_RANK + 2 * has_logs) + 2 * hosts
-    rank = _FILES + ((workers + hosts) * _FILES_OF_A_LINK if are_linked else 0)
+    of_a_link = _FILES_OF_A_LINK + (_COPIES_OF_A_LINK if hosts > 1 else 0)
+    rank = _FILES + ((workers + hosts) * of_a_link if are_linked else 0)
     return max((launcher, "the launcher"), (rank, "each rank"))
 
 

@@ -103,7 +103,7 @@ def cut(part: Any) -> list[Any]:
 
     Example:
         >>> [len(one) for one in cut(bytes(FRAME_NBYTES + 3))], [len(one) for one in cut(b"head")]
-        ([1048576, 3], [4])
+        ([1052672, 3], [4])
     """
     view = memoryview(part)
     if view.nbytes < FRAME_NBYTES:

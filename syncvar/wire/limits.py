@@ -15,8 +15,11 @@ __all__ = [
     "CONTROL_NBYTES_MAX", "FRAME_NBYTES", "FRAMING_NBYTES", "HELLO_NBYTES_MAX", "UNPROVED_NBYTES_MAX",
 ]  # fmt: skip
 
-FRAME_NBYTES = 1 << 20
-"""The longest frame of a message between workers and servers; between ranks it is the setting `segment_bytes`."""
+FRAME_NBYTES = (1 << 20) + 4096
+"""The longest frame of a message between workers and servers; between ranks it is the setting `segment_bytes`.
+
+An array of 1 MiB fits into one frame, so the receiver need not copy it.
+"""
 
 FRAMING_NBYTES = 4096
 """What a frame may have beside its payload: a header, and what encryption adds."""
