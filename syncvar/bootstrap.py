@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from syncvar import stacks
 from syncvar.exits import error_exit_code
 from syncvar.fork_cleanup import enable_fault_handler, handle_signal, register_exit
-from syncvar.joining.rank_process import claim_rank
+from syncvar.rank_process import claim_rank
 from syncvar.roles import server_number
 from syncvar.word import Word, adopt
 

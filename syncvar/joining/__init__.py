@@ -8,6 +8,5 @@
   launcher, or rank 0, keeps the roll.
 * `meeting`: how processes that syncvar-launch has not started find each other: at an address that is told, or by `cards` in a
   folder, of a process manager or of MPI (`mpi_meeting`). `host`: what the first of each host then serves, in the launcher's place.
-* `rank_process`: which process is the rank, and which only inherits its variables.
 * `directory`: a job's private folder. `secret`: what protects its links between hosts.
 """

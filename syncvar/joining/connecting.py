@@ -11,9 +11,9 @@ from syncvar.errors import ConfigError, UsageError
 from syncvar.joining.context import Context
 from syncvar.joining.exit_codes import give_exit_codes
 from syncvar.joining.freed_memory import keep_freed_memory
-from syncvar.joining.rank_process import environment_of
 from syncvar.joining.secret import job_secret, keys_of
 from syncvar.logs import log_at
+from syncvar.rank_process import environment_of
 from syncvar.topology import is_meant_alone, told_elsewhere, why_not_alone
 
 if TYPE_CHECKING:

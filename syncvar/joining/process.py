@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.exits import failure_in_words
 from syncvar.fork_cleanup import register_exit
-from syncvar.joining.rank_process import environment_of
 from syncvar.kernel import entrance, message_entrance, note_change
+from syncvar.rank_process import environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping, Sequence
