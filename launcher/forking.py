@@ -44,7 +44,7 @@ class ServerEnded(Exception):
     """The server has ended, or does not answer, before all workers were forked.
 
     Args:
-        status: Its exit code, or minus the signal that ended it.
+        status: Its exit code, or minus the signal that ended it; 69 where it does not answer.
         sentence: What happened; by default that it has ended.
     """
 
@@ -255,9 +255,12 @@ class ForkServer:
             self.waits()
             waited_s = time.monotonic() - began
             if waited_s >= self.limit_s:
+                from syncvar.exits import RENDEZVOUS
+
                 sentence = f"{self.describe()} has not answered for {waited_s:.0f} s"
                 self._process.kill()
-                raise ServerEnded(self._process.wait(), sentence)
+                self._process.wait()
+                raise ServerEnded(RENDEZVOUS, sentence)
 
 
 def started_ahead(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkServer | None:
