@@ -35,8 +35,6 @@ __all__ = [
     "weight_of",
 ]
 
-_WORDS_MAX = 2000  # of an exception
-
 USAGE = 2
 RENDEZVOUS = 69
 INTERNAL = 70
@@ -173,7 +171,7 @@ def failure_in_words() -> str:
         text = str(error)
     except Exception:  # the user's own error may do anything here
         text = "<exception str() failed>"
-    return f"uncaught {type(error).__name__}: {text}"[:_WORDS_MAX]
+    return f"uncaught {type(error).__name__}: {text}"[:2000]
 
 
 def is_failing() -> bool:
