@@ -58,7 +58,7 @@ class Kind(NamedTuple):
 
         Example:
             >>> inspected({"x": np.zeros((4, 2)), "y": np.zeros(4, int)})[2].describe()
-            '{x: *, y: *} of float64[rows, 2], int64[rows]'
+            '{x: array, y: array} of float64[rows, 2], int64[rows]'
         """
         arrays = ", ".join(f"{name}[{', '.join(['rows', *map(str, shape)])}]" for name, shape in self.leaves)
         return arrays if self.structure.kind == "leaf" else f"{describe(self.structure)} of {arrays}"

@@ -240,10 +240,11 @@ RAISING = """
 import sys, time
 import syncvar as sv
 sv.init()
-sv.barrier()
 if sv.rank() == int(sys.argv[1]):
+    sv.barrier()
     raise ValueError("step 7 has no data")
 try:
+    sv.barrier()  # another rank may leave it sooner, and raise
     sv.all_reduce(1)
 except sv.PeerLost as error:
     print("PeerLost", error, flush=True)

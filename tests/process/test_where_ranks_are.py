@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from launching import await_true, line_of
@@ -224,8 +225,10 @@ def test_nobody_runs_a_job(stacks):
     assert (code, errors) == (2, f"syncvar: process {os.getpid()} is not the syncvar-launch of a running job; no job of yours is running\n")
 
 
-def test_a_job_of_another_launcher_is_named_as_one_that_cannot_be_asked(stacks, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def test_a_job_of_another_launcher_is_named_as_one_that_cannot_be_asked(stacks, monkeypatch, request):
+    folder = tempfile.TemporaryDirectory(prefix="sv-", dir=os.environ["XDG_RUNTIME_DIR"])  # short enough for sockets
+    request.addfinalizer(folder.cleanup)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", folder.name)
     directory = JobDirectory(os.environ, f"{MEETING}12345678")
     try:
         for asked in ((), (os.getpid(),)):
