@@ -340,7 +340,9 @@ class Generation:
                 due = min(due, idle)
             if self.supervisor.is_ending:
                 self.outlets.patience_s = min(self.outlets.patience_s, patience_s(self.config))
-            due = min(due, self.progress.due(), self.outlets.give_up_late(now), self.inquiries.due(now), now + _PAUSE_S if self.ends else due)
+            else:
+                due = min(due, self.progress.due())
+            due = min(due, self.outlets.give_up_late(now), self.inquiries.due(now), now + _PAUSE_S if self.ends else due)
             # Who is told to end acts on what it knows of the ranks: one that had ended before is seen by a poll that begins after.
             is_told = bool(self.watch.pending)
             if is_told:
