@@ -5,6 +5,7 @@ What comes first must not wait for an import: answers to Ctrl-C and SIGTERM, and
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -86,13 +87,14 @@ def main(argv: list[str] | None = None) -> int:
 def _refuse(sentence: str) -> None:
     """Say why nothing was started: the caller of `sv.run` raises it, others read it."""
     outcome = os.environ.get("SYNCVAR_OUTCOME_FILE")
-    if outcome is None:
-        sys.stderr.write(f"syncvar-launch: {sentence}\n")
-        return
-    from syncvar.wire import pack_object
+    if outcome is not None:
+        from syncvar.wire import pack_object
 
-    with open(outcome, "wb") as file:  # noqa: PTH123
-        file.write(pack_object({"refused": sentence}))
+        with contextlib.suppress(OSError):  # the caller is gone, or no file can be opened
+            with open(outcome, "wb") as file:  # noqa: PTH123
+                file.write(pack_object({"refused": sentence}))
+            return
+    sys.stderr.write(f"syncvar-launch: {sentence}\n")
 
 
 def _options_of(arguments: list[str], here: Path) -> LaunchOptions:
@@ -169,7 +171,8 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
 
 def _end(number: int, _frame: object) -> None:
     """End at once: no worker runs yet, and a server that they would be forked from ends with this process."""
-    os.write(2, f"syncvar-launch: {signal.Signals(number).name} came before the ranks began; nothing was started\n".encode())
+    with contextlib.suppress(OSError):  # the terminal is gone, as at a hangup, or nobody reads
+        os.write(2, f"syncvar-launch: {signal.Signals(number).name} came before the ranks began; nothing was started\n".encode())
     os._exit(128 + number)
 
 

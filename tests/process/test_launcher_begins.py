@@ -104,6 +104,23 @@ def test_f13_a_signal_while_the_launcher_is_imported(tmp_path, module, line, num
     assert err == f"syncvar-launch: {number.name} came before the ranks began; nothing was started\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_ranks_begin_ends_a_launcher_whose_error_stream_nobody_reads(tmp_path, number):
+    ready = tmp_path / "ready"
+    (tmp_path / "sitecustomize.py").write_text(AT_IMPORT.format(module="zmq", ready=str(ready)))
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    with subprocess.Popen(
+        [*ENTRY, "-n", "2", "--no-python", "true"], env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            await_true(ready.exists, what="the import of zmq")
+            process.stderr.close()
+            process.send_signal(number)
+            assert process.wait(timeout=120) == 128 + number
+        finally:
+            process.kill()
+
+
 # Wrong places.
 
 
