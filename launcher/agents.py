@@ -109,6 +109,7 @@ class Agents:
         self._late: list[Event] = []  # came while something else was waited for
         self._stood: dict[int, list[Thread]] = {}
         self._said: list[str] = []
+        self._lost_results: set[str] = set()
         self._reader = job.options.debug or 0  # the rank that gets the standard input
         self._input = Input(0, 1, is_debugged=job.options.debug is not None)
         self._is_closing = False
@@ -426,8 +427,7 @@ class Agents:
                 if self.workers.get(each) is site:
                     self.places[each] = escape(str(line))
         elif kind == "result":
-            name, data, is_last = message["name"], message["data"], message["is_last"]
-            keep_result(self._job.environ, name, data, is_last=is_last)
+            self._keep_result(message, site)
         elif kind == "record":
             self._keep(message["name"], message["data"], site)
         elif kind == "fed":
@@ -461,6 +461,18 @@ class Agents:
                 origin = EVIDENCE if is_record(name) else "--stats"
                 lost = LostFile(str(folder / name), origin, why_unwritten(error))
                 self._job.lost_files.add([lost], site.name)
+
+    def _keep_result(self, message: Message, site: Site) -> None:
+        """Write a part of a result; where that fails, name the result at the end, and drop the rest of it."""
+        name = message["name"]
+        if name in self._lost_results:
+            return
+        try:
+            keep_result(self._job.environ, name, message["data"], is_last=message["is_last"])
+        except OSError as error:
+            self._lost_results.add(name)
+            lost = LostFile(name, "sv.run", why_unwritten(error))
+            self._job.lost_files.add([lost], site.name)
 
     def _running_on(self, site: Site) -> list[int]:
         """Return the ranks and servers that run on a host, ranks first: servers whose ranks are gone serve nobody."""

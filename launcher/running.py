@@ -150,7 +150,7 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
             code = 128 + watch.pending[0] if watch.pending else exits.TIMEOUT
         events.add("job_end", exit_code=code, elapsed_s=watch.now() - began, **culprit)
         events.close(0.0 if watch.pending else patience_s(job.config))
-        if not code and events.lost_files():  # the last event was the first one that did not fit
+        if not code and events.lost_files() and not _has_caller(job):  # the last event was the first one that did not fit
             code = exits.LOST_FILE
     return code
 
@@ -162,7 +162,13 @@ class _StartInterrupted(Exception):  # noqa: N818  (nothing has gone wrong)
 def _raise_if_signalled(watch: Watch) -> None:
     clock.enter("waits for the lock of the runtime directory")  # which has words and a deadline of its own
     if watch.pending:
+        clock.stop()
         raise _StartInterrupted
+
+
+def _has_caller(job: Job) -> bool:
+    """Return whether `sv.run` waits for this job: it returns the results though other files are lost."""
+    return "SYNCVAR_OUTCOME_FILE" in job.environ
 
 
 def _name_lost_files(job: Job, forwarder: OutputForwarder, events: EventLog, code: int) -> int:
@@ -171,7 +177,7 @@ def _name_lost_files(job: Job, forwarder: OutputForwarder, events: EventLog, cod
     lost.add([*forwarder.lost_files(), *events.lost_files()])
     for line in lost.lines(has_failed=code != 0):
         forwarder.say(f"syncvar: {line}\n")
-    if code or not lost.has_result or "SYNCVAR_OUTCOME_FILE" in job.environ:  # the caller of `sv.run` has its results
+    if code or not lost.has_result or _has_caller(job):
         return code
     forwarder.say(f"syncvar: all ranks succeeded, and files are lost: exit code {exits.LOST_FILE}\n")
     return exits.LOST_FILE
