@@ -25,7 +25,6 @@ from syncvar_launcher.memory import OutOfMemory
 from syncvar_launcher.sessions import (
     busy_ticks,
     expects,
-    followers,
     groups,
     kill_sessions,
     process_state,
@@ -277,20 +276,24 @@ class Agent:
         SIGTERM also goes to the other processes of a worker's process group, as from `mpirun`: a worker may wait for its
         children at its end. A worker that takes SIGTERM as a notice still needs its children, and ends them itself.
         """
-        for rank in ranks:
-            worker = self.workers.get(rank)
-            if worker is not None and worker.status is None:
-                with contextlib.suppress(ProcessLookupError):
-                    # To the main thread: a signal for a stopped process goes to whichever thread wakes first, and
-                    # Python would not see it before the main thread's sleep or wait is over.
-                    pid = worker.process.pid
-                    if _tgkill is None or _tgkill(pid, pid, number):
-                        os.kill(pid, number)
-                    if number == signal.SIGTERM:
-                        os.kill(pid, signal.SIGCONT)
-                        for child in [] if worker.takes_notice else followers(pid):
-                            with contextlib.suppress(OSError):
-                                os.kill(child, signal.SIGTERM)
+        found = [self.workers.get(rank) for rank in ranks]
+        chosen = [worker for worker in found if worker is not None and worker.status is None]
+        for worker in chosen:
+            with contextlib.suppress(ProcessLookupError):
+                # To the main thread: a signal for a stopped process goes to whichever thread wakes
+                # first, and Python would not see it before the main thread's sleep or wait is over.
+                pid = worker.process.pid
+                if _tgkill is None or _tgkill(pid, pid, number):
+                    os.kill(pid, number)
+                if number == signal.SIGTERM:
+                    os.kill(pid, signal.SIGCONT)
+        if number == signal.SIGTERM:
+            leaders = [worker.process.pid for worker in chosen if not worker.takes_notice]
+            for leader, pids in groups(leaders).items():
+                for pid in pids:
+                    if pid != leader:
+                        with contextlib.suppress(OSError):
+                            os.kill(pid, signal.SIGTERM)
 
     def send_groups(self, number: int) -> list[int]:
         """Send a signal to the ranks, and to what they have started in their process groups.
@@ -305,7 +308,7 @@ class Agent:
             if worker.status is None and not is_server(worker.rank)
         }  # fmt: skip
         reached = set()
-        for leader, pids in groups(ranks).items():
+        for leader, pids in groups(list(ranks)).items():
             for pid in pids:
                 if number in _HARMLESS or expects(pid, number):
                     reached.add(leader)

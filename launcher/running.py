@@ -150,7 +150,8 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
             code = 128 + watch.pending[0] if watch.pending else exits.TIMEOUT
         events.add("job_end", exit_code=code, elapsed_s=watch.now() - began, **culprit)
         events.close(0.0 if watch.pending else patience_s(job.config))
-        if not code and events.lost_files() and not _has_caller(job):  # the last event was the first one that did not fit
+        if not code and events.lost_files() and not _has_caller(job):
+            # The last event was the first one that did not fit.
             code = exits.LOST_FILE
     return code
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["busy_ticks", "expects", "followers", "groups", "kill_sessions", "members", "process_state", "signal_sessions", "start_time"]
+__all__ = [
+    "busy_ticks",
+    "expects",
+    "groups",
+    "kill_sessions",
+    "members",
+    "process_state",
+    "signal_sessions",
+    "start_time",
+]
 
 _KILL, _STOP = 9, 19
 _STAT_MAX = 4096  # numbers, and a name of at most 64 bytes
@@ -70,25 +79,10 @@ def _may_be_of(sessions: dict[int, int], pid: int) -> bool:
         return True
 
 
-def followers(leader: int) -> list[int]:
-    """Return the other processes of the process group that a process leads."""
-    found = []
-    for name in os.listdir("/proc"):  # noqa: PTH208
-        if name.isdigit() and int(name) != leader:
-            with contextlib.suppress(OSError):
-                if os.getpgid(int(name)) == leader:
-                    found.append(int(name))
-    return found
-
-
-def groups(leaders: dict[int, int]) -> dict[int, list[int]]:
-    """Return the processes of the process groups of leaders, themselves included, by leader.
-
-    Args:
-        leaders: Their process ids are the keys.
-    """
+def groups(leaders: list[int]) -> dict[int, list[int]]:
+    """Return by leader the processes of the process groups that they lead, themselves included."""
     found: dict[int, list[int]] = {leader: [] for leader in leaders}
-    for name in os.listdir("/proc"):  # noqa: PTH208
+    for name in os.listdir("/proc") if found else ():  # noqa: PTH208
         if name.isdigit():
             with contextlib.suppress(OSError):
                 group = os.getpgid(int(name))
