@@ -463,7 +463,7 @@ class Agents:
                 self._job.lost_files.add([lost], site.name)
 
     def _keep_result(self, message: Message, site: Site) -> None:
-        """Write a part of a result; where that fails, name the result at the end, and drop the rest of it."""
+        """Write a part of a result; if that fails, drop the rest and name the result at the end."""
         name = message["name"]
         if name in self._lost_results:
             return

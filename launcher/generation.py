@@ -342,7 +342,9 @@ class Generation:
                 self.outlets.patience_s = min(self.outlets.patience_s, patience_s(self.config))
             else:
                 due = min(due, self.progress.due())
-            due = min(due, self.outlets.give_up_late(now), self.inquiries.due(now), now + _PAUSE_S if self.ends else due)
+            due = min(due, self.outlets.give_up_late(now), self.inquiries.due(now))
+            if self.ends:
+                due = min(due, now + _PAUSE_S)
             # Who is told to end acts on what it knows of the ranks: one that had ended before is seen by a poll that begins after.
             is_told = bool(self.watch.pending)
             if is_told:

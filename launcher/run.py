@@ -172,7 +172,9 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
 def _end(number: int, _frame: object) -> None:
     """End at once: no worker runs yet, and a server that they would be forked from ends with this process."""
     with contextlib.suppress(OSError):  # the terminal is gone, as at a hangup, or nobody reads
-        os.write(2, f"syncvar-launch: {signal.Signals(number).name} came before the ranks began; nothing was started\n".encode())
+        name = signal.Signals(number).name
+        sentence = f"syncvar-launch: {name} came before the ranks began; nothing was started\n"
+        os.write(2, sentence.encode())
     os._exit(128 + number)
 
 

@@ -168,7 +168,7 @@ def _raise_if_signalled(watch: Watch) -> None:
 
 
 def _has_caller(job: Job) -> bool:
-    """Return whether `sv.run` waits for this job: it returns the results though other files are lost."""
+    """Return whether `sv.run` waits for this job: lost files do not change its results."""
     return "SYNCVAR_OUTCOME_FILE" in job.environ
 
 

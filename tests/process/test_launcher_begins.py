@@ -105,13 +105,12 @@ def test_f13_a_signal_while_the_launcher_is_imported(tmp_path, module, line, num
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_before_the_ranks_begin_ends_a_launcher_whose_error_stream_nobody_reads(tmp_path, number):
+def test_an_early_signal_ends_a_launcher_whose_error_stream_is_gone(tmp_path, number):
     ready = tmp_path / "ready"
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT.format(module="zmq", ready=str(ready)))
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH", ""))))
-    with subprocess.Popen(
-        [*ENTRY, "-n", "2", "--no-python", "true"], env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
+    line, environ = [*ENTRY, "-n", "2", "--no-python", "true"], {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(line, env=environ, stderr=subprocess.PIPE) as process:
         try:
             await_true(ready.exists, what="the import of zmq")
             process.stderr.close()
