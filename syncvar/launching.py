@@ -169,7 +169,9 @@ def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
             f"put the call under if __name__ == '__main__':"
         )
         if results is not None:
-            (results / _UNGUARDED).write_text(sentence)
+            partial = results / f"{_UNGUARDED}.{os.getpid()}.part"  # all ranks say it at once
+            partial.write_text(sentence)
+            partial.rename(results / _UNGUARDED)
         raise ConfigError(sentence)
 
 
@@ -205,8 +207,8 @@ def _check_annotation(fn: Callable[..., Any]) -> None:
         ConfigError: It is annotated to return a class of which no instance is plain data.
     """
     kind = getattr(fn, "__annotations__", {}).get("return")
-    is_class = isinstance(kind, type) and type(kind) in (type, ABCMeta)  # others stand for more
-    if isinstance(kind, type) and is_class and not may_travel(kind):
+    is_class = type(kind) in (type, ABCMeta)  # classes of other metaclasses stand for more
+    if is_class and not may_travel(kind):
         raise ConfigError(
             f"the function returns a {kind.__module__}.{kind.__qualname__}, as its annotation "
             f"says, which cannot travel as plain data: write sv.run(..., pickle=True)"

@@ -34,7 +34,7 @@ def main() -> None:
     try:
         data = called(call, rank, folder)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the caller has gone
+        with contextlib.suppress(Exception):  # whatever that raises: the user's error matters more
             _write(folder / f"error.{rank}", pack_exception(error))
         raise
     _write(folder / f"result.{rank}", data)
@@ -57,10 +57,10 @@ def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
     Raises:
         ConfigError: The function cannot be found, or what it returns cannot travel.
     """
-    told = unpack_object(call)
+    fields = unpack_object(call)
     builtins_input, builtins.input = builtins.input, _refuse_input
     try:
-        return _called(told, rank, folder)
+        return _called(fields, rank, folder)
     finally:
         builtins.input = builtins_input
 
@@ -71,16 +71,16 @@ def _refuse_input(_prompt: object = "", /) -> NoReturn:
     )
 
 
-def _called(told: dict[str, Any], rank: int, folder: Path | None) -> bytes:
-    function, module = _find(folder, *told["fn"])
-    if "pickled" not in told:
-        args, kwargs = unpack_object(told["args"]), unpack_object(told["kwargs"])
+def _called(fields: dict[str, Any], rank: int, folder: Path | None) -> bytes:
+    function, module = _find(folder, *fields["fn"])
+    if "pickled" not in fields:
+        args, kwargs = unpack_object(fields["args"]), unpack_object(fields["kwargs"])
         return _packed_result(function(*args, **kwargs), rank)
     from syncvar.notebook import MAIN, loaded_main, pack_values, unpack_values
 
-    main_names = (MAIN, told["fn"][1]) if told["is_main"] else ()
-    with loaded_main(module if told["is_main"] else None):
-        args, kwargs = unpack_values(told["pickled"], "the arguments of the function")
+    main_names = (MAIN, fields["fn"][1]) if fields["is_main"] else ()
+    with loaded_main(module if fields["is_main"] else None):
+        args, kwargs = unpack_values(fields["pickled"], "the arguments of the function")
         result = function(*args, **kwargs)
         return pack_values(result, f"the result of the function on rank {rank}", main_names)
 
