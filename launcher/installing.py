@@ -9,10 +9,10 @@ from urllib.parse import unquote, urlsplit
 
 import syncvar
 
-__all__ = ["how_to_install"]
+__all__ = ["describe_installation"]
 
 
-def how_to_install(python: str, host: str) -> str:
+def describe_installation(python: str, host: str) -> str:
     """Return in words how to install the syncvar of this host on another one.
 
     Args:

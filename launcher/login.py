@@ -10,7 +10,7 @@ import re
 import shlex
 from typing import TYPE_CHECKING
 
-from syncvar_launcher.installing import how_to_install
+from syncvar_launcher.installing import describe_installation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 _LINES_SHOWN = 3
 
-_INSTALL = "install"  # `how_to_install` has the words
+_INSTALL = "install"  # `describe_installation` has the words
 _MEANINGS = (
     (r"could not resolve|name or service not known|temporary failure in name", "its name is unknown",
      "check the spelling, or name it in /etc/hosts or ~/.ssh/config"),
@@ -116,7 +116,7 @@ def why_failed(host: Host, status: int | None, words: str, python: str, program:
         if (is_of_remote if not is_ssh else (status == _SSH_FAILED) is not is_of_remote) and re.search(pattern, words, re.IGNORECASE):
             there = host.python or python
             if remedy is _INSTALL:
-                return f"{what}; {how_to_install(there, host.login())}".replace("{python}", there)
+                return f"{what}; {describe_installation(there, host.login())}".replace("{python}", there)
             return f"{what}; {remedy}".replace("{host}", host.login()).replace("{python}", there)
     if status in _NOT_FOUND:
         return f"there is no {host.python or python} there; give python=PATH in the host file, or --remote-python"

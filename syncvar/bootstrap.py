@@ -71,7 +71,7 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
             with contextlib.suppress(OSError):  # then it cannot be asked where it stands
                 rank = int(os.environ["SYNCVAR_RANK"])
                 stacks.listen(stacks.stack_path(directory, rank if run is None else server_number(rank)))
-    word.begun()
+    word.announce_start()
     register_exit(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
     try:
         _settled(run or _run)

@@ -34,7 +34,7 @@ class Word:
         """Whether an agent listens, as far as this process knows."""
         return self._descriptor >= 0
 
-    def begun(self) -> None:
+    def announce_start(self) -> None:
         """Say that this process runs Python, and comes to its script next."""
         self.tell({"event": BEGUN})
 
