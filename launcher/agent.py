@@ -160,7 +160,8 @@ class Agent:
     ) -> None:
         """Start a worker. Call it from the thread that lives as long as the agent: its death ends the worker.
 
-        One that is forked begins when its server is closed; the server has command line, folder and `pass_fds` already.
+        One that is forked begins when its server is released and closed. The server has command
+        line, folder and `pass_fds` already.
 
         Args:
             rank: Its rank.

@@ -21,20 +21,22 @@ _RESULT = re.compile(r"(?:result|error|of)\.\d{1,7}|unguarded")
 
 
 def without_call(environ: Mapping[str, str] | None) -> dict[str, str]:
-    """Return variables for what leads to another host: the call goes there in messages.
+    """Return the environment of the program that reaches another host, without that of a call.
+
+    The call itself goes to that host in messages.
 
     Args:
-        environ: Those chosen for it; None for our own.
+        environ: Variables to choose from; None for those of this process.
     """
     chosen = os.environ if environ is None else environ
     return {name: value for name, value in chosen.items() if name not in _OF_THE_CALL}
 
 
 def call_parts(environ: Mapping[str, str]) -> Iterator[bytes]:
-    """Yield the call that the launcher was given, in parts; nothing where it was given none.
+    """Yield the call that `sv.run` passed to the launcher, in parts; nothing if there is none.
 
     Args:
-        environ: The launcher's.
+        environ: The launcher's environment.
     """
     descriptor = int(environ.get("SYNCVAR_CALL_FD", "-1"))
     if descriptor < 0:
@@ -46,10 +48,10 @@ def call_parts(environ: Mapping[str, str]) -> Iterator[bytes]:
 
 
 def forget_results(environ: Mapping[str, str]) -> None:
-    """Remove what an earlier start has left for the caller: half of a result, and exceptions.
+    """Remove what an earlier start has left for the caller: halves of results, and exceptions.
 
     Args:
-        environ: The launcher's.
+        environ: The launcher's environment.
     """
     folder = environ.get("SYNCVAR_RESULT_DIR")
     for path in Path(folder).glob("*") if folder is not None else ():
@@ -60,8 +62,8 @@ def forget_results(environ: Mapping[str, str]) -> None:
 def result_parts(folder: Path) -> Iterator[tuple[str, bytes, bool]]:
     """Yield what ranks have left in a folder, in parts.
 
-    Each part is the name of a file, some bytes of it, and whether they are its last.
-    The file is removed then.
+    Each part is the name of a file, some bytes of it, and whether they are its last. After the
+    last part of a file this function removes it.
     """
     for path in sorted(folder.iterdir()):
         if not _RESULT.fullmatch(path.name):
@@ -79,13 +81,14 @@ def keep_result(environ: Mapping[str, str], name: str, data: bytes, *, is_last: 
     """Add a part to a result, in the folder where the caller of `sv.run` looks for it.
 
     Args:
-        environ: The launcher's.
-        name: What the agent of another host calls it.
+        environ: The launcher's environment.
+        name: The name that the agent of another host sends.
         data: The part.
         is_last: The result is complete.
 
     Raises:
-        WireError: The name is none of a result, or there is no such caller.
+        WireError: Results have no such name, or there is no such caller.
+        OSError: The part cannot be written.
     """
     folder = environ.get("SYNCVAR_RESULT_DIR")
     if folder is None or not _RESULT.fullmatch(name):

@@ -7,7 +7,8 @@ by which to measure) and `job` (its identity). What else an event has:
 * `rank_start`: rank, host, pid, restarts (how often the ranks have been started again before).
 * `met`: generation, after_s (since these ranks were started). All ranks have joined.
 * `stall`: text. A rank waits for others for long; `notice`: text. Whatever else the launcher was told to show.
-* `signal`: signal, name. The launcher got one that ends the job; `signal_forwarded`: the same, passed on to all ranks.
+* `signal`: signal, name. The launcher got one that ends the job.
+* `signal_forwarded`: signal, name. The launcher got one and passed it on to the ranks.
 * `rank_failed`: rank, error, message. What a rank said of its failure before it ended.
 * `rank_end`: rank, pid, exit_code (null where a signal ended it), signal (null where none did).
 * `server_start`, `server_failed`, `server_end`: the same of a server, with `server` in place of `rank`.

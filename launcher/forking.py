@@ -106,7 +106,7 @@ class ForkServer:
 
     Attributes:
         limit_s: Longest wait for one answer, in seconds.
-        waits: Called again and again while an answer is awaited; it may raise.
+        waits: A function that the server object calls every 0.1 s while it waits; it may raise.
 
     Raises:
         OSError: It cannot be started.
@@ -184,7 +184,7 @@ class ForkServer:
     def fork(
         self, environ: Mapping[str, str], cores: Sequence[int] | None, descriptors: Mapping[str, int]
     ) -> Forked:
-        """Fork a worker, which begins when `close` has been called.
+        """Fork a worker, which begins after `release` and `close`.
 
         Args:
             environ: Its whole environment.
@@ -221,7 +221,7 @@ class ForkServer:
         return f"{_SERVER} (process {self._process.pid}, state {process_state(self._process.pid) or 'gone'})"
 
     def release(self) -> None:
-        """Let the forked workers begin, once `close` has been called. Without this, `close` ends them.
+        """Let the forked workers begin after `close`, which otherwise ends them.
 
         Raises:
             ServerEnded: The server has ended, or does not answer.

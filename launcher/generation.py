@@ -532,7 +532,7 @@ class Generation:
             return
         actions = self.supervisor.signalled(number, now)
         grace_s = self.supervisor.grace_s(now)
-        if grace_s is not None:  # before the ranks are told, which may take a while
+        if grace_s is not None:  # before the signals go out, which may take a while
             self.forwarder.say(f"syncvar: {ending_sentence(number, grace_s)}\n")
             self.forwarder.flush()
         self._do(actions)
@@ -551,7 +551,7 @@ class Generation:
                 self.forwarder.say(f"syncvar: {exits.signal_name(number) or number} passed on to all ranks\n")
 
     def _spare(self, event: Spared) -> None:
-        """Say that ranks got no signal, since it would have ended them, and what they do."""
+        """Say which ranks got no signal because it would have ended them, and what they do."""
         places = [Other(rank, self._known(rank)) for rank in event.ranks]
         self.forwarder.say(spared_block(event.number, places, os.getpid()))
 
@@ -617,7 +617,7 @@ class Generation:
         self.supervisor.never_began(sentence, exits.RENDEZVOUS)
 
     def _process_words(self, number: int) -> str:
-        """Return what the system tells of a rank's or server's process."""
+        """Return in words whether the process of a rank or server runs, and its state."""
         pid = self.stacks.pid(number)
         if number not in self.agent.workers or pid < 0:
             return "its process has not been started"

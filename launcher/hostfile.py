@@ -9,10 +9,11 @@ One tolerant reader takes what the launchers of this field take:
     gpu[01-04,07] slots=2            five hosts with one line
     ^gpu03                           removes a host
 
-Comments begin with `#`, `//` or `/*`; blank lines, Windows' line ends and a byte order mark do not matter. A host
-without a count has as many slots as it has usable cores in a file, and one in `-H`.
-A host that is named again has its counts added, one for each line without a count, with a notice. What cannot be understood is an error that shows file,
-line and column and says what to write: a host is never left out silently.
+Comments begin with `#`, `//` or `/*`; blank lines, Windows' line ends and a byte order mark do not
+matter. Without a count, a host in a file has as many slots as usable cores, and a host in `-H` has
+one. If a host stands there again, the reader adds its counts, one for each line without a count,
+and says so. What cannot be understood is an error that shows file, line and column and says what to
+write: a host is never left out silently.
 """
 
 from __future__ import annotations

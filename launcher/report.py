@@ -193,7 +193,7 @@ def interrupted_block(name: str, places: Sequence[Other], raised: Sequence[Raise
 
 
 def ending_sentence(number: int, grace_s: float) -> str:
-    """Say that the ranks are told to end, how long that may take, and how to shorten it.
+    """Say that the launcher ends the ranks, how long that may take, and how to shorten it.
 
     Args:
         number: The signal that asks for the end.
@@ -212,7 +212,7 @@ def ending_sentence(number: int, grace_s: float) -> str:
 
 
 def spared_block(number: int, places: Sequence[Other], launcher: int) -> str:
-    """Say that a signal was not passed on to ranks, and what these do.
+    """Say that the launcher has not passed a signal on to some ranks, and what they do.
 
     Args:
         number: The signal.

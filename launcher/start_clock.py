@@ -24,9 +24,9 @@ _EXIT_CODE = 69  # exits.RENDEZVOUS; this module imports nothing of the package
 
 
 class StartClock:
-    """Counts the seconds since the last step of a start.
+    """Counts the seconds since the last step of a start began.
 
-    It counts ticks of the timer. So time in which the launcher itself is stopped does not count.
+    It counts ticks of the timer, so it stands still while the launcher itself is stopped.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class StartClock:
         self._runs = self._is_off = False
 
     def read_limits(self, environ: Mapping[str, str]) -> None:
-        """Take the limits from the environment, as long as the options are not known."""
+        """Take the limits from the environment, until the launcher has read its options."""
         notice_s = _seconds(environ, "SYNCVAR_ROLL_CALL_S", _NOTICE_S)
         self.set_limits(notice_s, _seconds(environ, "SYNCVAR_RENDEZVOUS_TIMEOUT_S", _LIMIT_S))
 
@@ -105,4 +105,4 @@ def _write(sentence: str) -> None:
 
 
 clock = StartClock()
-"""That of this process, as the timer is."""
+"""The one clock of this process, which has only one such timer."""

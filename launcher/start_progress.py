@@ -54,8 +54,8 @@ class StartProgress:
 
     Args:
         processes: The numbers of the ranks and servers that say so.
-        notice_s: Seconds without progress, after which somebody is told; the pause doubles each time.
-        limit_s: Seconds without progress, after which the start has failed.
+        notice_s: Seconds without progress until `look` returns an `Overdue`; the pause then doubles.
+        limit_s: Seconds without progress until the start has failed.
         now: Seconds of a clock that stands while the launcher is stopped.
     """
 
@@ -84,7 +84,7 @@ class StartProgress:
         return min(self._next, self._since + self._limit_s) if self.missing else float("inf")
 
     def look(self, now: float) -> Overdue | None:
-        """Return what to tell, once it is due."""
+        """Return what stands still, if it is time to say so."""
         if not self.missing or now < self.due():
             return None
         waited_s = now - self._since

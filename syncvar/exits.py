@@ -104,7 +104,7 @@ def weight_of(error: str) -> Weight:
 
 
 def error_exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that an exception ends: 1 for all that are not of syncvar.
+    """Return the exit code of a process that an exception ends; 1 if it is none of syncvar's own.
 
     Example:
         >>> error_exit_code(ValueError("x"))

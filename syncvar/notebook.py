@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = [
-    "MAIN",
     "loaded_main",
     "pack_function",
     "pack_values",
@@ -32,7 +31,6 @@ __all__ = [
     "unpack_values",
 ]
 
-MAIN = "__syncvar_main__"  # as which a worker runs the file that the caller runs as __main__
 _loaded_main: list[Any] = []  # in a worker: the caller's __main__, as the worker has imported it
 
 
@@ -108,10 +106,10 @@ def unpack_values(data: bytes, what: str) -> Any:
 
 @contextlib.contextmanager
 def loaded_main(namespace: Any) -> Iterator[None]:
-    """Let values find classes and functions of the caller's `__main__` here.
+    """Let unpickled values find classes and functions of the caller's `__main__` in a worker.
 
     Args:
-        namespace: What the worker has imported as it; None where it has not.
+        namespace: That file as the worker has imported it; None if it has not.
     """
     _loaded_main[:] = [] if namespace is None else [namespace]
     try:

@@ -16,7 +16,7 @@ from syncvar.begin import adopt_path, unpack_call
 from syncvar.errors import ConfigError
 from syncvar.launching import finding
 from syncvar.wire import pack_object, unpack_object
-from syncvar.wire.exceptions import pack_exception
+from syncvar.wire.exceptions import CALLER_MAIN, pack_exception
 
 __all__ = ["called", "main"]
 
@@ -76,9 +76,9 @@ def _called(fields: dict[str, Any], rank: int, folder: Path | None) -> bytes:
     if "pickled" not in fields:
         args, kwargs = unpack_object(fields["args"]), unpack_object(fields["kwargs"])
         return _packed_result(function(*args, **kwargs), rank)
-    from syncvar.notebook import MAIN, loaded_main, pack_values, unpack_values
+    from syncvar.notebook import loaded_main, pack_values, unpack_values
 
-    main_names = (MAIN, fields["fn"][1]) if fields["is_main"] else ()
+    main_names = (CALLER_MAIN, fields["fn"][1]) if fields["is_main"] else ()
     with loaded_main(module if fields["is_main"] else None):
         args, kwargs = unpack_values(fields["pickled"], "the arguments of the function")
         result = function(*args, **kwargs)
@@ -95,7 +95,7 @@ def _packed_result(result: Any, rank: int) -> bytes:
 
 
 def _find(folder: Path | None, how: str, *where: Any) -> tuple[Any, Any]:
-    """Return the function, and what it was found in."""
+    """Return the function, and its module or the names of its script; None for a copy."""
     if how == "copy":
         from syncvar.notebook import unpack_function
 
@@ -108,7 +108,7 @@ def _find(folder: Path | None, how: str, *where: Any) -> tuple[Any, Any]:
             script_folder = str(Path(place).parent)
             if script_folder not in sys.path:
                 sys.path.insert(0, script_folder)
-            module = SimpleNamespace(**runpy.run_path(place, run_name="__syncvar_main__"))
+            module = SimpleNamespace(**runpy.run_path(place, run_name=CALLER_MAIN))
     found = module
     try:
         for part in name.split("."):

@@ -12,9 +12,11 @@ from typing import Any
 from syncvar.errors import ConfigError
 from syncvar.wire.objects import pack_object, unpack_object
 
-__all__ = ["pack_exception", "unpack_exception"]
+__all__ = ["CALLER_MAIN", "pack_exception", "unpack_exception"]
 
-_MAIN = "__syncvar_main__"  # as which a worker of `sv.run` imports the caller's script
+CALLER_MAIN = "__syncvar_main__"
+"""The name under which a worker of `sv.run` imports the script that its caller runs."""
+
 _BASES = (BaseException, Exception, object)
 
 
@@ -41,9 +43,9 @@ def pack_exception(error: BaseException) -> bytes:
 def unpack_exception(data: bytes) -> BaseException:
     """Return the exception that `pack_exception` made into `data`, or one of its name and text.
 
-    An exception comes back as its own class if that class can be imported, and shows the same text
-    without its other arguments. Else a stand-in comes back: a new class of that name, derived from
-    the first built-in class that the exception's own class is derived from.
+    An exception keeps its class if this process can import it, and if the same arguments give the
+    same text. Otherwise a stand-in comes back: a new class of that name, derived from the first
+    built-in class among the bases of the original.
 
     Raises:
         WireError: The bytes are no such object.
@@ -76,7 +78,7 @@ def _rebuilt(
 def _class_of(module: str, name: str) -> type[BaseException] | None:
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
-    if module == _MAIN or (spec is not None and spec.name in (module, f"{module}.__main__")):
+    if module == CALLER_MAIN or (spec is not None and spec.name in (module, f"{module}.__main__")):
         module = "__main__"
     try:
         found: Any = sys.modules.get(module) or importlib.import_module(module)
@@ -91,7 +93,7 @@ def _stand_in(classes: list[list[str]], text: str) -> BaseException:
     builtins = (_class_of(*one) for one in classes if one[0] == "builtins")
     base = next((kind for kind in builtins if kind is not None), RuntimeError)
     module, name = classes[0] if classes else ("builtins", "Exception")
-    module = "__main__" if module == _MAIN else module
+    module = "__main__" if module == CALLER_MAIN else module
     members = {"__module__": module, "__qualname__": name, "__str__": lambda _: text}
     for one in (base, RuntimeError):
         try:

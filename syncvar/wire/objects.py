@@ -90,8 +90,8 @@ def pack_object(
     Args:
         value: The object.
         limit_nbytes: The most bytes that it may take.
-        place: What to call it in a refusal.
-        advice: What a refusal says to write; "" lists what can travel instead.
+        place: The name of the object in an error.
+        advice: Code that an error recommends; "" if the error is to list the types that can travel.
 
     Raises:
         ConfigError: A part of the value cannot travel (its place and type are named), or the result is too long.
@@ -114,11 +114,11 @@ def pack_object(
 
 
 class _CannotTravelError(Exception):
-    """There is a value that is no plain data.
+    """A part of an object is not plain data.
 
     Args:
-        place: Where it stands.
-        value: It.
+        place: Its place in the object, such as "args[0]".
+        value: The part.
     """
 
     def __init__(self, place: str, value: Any) -> None:
@@ -126,7 +126,7 @@ class _CannotTravelError(Exception):
         self._value = value
 
     def sentence(self, advice: str) -> str:
-        """Return the refusal, with what to do."""
+        """Return the text of the error."""
         kind = type(self._value)
         name, remedy = f"{kind.__module__}.{kind.__qualname__}", _remedy(self._value)
         what = f"{self._place} is a {name}, which cannot travel"
