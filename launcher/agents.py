@@ -214,7 +214,8 @@ class Agents:
             silent_s = now - site.remote.heard
             if silent_s > self._job.config.host_silence_s and not site.remote.why_gone:
                 site.remote.end(
-                    f"nothing has come from it for {silent_s:.1f} s; what runs there may go on until the agent there goes on, or ends"
+                    f"nothing has come from it for {silent_s:.1f} s; "
+                    "its ranks may run on until its agent continues or ends"
                 )
         if self._reader not in self._running:
             self._input.let_go()
