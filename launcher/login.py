@@ -115,9 +115,9 @@ def why_failed(host: Host, status: int | None, words: str, python: str, program:
         is_of_remote = "python" in what
         if (is_of_remote if not is_ssh else (status == _SSH_FAILED) is not is_of_remote) and re.search(pattern, words, re.IGNORECASE):
             there = host.python or python
-            if remedy is _INSTALL:
-                return f"{what}; {describe_installation(there, host.login())}".replace("{python}", there)
-            return f"{what}; {remedy}".replace("{host}", host.login()).replace("{python}", there)
+            is_missing = remedy is _INSTALL
+            advice = describe_installation(there, host.login()) if is_missing else remedy
+            return f"{what}; {advice}".replace("{host}", host.login()).replace("{python}", there)
     if status in _NOT_FOUND:
         return f"there is no {host.python or python} there; give python=PATH in the host file, or --remote-python"
     last = [line.strip() for line in words.splitlines() if line.strip()][-_LINES_SHOWN:]
