@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from syncvar_launcher.start_clock import clock
+from syncvar_launcher.start_clock import clock, write_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -171,10 +171,8 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
 
 def _end(number: int, _frame: object) -> None:
     """End at once: no worker runs yet, and a server that they would be forked from ends with this process."""
-    with contextlib.suppress(OSError):  # the terminal is gone, as at a hangup, or nobody reads
-        name = signal.Signals(number).name
-        sentence = f"syncvar-launch: {name} came before the ranks began; nothing was started\n"
-        os.write(2, sentence.encode())
+    name = signal.Signals(number).name
+    write_error(f"{name} came before the ranks began; nothing was started")
     os._exit(128 + number)
 
 

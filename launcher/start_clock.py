@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import FrameType
 
-__all__ = ["StartClock", "clock"]
+__all__ = ["StartClock", "clock", "write_error"]
 
 _TICK_S = 1.0
 _NOTICE_S, _LIMIT_S = 5.0, 300.0  # the defaults of roll_call_s and rendezvous_timeout_s
@@ -85,10 +86,11 @@ class StartClock:
         self._next_s = 2 * self._waited_s
         place = "" if frame is None else f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
         stands = f"the launcher {self._step}{place}"
+        waited = f"the start has made no progress for {self._waited_s:.0f} s"
         if is_over:
-            _write(f"the start has made no progress for {self._waited_s:.0f} s, and is given up: {stands}")
+            write_error(f"{waited}, and is given up: {stands}")
             os._exit(_EXIT_CODE)  # the guardian ends what has been started, and removes the private directory
-        _write(f"the start has made no progress for {self._waited_s:.0f} s: {stands}")
+        write_error(f"{waited}: {stands}")
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
@@ -99,9 +101,13 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
     return value if value > 0 else default
 
 
-def _write(sentence: str) -> None:
-    with contextlib.suppress(OSError):  # nobody can read it
-        os.write(2, f"syncvar-launch: {sentence}\n".encode(errors="backslashreplace"))
+def write_error(sentence: str) -> None:
+    """Write to the standard error in a signal handler, if that neither waits nor fails."""
+    poller = select.poll()
+    poller.register(2, select.POLLOUT)
+    with contextlib.suppress(OSError):  # the terminal is gone, as at a hangup, or nobody reads
+        if poller.poll(0):
+            os.write(2, f"syncvar-launch: {sentence}\n".encode(errors="backslashreplace"))
 
 
 clock = StartClock()

@@ -1,5 +1,6 @@
 """What there is when the launcher begins: streams that are closed, a signal at once, a folder that is gone, wrong places."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -105,19 +106,32 @@ def test_f13_a_signal_while_the_launcher_is_imported(tmp_path, module, line, num
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_an_early_signal_ends_a_launcher_whose_error_stream_is_gone(tmp_path, number):
+@pytest.mark.parametrize("form", ["gone", "full"])
+def test_an_early_signal_ends_a_launcher_whose_error_stream_nobody_reads(tmp_path, form, number):
     ready = tmp_path / "ready"
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT.format(module="zmq", ready=str(ready)))
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH", ""))))
     line, environ = [*ENTRY, "-n", "2", "--no-python", "true"], {**os.environ, "PYTHONPATH": path}
-    with subprocess.Popen(line, env=environ, stderr=subprocess.PIPE) as process:
-        try:
-            await_true(ready.exists, what="the import of zmq")
-            process.stderr.close()
-            process.send_signal(number)
-            assert process.wait(timeout=120) == 128 + number
-        finally:
-            process.kill()
+    reads, writes = os.pipe()
+    process = subprocess.Popen(line, env=environ, stderr=writes)
+    try:
+        await_true(ready.exists, what="the import of zmq")
+        if form == "full":
+            os.set_blocking(writes, False)
+            with contextlib.suppress(BlockingIOError):
+                while os.write(writes, bytes(4096)):
+                    pass
+            os.set_blocking(writes, True)
+        else:
+            os.close(reads)
+        process.send_signal(number)
+        assert process.wait(timeout=120) == 128 + number
+    finally:
+        process.kill()
+        process.wait()
+        os.close(writes)
+        if form == "full":
+            os.close(reads)
 
 
 # Wrong places.
