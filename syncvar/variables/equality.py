@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -107,20 +108,22 @@ def _named_arrays(value: Any, place: str) -> Iterator[tuple[str, NDArray[Any]]]:
     if isinstance(value, Variable):
         yield value.name, np.asarray(value.local_value(), order="C")
     elif callable(getattr(value, "state_dict", None)):
-        yield from _named_arrays(dict(value.state_dict()), place)
+        yield from _named_arrays(OrderedDict(value.state_dict()), place)
     elif callable(getattr(value, "get_weights", None)):
         names = [getattr(one, "path", None) or one.name for one in getattr(value, "weights", ())]
         for number, weight in enumerate(value.get_weights()):
             shown = names[number] if number < len(names) else str(number)
             yield f"{place}[{shown!r}]", np.asarray(as_array(weight), order="C")
     elif isinstance(value, dict):
-        for key in value if all(isinstance(key, str) for key in value) else sorted(value, key=repr):
+        for key in value if isinstance(value, OrderedDict) else sorted(value, key=repr):
             yield from _named_arrays(value[key], f"{place}[{key!r}]")
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             yield from _named_arrays(item, f"{place}[{number}]")
     elif value is None or isinstance(value, str | bytes):
-        yield f"{place} = {value!r:.60}", np.zeros(0, np.uint8)
+        text = value.encode(errors="surrogatepass") if isinstance(value, str) else value or b""
+        # The name shows only how a text begins: two long ones may have the same.
+        yield f"{place} = {value!r:.60}", np.frombuffer(text, np.uint8)
     else:
         yield place, np.asarray(as_array(value, place), order="C")
 
