@@ -57,10 +57,11 @@ def dense_gradient(gradient: Any, variable: Variable) -> Any:
         RowOutOfRange: An index outside [0, rows).
         ConfigError: Indices that are no integers, values of a wrong shape or dtype.
     """
-    shape, dtype = variable.shape, compute_dtype(variable.dtype)
+    shape = variable.shape
     pair = rows_of(gradient, shape)
     if pair is None:
         return gradient
+    dtype = compute_dtype(variable.dtype)
     what = f"gradient of variable {variable.name!r}"
     rows = checked_rows(Operation.SCATTER_ADD, *pair, shape, dtype, what)
     made = np.zeros(shape, dtype)
