@@ -81,8 +81,8 @@ def line_of(module: str, name: str) -> str:
 def late_names(module: RunningModule) -> list[LateName]:
     r"""Return the names that scheduled functions need and that a module binds only below its line.
 
-    Not among them: a name that the module also binds above, or that a function binds by `global`;
-    nor what the module only calls a function by, such as the variable of a loop over functions.
+    It leaves out names that the module also binds above, and names that a function binds by
+    `global`. It leaves out other names of a scheduled function, such as the variable of a loop.
 
     Example:
         >>> text = "c = ClusterCoordinator(s)\nstep = 1\ndef f():\n    return step\nc.schedule(f)\n"

@@ -56,8 +56,8 @@ def check_equal(
 
     Args:
         value: A module or optimizer of PyTorch (anything with `state_dict()`), a model of Keras (anything with
-            `get_weights()`), a variable, an array or tensor of any shape and dtype, a number or text, or dicts, lists and
-            tuples of these. Of a variable this replica's own copy is compared.
+            `get_weights()`), a variable, an array or tensor of any shape and dtype, a number or a text; also dicts,
+            lists and tuples that hold such values. It compares this replica's own copy of a variable.
         name: What the error calls the value.
         every: Compare at the first call and then at every `every`-th one. Calls from one line with one name count together.
             Every rank makes each call; the calls between send nothing.

@@ -114,11 +114,11 @@ def pack_object(
 
 
 class _CannotTravelError(Exception):
-    """There is a value that is no plain data.
+    """A value that is no plain data.
 
     Args:
         place: Where it stands.
-        value: It.
+        value: The value.
     """
 
     def __init__(self, place: str, value: Any) -> None:
