@@ -191,7 +191,7 @@ class Uneven:
         everyone = gather_objects(communicator, "modules of sv.uneven", lambda: mine, self._timeout)
         if any(one != everyone[0] for one in everyone):
             newest = everyone.index(max(everyone))
-            update_modules(self._modules, newest, self._group, communicator.member_rank)
+            update_modules(self._modules, newest, self._group, communicator.member_rank, self._timeout)
 
     def end(self, reason: str, why: str = "") -> None:
         """Make no more calls in the block, and tell the others; waits for nobody.
