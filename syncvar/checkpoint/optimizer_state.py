@@ -201,5 +201,6 @@ def refuse_ownerless(path: str, ownerless: list[str]) -> None:
             f"the checkpoint at {path} has state for which this program has no variable or slot: "
             f"{', '.join(map(repr, ownerless[:8]))}{', …' if len(ownerless) > 8 else ''}. State is "
             f"found by the names that sv.Checkpoint(name=variable, …) had when it was saved. Give the "
-            f"same names, or leave this state out: restore(…, partial=True)"
+            f"same names; add variables before their optimizer; or leave this state out: "
+            f"restore(…, partial=True)"
         )
