@@ -1,7 +1,7 @@
 """Files of a checkpoint: written so that a name is either absent or whole, read without trust.
 
-A file is written under a temporary name in the same folder (created exclusively; the umask decides who may read it), synced, closed, renamed, and the
-folder is synced. A sync that fails is final: the kernel may have dropped the pages, and a second sync would report success, so the
+A file is written under a temporary name in the same folder (created exclusively; the umask decides who may read it),
+synced, closed, renamed, and the folder is synced. A sync that fails is final: the kernel may have dropped the pages, and a second sync would report success, so the
 file is thrown away instead.
 
 Source: Rebello et al., "Can Applications Recover from fsync Failures?", USENIX ATC 2020.

@@ -327,7 +327,7 @@ class CheckpointManager(Taught):
         if path is None and faults:
             raise CheckpointError(
                 f"{self.directory} has no checkpoint that can be restored: {'; '.join(faults[:8])}. "
-                f"Repair one, or remove their folders to begin anew"
+                f"Repair one, or remove their folders and start from the beginning"
             )
         for fault in faults:
             _log.warning("restore_latest takes %s and passes over one that is damaged: %s", path, fault)

@@ -52,7 +52,8 @@ class SlotLeaf(VariableLeaf):
     Args:
         key: Its key.
         slot: The slot.
-        owners: Keys that a checkpoint has if it has the state of this optimizer and variable.
+        owners: Keys that a checkpoint has if it has the state of this optimizer and variable; the
+            key of the rule comes first.
     """
 
     is_optional = True
@@ -61,6 +62,11 @@ class SlotLeaf(VariableLeaf):
         super().__init__(key, slot)  # type: ignore[arg-type]  # has what the leaf reads of a variable
         self.slot, self.are_parts = slot, slot.are_parts
         self._owners = owners
+
+    @property
+    def rule_key(self) -> str:
+        """Key of the entry that says which slots the optimizer has."""
+        return self._owners[0]
 
     @property
     def is_present(self) -> bool:
@@ -195,5 +201,6 @@ def refuse_ownerless(path: str, ownerless: list[str]) -> None:
             f"the checkpoint at {path} has state for which this program has no variable or slot: "
             f"{', '.join(map(repr, ownerless[:8]))}{', …' if len(ownerless) > 8 else ''}. State is "
             f"found by the names that sv.Checkpoint(name=variable, …) had when it was saved. Give the "
-            f"same names, or leave this state out: restore(…, partial=True)"
+            f"same names; add variables before their optimizer; or leave this state out: "
+            f"restore(…, partial=True)"
         )

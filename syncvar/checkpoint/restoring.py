@@ -162,6 +162,9 @@ def stage_leaves(
                 for leaf in leaves:
                     if skipped and leaf.key.startswith(skipped):
                         continue
+                    if isinstance(leaf, SlotLeaf) and prefix + leaf.rule_key not in manifest.entries:
+                        missing.append(leaf.rule_key)  # earlier versions saved state by names of variables
+                        continue
                     entry = manifest.entries.get(prefix + leaf.key)
                     if entry is not None:
                         read = functools.partial(source.array, prefix + leaf.key)
@@ -175,7 +178,7 @@ def stage_leaves(
                         found.append((leaf, value))
                 if missing and not partial:
                     raise CheckpointError(
-                        f"the checkpoint at {path} has nothing for {', '.join(map(repr, missing[:8]))}; it has "
+                        f"the checkpoint at {path} has nothing for {', '.join(map(repr, [*dict.fromkeys(missing)][:8]))}; it has "
                         f"{', '.join(map(repr, sorted(manifest.entries)[:16])) or 'nothing'}. restore(…, partial=True) leaves "
                         f"such objects as they are"
                     )

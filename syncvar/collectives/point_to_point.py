@@ -250,10 +250,12 @@ def sendrecv(
         array = _message(x)
     except ConfigError:
         return send(x, dest, tag=tag, **how)  # raises it again, and tells the receiver
+    for name, rank in (("dest", dest), ("source", source)):  # before anything is sent
+        _checked(name, rank, communicator_of(group).size)
+    _checked_tag(how_received["tag"])
     if array.nbytes <= current().config.eager_bytes:  # does not wait for its receiver
         send(array, dest, tag=tag, **how)
         return recv(source, **how_received)
-    _checked("dest", dest, communicator_of(group).size)  # before the receive is started
     if isinstance(out, np.ndarray) and np.may_share_memory(array, out):
         array = array.copy()  # the receive may write to it before it has been sent
     work = recv(source, **how_received, async_op=True)

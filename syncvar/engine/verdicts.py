@@ -133,13 +133,11 @@ class Verdicts:
                 # Else the others would hear first that this rank ended, and take it for the lost one.
                 core.tell("broke", kind_of_break="lost", reason=reason, group=-1, call=-1, missing=[peer])
                 return now
-        if self._cut:
-            self._fail_without_cut_peers()
-        return due
+        return now if self._cut and self._fail_without_cut_peers() else due
 
-    def _fail_without_cut_peers(self) -> None:
-        """Fail the calls that wait for frames which a rank sent before it left, and which its lost link does not bring."""
-        core = self._core
+    def _fail_without_cut_peers(self) -> bool:
+        """Fail the calls that wait for frames of a rank that has left and whose link is lost; return whether there were any."""
+        core, has_failed = self._core, False
         for operation in list(core.active.values()):
             awaited = () if operation.links is None else operation.links.awaiting
             for peer in self._cut.keys() & set(awaited):
@@ -147,7 +145,9 @@ class Verdicts:
                 detail = f"{what} waits for what it sent, and its link was lost before that arrived: {self._cut[peer]}"
                 operation.fail(PeerLost(peer, core.hosts.get(peer, ""), "finished", detail))
                 self._started.retire(operation)
+                has_failed = True
                 break
+        return has_failed
 
     # -- calls that this rank has gone on without -----------------------------------------------------------------
 

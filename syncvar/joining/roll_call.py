@@ -87,7 +87,7 @@ def answer_roll_call(
 
 
 def _say_that_it_waits(environment: RankEnvironment, control: Control, waited_s: float) -> None:
-    """Log that this rank waits, unless somebody else names the missing ranks here: the launcher, or who keeps the roll."""
+    """Log that this rank waits, unless the launcher or the keeper of the roll names the missing ranks on this host."""
     if control.keeper not in (None, environment.rank) and environment.local_rank == 0:
         _log.warning(
             "rank %d has waited %.0f s for the others at %s, where rank %d keeps the roll",

@@ -83,6 +83,8 @@ def checked_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
     Raises:
         ConfigError: It is none of them.
     """
+    if type(given) is str and given in choices:  # of each step: faster than to look at each word
+        return given
     if (word := word_of(given, choices)) is not None:
         return word
     hint = nearest(given, choices) if isinstance(given, str) else ""

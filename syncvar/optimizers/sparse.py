@@ -16,18 +16,32 @@ if TYPE_CHECKING:
 __all__ = ["dense_gradient", "rows_of"]
 
 
-def rows_of(gradient: Any) -> tuple[Any, Any] | None:
+def rows_of(gradient: Any, shape: tuple[int, ...]) -> tuple[Any, Any] | None:
     """Return the indices and values of a gradient that names rows, None for another gradient.
 
+    Args:
+        gradient: As the program passed it.
+        shape: Of the variable. Where it has two rows, a tuple of two such rows names none.
+
     Example:
-        >>> rows_of(([0, 2], np.ones((2, 3))))[0], rows_of(np.ones(3))
+        >>> rows_of(([0, 2], np.ones((2, 3))), (5, 3))[0], rows_of(([1, 2], [3, 4]), (2, 2))
         ([0, 2], None)
     """
     pair = getattr(gradient, "indices", None), getattr(gradient, "values", None)
     # Tensors of PyTorch have methods of these names.
     if not any(one is None or callable(one) for one in pair):
         return pair
-    return gradient if isinstance(gradient, tuple) and len(gradient) == 2 else None
+    if not isinstance(gradient, tuple) or len(gradient) != 2:
+        return None
+    is_dense = shape[:1] == (2,) and all(_has_shape(one, shape[1:]) for one in gradient)
+    return None if is_dense else gradient
+
+
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    try:
+        return np.shape(value) == shape
+    except ValueError:  # of lists of unlike lengths
+        return False
 
 
 def dense_gradient(gradient: Any, variable: Variable) -> Any:
@@ -43,12 +57,11 @@ def dense_gradient(gradient: Any, variable: Variable) -> Any:
         RowOutOfRange: An index outside [0, rows).
         ConfigError: Indices that are no integers, values of a wrong shape or dtype.
     """
-    pair = rows_of(gradient)
+    shape = variable.shape
+    pair = rows_of(gradient, shape)
     if pair is None:
         return gradient
-    shape, dtype = variable.shape, compute_dtype(variable.dtype)
-    if pair is gradient and shape[:1] == (2,) and np.shape(pair[0]) == shape[1:]:
-        return gradient  # a tuple of two values, for the two rows
+    dtype = compute_dtype(variable.dtype)
     what = f"gradient of variable {variable.name!r}"
     rows = checked_rows(Operation.SCATTER_ADD, *pair, shape, dtype, what)
     made = np.zeros(shape, dtype)

@@ -225,7 +225,6 @@ class Recorder:
         finally:
             self._writing.release()
 
-
     def _report_lost(self, folder: str, name: str, error: Exception) -> None:
         with contextlib.suppress(Exception):  # the failure that the record is about must stay the one that is seen
             from syncvar.requested_files import EVIDENCE, LostFile, report_lost_file, why_unwritten

@@ -98,7 +98,7 @@ class Lender:
             incarnation: Which of the processes that have had this number.
 
         Returns:
-            For each of these its index, and a reference whose offset is that of the reader's word. The others are to be sent.
+            For each long one its index, and a reference whose offset is that of the reader's word. The caller sends the others.
         """
         if not self._lends:
             return []

@@ -164,7 +164,12 @@ class Links:
         self.watching.add(socket)
 
     def forget(self, number: int, incarnation: int = 0) -> None:
-        """Let go of what leads to a process that has ended; not of what leads to one that was started in its place since."""
+        """Let go of what leads to a process that has ended.
+
+        Args:
+            number: The process.
+            incarnation: The one that has ended; routes of a later one stay.
+        """
         if self._incarnations.get(number, 0) <= incarnation:
             self._routes.pop(number, None)
             self._mapped.pop(number, None)

@@ -1,11 +1,15 @@
 """One message between workers and servers as bytes: what it consists of, then the parts themselves.
 
-A head (how long it is as a whole, a checksum where nothing else protects it, how many parts there are, and which segment of shared
-memory the sender has mapped), for each part its length and where it is, and the parts that are *here*, each at a
-multiple of eight bytes. Others are *apart*, after this message, or *lent*: they lie in the segment that the head names.
+A message consists of three things:
 
-On sockets of ZeroMQ, the message and each part that is apart is cut into frames (`syncvar.wire.limits`): all are
-`FRAME_NBYTES` long but the last, which is shorter and may be empty.
+* a head: the length of the whole, a checksum where nothing else protects it, the number of parts, and the segment of
+  shared memory that the sender has mapped;
+* for each part its length and where it is;
+* the parts that are *here*, each at a multiple of eight bytes. Others are *apart*, after this message, or *lent*, in the
+  segment that the head names.
+
+Sockets of ZeroMQ carry the message and each part that is apart in frames (`syncvar.wire.limits`). Each frame is
+`FRAME_NBYTES` long, except the last one, which is shorter and may be empty.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class PerWorkerDataset:
     """A dataset of which each worker has its own iterator; made by `ClusterCoordinator.create_per_worker_dataset`.
 
     Passed to `schedule` as an argument, the function gets the iterator of the worker that runs it.
-    `iter(dataset)` gives another iterator on each worker, which begins anew.
+    `iter(dataset)` gives another iterator on each worker, from the start.
     """
 
     def __init__(self, name: list[str], numbers: Iterator[int]) -> None:

@@ -47,7 +47,9 @@ def _has(module: Any, read: str, write: str) -> bool:
     return callable(getattr(module, read, None)) and callable(getattr(module, write, None))
 
 
-def update_modules(modules: Sequence[Any], root: int, group: Group | None, rank: int) -> None:
+def update_modules(
+    modules: Sequence[Any], root: int, group: Group | None, rank: int, timeout: float | None
+) -> None:
     """Give every rank of a group the state that modules have on one of them. Collective.
 
     Args:
@@ -55,18 +57,17 @@ def update_modules(modules: Sequence[Any], root: int, group: Group | None, rank:
         root: Rank in the group whose state counts.
         group: The ranks; None means the world.
         rank: This rank in the group.
+        timeout: Seconds that each call waits; None for the job's default.
     """
+    how: dict[str, Any] = {"root": root, "group": group, "timeout": timeout}
     for module in modules:
         if not _has(module, "state_dict", "load_state_dict"):
-            weights = broadcast(module.get_weights(), root=root, group=group)
+            weights = broadcast(module.get_weights(), **how)
             if rank != root:
                 module.set_weights(weights)
             continue
         state = module.state_dict()
         is_of_arrays = not hasattr(module, "param_groups") and all(library_of(one) is not None for one in state.values())
-        if is_of_arrays:
-            newest = broadcast(state, root=root, group=group)
-        else:
-            newest = broadcast_object(state, root=root, group=group)
+        newest = broadcast(state, **how) if is_of_arrays else broadcast_object(state, **how)
         if rank != root:
             module.load_state_dict(newest)

@@ -81,7 +81,8 @@ def line_of(module: str, name: str) -> str:
 def late_names(module: RunningModule) -> list[LateName]:
     r"""Return the names that scheduled functions need and that a module binds only below its line.
 
-    Not among them: a name that the module also binds above, or that a function binds by `global`.
+    It leaves out names that the module also binds above, and names that a function binds by
+    `global`. It leaves out other names of a scheduled function, such as the variable of a loop.
 
     Example:
         >>> text = "c = ClusterCoordinator(s)\nstep = 1\ndef f():\n    return step\nc.schedule(f)\n"
@@ -101,7 +102,8 @@ def late_names(module: RunningModule) -> list[LateName]:
             if name in seen:
                 continue
             seen.add(name)
-            if name in late and name not in set_elsewhere:
+            is_needed = name != user or name in functions  # functions travel by their own names
+            if name in late and name not in set_elsewhere and is_needed:
                 found.setdefault(name, LateName(name, late[name], user))
             waiting += functions.get(name, ())
     return list(found.values())

@@ -263,7 +263,7 @@ class ServerAccess:
                     f"floating numbers"
                 )
             what, dtype = f"gradient of variable {variable.name!r}", compute_dtype(variable.dtype)
-            pair = rows_of(gradient)
+            pair = rows_of(gradient, variable.shape)
             if pair is not None:
                 rows = checked_rows(Operation.SCATTER_ADD, *pair, variable.shape, dtype, what)
                 checked.append((variable, rows.values, rows.indices))

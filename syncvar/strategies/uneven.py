@@ -46,8 +46,8 @@ def uneven(
     takes the values of the one that has gone furthest. Reading an ON_READ variable counts the copies of all replicas,
     also of those that have left.
 
-    Modules of other libraries that you pass are brought up to date as well: when all ranks have left, every rank takes the
-    state of the rank that has made most calls. A module that you do not pass stays as this rank has left it.
+    Pass modules of other libraries to bring them up to date as well. When all ranks have left, every rank takes the state
+    that they have on the rank that has made most calls. A module that you do not pass stays as this rank has left it.
 
     Refused inside: send and recv, new groups and strategies, `v.pin`, another such block. Refused once a rank has left: what
     needs every replica (making variables, checkpoints, assigning ON_READ variables in cross context, shared copies of
@@ -191,7 +191,7 @@ class Uneven:
         everyone = gather_objects(communicator, "modules of sv.uneven", lambda: mine, self._timeout)
         if any(one != everyone[0] for one in everyone):
             newest = everyone.index(max(everyone))
-            update_modules(self._modules, newest, self._group, communicator.member_rank)
+            update_modules(self._modules, newest, self._group, communicator.member_rank, self._timeout)
 
     def end(self, reason: str, why: str = "") -> None:
         """Make no more calls in the block, and tell the others; waits for nobody.

@@ -102,7 +102,7 @@ class Transport(Protocol):
 
 
 class Control(Protocol):
-    """The channel to who keeps the roll.
+    """The channel to the process that keeps the roll.
 
     Attributes:
         keeper: The rank whose process keeps the roll; None for the launcher.

@@ -57,7 +57,7 @@ def bind_in_folder(socket: Any, folder: str, name: str) -> str:
 
 
 def limit_frames(socket: Any, nbytes: int) -> None:
-    """Let a socket close a connection at once that announces a frame with a longer payload; see `syncvar.wire.limits`."""
+    """Let a socket close each connection on which a frame with a longer payload is announced; see `syncvar.wire.limits`."""
     socket.setsockopt(zmq.MAXMSGSIZE, nbytes + FRAMING_NBYTES)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -55,8 +56,8 @@ def check_equal(
 
     Args:
         value: A module or optimizer of PyTorch (anything with `state_dict()`), a model of Keras (anything with
-            `get_weights()`), a variable, an array or tensor of any shape and dtype, a number or text, or dicts, lists and
-            tuples of these. Of a variable this replica's own copy is compared.
+            `get_weights()`), a variable, an array or tensor of any shape and dtype, a number or a text; also dicts,
+            lists and tuples that hold such values. It compares this replica's own copy of a variable.
         name: What the error calls the value.
         every: Compare at the first call and then at every `every`-th one. Calls from one line with one name count together.
             Every rank makes each call; the calls between send nothing.
@@ -107,20 +108,22 @@ def _named_arrays(value: Any, place: str) -> Iterator[tuple[str, NDArray[Any]]]:
     if isinstance(value, Variable):
         yield value.name, np.asarray(value.local_value(), order="C")
     elif callable(getattr(value, "state_dict", None)):
-        yield from _named_arrays(dict(value.state_dict()), place)
+        yield from _named_arrays(OrderedDict(value.state_dict()), place)
     elif callable(getattr(value, "get_weights", None)):
         names = [getattr(one, "path", None) or one.name for one in getattr(value, "weights", ())]
         for number, weight in enumerate(value.get_weights()):
             shown = names[number] if number < len(names) else str(number)
             yield f"{place}[{shown!r}]", np.asarray(as_array(weight), order="C")
     elif isinstance(value, dict):
-        for key in value if all(isinstance(key, str) for key in value) else sorted(value, key=repr):
+        for key in value if isinstance(value, OrderedDict) else sorted(value, key=repr):
             yield from _named_arrays(value[key], f"{place}[{key!r}]")
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             yield from _named_arrays(item, f"{place}[{number}]")
     elif value is None or isinstance(value, str | bytes):
-        yield f"{place} = {value!r:.60}", np.zeros(0, np.uint8)
+        text = value.encode(errors="surrogatepass") if isinstance(value, str) else value or b""
+        # The name shows only how a text begins: two long ones may have the same.
+        yield f"{place} = {value!r:.60}", np.frombuffer(text, np.uint8)
     else:
         yield place, np.asarray(as_array(value, place), order="C")
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COPIED", "Variable"]
 
-COPIED = "syncvar: whom to tell of copied variables"
+COPIED = "syncvar: functions to call with each copied variable"
 """Where a deep copy's memo has the functions that its optimizers want called with (variable, copy)."""
 
 

@@ -4,8 +4,8 @@ ZeroMQ compares the length that a frame announces with the limit of its socket b
 byte of a connection on. The limit of a socket cannot change when a peer has proved itself. So no frame of syncvar is
 long: whatever is longer than `FRAME_NBYTES` travels in several frames, and a stranger can make a process hold one frame.
 
-Two more limits are only for peers that have not proved themselves. Who has sent `UNPROVED_NBYTES_MAX` and is still unproved loses
-the connection (`syncvar.transports.strangers`). On a stream of our own framing, the first message is at most
+Two more limits are only for peers that have not proved themselves. A peer that sends more than `UNPROVED_NBYTES_MAX` before it has
+proved itself loses the connection (`syncvar.transports.strangers`). On a stream of our own framing, the first message is at most
 `HELLO_NBYTES_MAX` long (`syncvar.serving.pipes`).
 """
 

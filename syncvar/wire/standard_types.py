@@ -20,7 +20,7 @@ _DTYPE_TEXT = re.compile(r"[<>|][?biufcSUmM]\d{0,9}(\[\d{0,9}[A-Za-z]{1,2}\])?")
 
 
 def is_standard(value: Any) -> bool:
-    """Return whether a value is of one of these types."""
+    """Return whether a value is a range, a Path, a Decimal or a dtype of NumPy."""
     return _code_of(value) != 0
 
 

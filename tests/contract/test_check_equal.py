@@ -53,6 +53,13 @@ def test_equal_values_pass_and_the_first_difference_is_named(layout):
         assert "model['dense/1'][0] = 3.0" in str(error)
         error = caught(lambda: sv.check_equal("a" if rank else "b", "mode"))
         assert "mode = 'b'" in str(error)
+        long = "a" * 100
+        for one, other in ((long, long[:-1] + "b"), (long, long + "a"), (long.encode(), long.encode() + b"a")):
+            assert sv.check_equal({"text": one})
+            error = caught(lambda pair=(one, other): sv.check_equal({"text": pair[rank == 2]}))
+            assert type(error) is sv.MismatchError
+            assert "value['text']" in str(error)
+        assert sv.check_equal({"a": 1.0, "b": 2.0} if rank else {"b": 2.0, "a": 1.0})
         v = sv.Variable(np.zeros(3), synchronization="NONE", name="own")
         assert sv.check_equal([v])
         v.assign([0.0, 0.0, float(rank)])

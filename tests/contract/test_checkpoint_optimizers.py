@@ -7,6 +7,8 @@ import pytest
 from harness import caught
 
 import syncvar as sv
+from syncvar.checkpoint.manifest import Manifest
+from syncvar.checkpoint.naming import MANIFEST
 from syncvar.config import RuntimeConfig
 from syncvar.servers.local import LocalServers
 from syncvar.testing import run_ranks
@@ -130,6 +132,33 @@ def test_state_without_an_owner_is_an_error_that_names_it(tmp_path):
         assert before == ([bytes(12)], 0), "a restore that is refused changes nothing"
         assert (after, iterations) == (saved[0], 3)
         assert all(state), "state that waited goes to its variable when that is added"
+
+
+def test_state_that_an_earlier_version_saved_by_names_is_refused_late_too(tmp_path):
+    def fn():
+        w, optimizer = variable(name="w"), sv.optimizers.Momentum(0.1)
+        train(optimizer, [w], range(3))
+        sv.Checkpoint(w=w, optimizer=optimizer).save(tmp_path / "c")
+        if sv.rank() == 0:  # earlier versions had no such entry
+            path = tmp_path / "c" / MANIFEST
+            manifest = Manifest.from_bytes(path.read_bytes())
+            del manifest.entries["optimizer/rule"]
+            path.write_bytes(manifest.to_bytes())
+        sv.barrier()
+        results = []
+        for partial in (False, True):
+            again, late = variable(name="again"), sv.optimizers.Momentum(0.1)
+            checkpoint = sv.Checkpoint(w=again)
+            checkpoint.restore(tmp_path / "c", partial=partial)
+            refused = caught(setattr, checkpoint, "optimizer", late)
+            results.append((type(refused), str(refused), late.iterations, bits(again) == bits(w)))
+        return results
+
+    for refused, left_out in world(2, fn):
+        assert refused[0] is sv.CheckpointError
+        assert "'optimizer/rule'" in refused[1]
+        assert refused[2:] == (0, True)
+        assert left_out == (type(None), "None", 0, True)
 
 
 @pytest.mark.parametrize(("saved", "restored"), [("Adam", "Momentum"), ("SGD", "Momentum"), ("Adam", "SGD")])

@@ -153,6 +153,14 @@ def test_wrong_ends_are_refused_before_anything_is_sent(call, words):
         call()
 
 
+@pytest.mark.parametrize("wrong", [{"source": 9}, {"source": 0, "recv_tag": -1}])
+def test_a_wrong_half_of_sendrecv_sends_nothing(wrong):
+    with pytest.raises(sv.ConfigError):
+        sv.sendrecv(1.0, 0, **wrong)
+    with pytest.raises(sv.UsageError, match="has sent itself nothing"):
+        sv.recv(0)
+
+
 def test_objects_are_messages_in_order_with_arrays_and_told_apart(ranks):
     def fn():
         other = 1 - sv.rank()

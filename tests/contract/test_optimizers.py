@@ -1034,6 +1034,14 @@ def test_a_tuple_of_two_values_for_two_rows_is_no_gradient_of_rows():
     assert w.numpy().tolist() == [[0.0, -1.0], [-2.0, -3.0]]
 
 
+def test_as_many_indices_as_a_row_of_two_has_elements_name_rows():
+    table = sv.Variable(np.ones((2, 2)))
+    OPT.SGD(1.0).apply_gradients([(([1, 1], [[1.0, 2.0], [3.0, 4.0]]), table)])
+    assert table.numpy().tolist() == [[1.0, 1.0], [-3.0, -5.0]]
+    with pytest.raises(sv.ConfigError, match="values"):
+        OPT.SGD(1.0).apply_gradients([(([1, 1], [[1.0], [3.0, 4.0]]), table)])
+
+
 @pytest.mark.parametrize(
     ("gradient", "words"),
     [

@@ -154,6 +154,12 @@ def test_the_step_of_some_rows_leaves_the_others_and_their_slots():
         sv.optimizers.SGD(0.1, clip_norm=1.0).apply_gradients([(table.numpy(), table)])
 
 
+def test_a_tuple_of_two_values_for_two_rows_names_no_rows():
+    _, v = made(np.ones(2))
+    sv.optimizers.SGD(1.0).apply_gradients([((1.0, 2.0), v)])
+    assert v.numpy().tolist() == [0.0, -1.0]
+
+
 def test_a_read_waits_for_those_that_are_further_behind_than_its_bound():
     may_tick = threading.Event()
 

@@ -53,6 +53,15 @@ CASES = {
         [HELPER, STEP, MADE, "from settings import rate\n", SCHEDULED],
         [("rate", "step")],
     ),
+    "a loop over functions": (
+        ["rate = 1\n", HELPER, STEP, MADE, "for fn in [step]:\n    coordinator.schedule(fn)\n"],
+        [],
+    ),
+    "another object that schedules": (
+        ["rate = 1\n", HELPER, STEP, MADE, "for epoch in range(3):\n    lr.schedule(epoch)\n"],
+        [],
+    ),
+    "a scheduled function imported below": ([MADE, "from jobs import step\n", SCHEDULED], []),
     "a class below": (
         ["def step(x):\n    return Model(x)\n", MADE, "class Model: pass\n", SCHEDULED],
         [("Model", "step")],
