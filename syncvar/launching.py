@@ -206,7 +206,7 @@ def _check_annotation(fn: Callable[..., Any]) -> None:
     Raises:
         ConfigError: It is annotated to return a class of which no instance is plain data.
     """
-    kind = getattr(fn, "__annotations__", {}).get("return")
+    kind: Any = getattr(fn, "__annotations__", {}).get("return")
     is_class = type(kind) in (type, ABCMeta)  # classes of other metaclasses stand for more
     if is_class and not may_travel(kind):
         raise ConfigError(

@@ -199,7 +199,7 @@ TASKS = (
                 (*_HVD, *_TORCH),
                 'Keep module and optimizer: see "A module of PyTorch" in docs/migrating.md.',
             ),
-            (_TF, 'scope() leaves variables of Keras local: "A model of Keras", docs/migrating.md.'),
+            (_TF, 'scope() refuses a model of Keras: "A model of Keras", docs/migrating.md.'),
         ),
     ),
     Task(

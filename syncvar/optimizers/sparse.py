@@ -39,7 +39,7 @@ def rows_of(gradient: Any, shape: tuple[int, ...]) -> tuple[Any, Any] | None:
 
 def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
     try:
-        return np.shape(value) == shape
+        return bool(np.shape(value) == shape)
     except ValueError:  # of lists of unlike lengths
         return False
 

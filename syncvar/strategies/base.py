@@ -15,6 +15,7 @@ from syncvar.loading import Taught
 from syncvar.strategies.contexts import ValueContext
 from syncvar.strategies.inputs import DistributedDataset, InputContext, distributed, distributed_from_function
 from syncvar.strategies.reducing import gather_values, local_part, own_part, reduce_values
+from syncvar.strategies.scoped_models import model_ids, refuse_new_models
 from syncvar.variables import PerReplica
 from syncvar.variables.places import Place, current_place, places, stacks
 from syncvar.variables.policy import Context
@@ -75,6 +76,7 @@ class Strategy(Taught):
         self.reproducible = reproducible
         self.timeout = None if timeout is None else checked_timeout(timeout)
         self.is_default = is_default
+        self._has_checked_scope = False  # for models of other libraries
         self._check_every = self.context.config.check_every
         self.queue: WriteQueue | None = None
         self.roster: Roster | None = None
@@ -164,6 +166,10 @@ class Strategy(Taught):
         """Return a context manager: variables made in it belong to this strategy, and code in it is in cross context.
 
         It may be entered again, also inside itself. Scope is per thread.
+
+        Raises:
+            UsageError: At the end of the strategy's first block: it has made a model of PyTorch or
+                Keras, which no strategy synchronizes.
 
         Example:
             >>> import syncvar as sv
@@ -423,6 +429,7 @@ class Scope:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
+        self._models: set[int] | None = None  # those that there were; None where this block is not checked
 
     def __enter__(self) -> Strategy:
         strategy = self._strategy
@@ -440,7 +447,14 @@ class Scope:
                     "    with strategy.scope():\n        v = sv.Variable(…)\n        strategy.run(fn)"
                 )
         places().append(Place(strategy, Context.CROSS))
+        if not strategy._has_checked_scope:  # noqa: SLF001  (of its own scope)
+            strategy._has_checked_scope = True  # noqa: SLF001
+            self._models = model_ids()
         return strategy
 
     def __exit__(self, *error: object) -> None:
         places().pop()
+        if self._models is not None:
+            known, self._models = self._models, None
+            if error[0] is None:
+                refuse_new_models(known)
