@@ -99,6 +99,8 @@ def test_an_error_of_all_ranks_is_told_once_without_our_frames(launch):
 @pytest.mark.slow
 def test_all_frames_are_shown_where_more_is_asked_for(launch):
     job = launch(IN_OUR_CODE, workers=2, options=["-v"])
+    job.await_events("out", 2)
+    job.open_gate("raise")
     assert job.wait() == 1, str(job)
     assert "syncvar/strategies/" in job.report, str(job)
     assert "frames of syncvar" not in job.err, str(job)
