@@ -50,6 +50,7 @@ class Strategy(Taught):
     """
 
     _has_copies = True  # of every variable on every replica
+    _has_checked_scope = False  # for models of other libraries
 
     def __init__(
         self,
@@ -76,7 +77,6 @@ class Strategy(Taught):
         self.reproducible = reproducible
         self.timeout = None if timeout is None else checked_timeout(timeout)
         self.is_default = is_default
-        self._has_checked_scope = False  # for models of other libraries
         self._check_every = self.context.config.check_every
         self.queue: WriteQueue | None = None
         self.roster: Roster | None = None

@@ -7,24 +7,47 @@ that whether the other end has closed it. Connections within a host are closed a
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import select
 import struct
-from typing import TYPE_CHECKING
+import termios
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import socket
 
     from syncvar.config import RuntimeConfig
 
-__all__ = ["CLOSED", "ConnectionCopy", "unanswered"]
+__all__ = ["CLOSED", "ConnectionCopy", "Sent", "unanswered"]
 
 CLOSED = "it closed the connection without a goodbye"
 _ENDED_HERE = "this rank closed the connection: what came on it was late, or no message of this job"
 
 # tcp_info: state, retransmits, probes, and milliseconds since data came; numbers of states as in the kernel's tcp_states.h
 _INFO = struct.Struct("=BxBB48xI")
+_ACKNOWLEDGED = struct.Struct("=120xQ")  # tcp_info: bytes that the other end has acknowledged
 _ESTABLISHED, _CLOSE = 1, 7
 _IPPROTO_TCP, _TCP_INFO = 6, 11
+
+
+class Sent(NamedTuple):
+    """What has become of the bytes that were written to a connection.
+
+    Attributes:
+        acknowledged: How many the other end's host has.
+        held: How many it does not have yet.
+        is_steady: The system would take more, and none was acknowledged during the look.
+    """
+
+    acknowledged: int = 0
+    held: int = 0
+    is_steady: bool = True
+
+    @property
+    def written(self) -> int:
+        """How many were written."""
+        return self.acknowledged + self.held
 
 
 class ConnectionCopy:
@@ -65,6 +88,26 @@ class ConnectionCopy:
                 reason = _ENDED_HERE
         self.close()
         return reason
+
+    def sent(self) -> Sent:
+        """Return what has become of the bytes that were written; all zero where there is no connection."""
+        if self._socket is None:
+            return Sent()
+        writable = select.poll()
+        writable.register(self._socket, select.POLLOUT)
+        try:
+            before = self._acknowledged()
+            held = fcntl.ioctl(self._socket, termios.TIOCOUTQ, b"\0\0\0\0")
+            is_steady = self._acknowledged() == before and bool(writable.poll(0))
+        except (OSError, struct.error):  # the connection has ended
+            return Sent()
+        return Sent(before, struct.unpack("=i", held)[0], is_steady)
+
+    def _acknowledged(self) -> int:
+        assert self._socket is not None
+        info = self._socket.getsockopt(_IPPROTO_TCP, _TCP_INFO, _ACKNOWLEDGED.size)
+        count: int = _ACKNOWLEDGED.unpack(info)[0]
+        return count
 
     def close(self) -> None:
         """Close the copy. Idempotent."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
-import struct
-import termios
 import time
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from syncvar.errors import WireError
-from syncvar.transports.endings import CLOSED, ConnectionCopy, unanswered
+from syncvar.transports.endings import CLOSED, ConnectionCopy, Sent, unanswered
 from syncvar.transports.sockets import close_monitor, events_of, monitor_of
 from syncvar.wire import HEADER_NBYTES, Kind, parse_header
 
@@ -60,7 +57,7 @@ class Outgoing:
         ZMQError: The system refuses.
     """
 
-    __slots__ = ("_copy", "_descriptor", "is_answered", "is_connected", "is_remote", "monitor", "opened", "outbox", "socket")
+    __slots__ = ("_copy", "is_answered", "is_connected", "is_remote", "monitor", "opened", "outbox", "socket")
 
     def __init__(self, context: zmq.Context[Any], socket: Any, address: str) -> None:
         self.socket = socket
@@ -69,7 +66,6 @@ class Outgoing:
         self.is_connected = self.is_answered = False
         self._copy: ConnectionCopy | None = None
         self.is_remote = address.startswith("tcp://")
-        self._descriptor = -1  # of the connection, which belongs to ZeroMQ
         self.outbox: collections.deque[tuple[bytes, memoryview | None, _Loan | None]] = collections.deque()
         socket.connect(address)
 
@@ -120,14 +116,12 @@ class Outgoing:
         for event, value in events_of(self.monitor):
             if event == zmq.EVENT_CONNECTED:
                 self.is_connected = True
-                self._descriptor = value
                 if self.is_remote:
                     self._copy = ConnectionCopy(value)
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_answered = True
             else:
                 reason = reason or self._why_ended(config)
-                self._descriptor = -1  # another file may get this number
         return reason
 
     def _why_ended(self, config: RuntimeConfig) -> str:
@@ -136,16 +130,9 @@ class Outgoing:
             return unanswered(waited_s)
         return CLOSED if self._copy is None else self._copy.reason(config)
 
-    def unsent(self) -> tuple[int, int]:
-        """Return what has not reached the peer's host: frames in the outbox, and bytes that the system holds.
-
-        (0, 0) also comes up while ZeroMQ is about to hand over more bytes. Whoever sees it looks again a little later.
-        """
-        held = b"\0\0\0\0"
-        if self._descriptor >= 0:
-            with contextlib.suppress(OSError):  # the connection has ended
-                held = fcntl.ioctl(self._descriptor, termios.TIOCOUTQ, held)
-        return len(self.outbox), struct.unpack("=i", held)[0]
+    def sent(self) -> Sent:
+        """Return what has become of the bytes that ZeroMQ has written to another host."""
+        return Sent() if self._copy is None else self._copy.sent()
 
     def has_said_goodbye(self) -> bool:
         """Return whether the peer has said goodbye on this link, which is all that comes on one."""

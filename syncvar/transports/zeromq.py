@@ -24,6 +24,7 @@ from zmq.backend import zmq_poll
 from syncvar.errors import TransportError, WireError
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
 from syncvar.transports.connections import Connections
+from syncvar.transports.delivery import Delivery
 from syncvar.transports.outgoing import Outgoing
 from syncvar.transports.sockets import (
     ask_for_signs_of_life,
@@ -447,21 +448,19 @@ class ZeromqTransport:
         A link between hosts may stand still for `lost_after_s`: after that its peer counts as lost in any call, too.
         """
         patience_s = self._patience_s(linger_s)
-        before: dict[int, tuple[int, int]] = {}
+        awaited = {peer: Delivery(link) for peer, link in self._links.items() if link.is_remote}
         moved = time.monotonic()
-        while (now := time.monotonic()) < moved + patience_s:
+        while awaited and (now := time.monotonic()) < moved + patience_s:
             self._watch_links(now)
             self._judge_closing()
-            unsent = {
-                peer: link.unsent()
-                for peer, link in self._links.items()
-                if link.is_remote and peer not in self._closing and peer not in self._departed
-            }
-            if unsent == before and not any(map(any, unsent.values())):
-                return
-            if unsent != before:
-                before, moved = unsent, now
-            time.sleep(_FLUSH_LOOK_S)
+            for peer in awaited.keys() - (self._links.keys() - self._closing.keys() - self._departed):
+                del awaited[peer]
+            looks = [one.look() for one in awaited.values()]
+            if any(looks):
+                moved = now
+            awaited = {peer: one for peer, one in awaited.items() if not one.is_complete}
+            if awaited:
+                time.sleep(_FLUSH_LOOK_S)
 
     def _say_goodbye(self, linger_s: float) -> None:
         header = pack_header(Kind.BYE, self._rank, self._generation, 0)

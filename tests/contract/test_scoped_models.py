@@ -20,11 +20,15 @@ def base(request, monkeypatch):
     return kind
 
 
-def test_a_model_made_in_a_scope_is_refused(base):
+KINDS = [sv.MirroredStrategy, sv.CentralStorageStrategy, sv.ParameterServerStrategy]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_made_in_a_scope_is_refused(base, kind):
     class Net(base):
         pass
 
-    strategy = sv.MirroredStrategy()
+    strategy = kind()
     with pytest.raises(UsageError, match=r"makes a model of another library \(.*Net\).*outside the block"), strategy.scope():
         kept = Net()
     assert not sv.has_strategy(), "the scope has ended"

@@ -166,7 +166,8 @@ def test_a_host_serves_the_next_start_after_its_agent_was_lost_and_joins_again_a
         os.kill(agents(first)[0], signal.SIGKILL)
     else:
         first.kill()
-        await_true(lambda: "is to join again, within 10 s; run there: syncvar-launch --join" in job.err, what="the demand")
+        demand = r"is to join again, within \d+ s; run there: syncvar-launch --join"
+        await_true(lambda: re.search(demand, job.err), what="the demand")
         job.join("--slots", "1")
     assert job.wait() == 0, job
     assert job.codes() == ([0, 0] if victim == "agent" else [-9, 0, 0]), job
