@@ -446,10 +446,10 @@ class Scope:
                     "a scope is entered inside strategy.run; enter it around run, and make variables there:\n"
                     "    with strategy.scope():\n        v = sv.Variable(…)\n        strategy.run(fn)"
                 )
-        places().append(Place(strategy, Context.CROSS))
-        if not strategy._has_checked_scope:  # noqa: SLF001  (of its own scope)
+        if not strategy._has_checked_scope:  # noqa: SLF001
             strategy._has_checked_scope = True  # noqa: SLF001
             self._models = model_ids()
+        places().append(Place(strategy, Context.CROSS))
         return strategy
 
     def __exit__(self, *error: object) -> None:
