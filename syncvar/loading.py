@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["Taught", "TaughtClass", "attributes_of", "explained_attribute", "unexpected"]
+__all__ = ["ClassWithHints", "Taught", "attributes_of", "explained_attribute", "unexpected"]
 
 
 def explained_attribute(kind: type[Any], name: str) -> str:
@@ -19,7 +19,7 @@ def explained_attribute(kind: type[Any], name: str) -> str:
     return next((text for one in kind.__mro__ if (text := explained(one.__name__, name))), "")
 
 
-class TaughtClass(type):
+class ClassWithHints(type):
     """Classes that say what to write where other libraries have a method of the class."""
 
     if not TYPE_CHECKING:

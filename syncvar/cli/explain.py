@@ -181,7 +181,7 @@ def explained(records: Sequence[Record]) -> tuple[str, bool]:
     lines = _head(everybody)
     cycle = _cycle(found)
     if cycle:
-        lines += _told_cycle(records, cycle, names, zero)
+        lines += _describe_cycle(records, cycle, names, zero)
         lines += [f"also: {_one_line(records, one, zero)}" for one in found if one not in cycle.values()][:_ELSEWHERE]
     elif found:
         lines += _told(records, found[0], zero)
@@ -258,7 +258,7 @@ def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
     return [*lines, "", f"before it, in {group}", *_before(records, one.group, one.call, zero)]
 
 
-def _told_cycle(
+def _describe_cycle(
     records: Sequence[Record], cycle: Mapping[int, Divergence], names: Mapping[int, str], zero: int
 ) -> list[str]:
     ranks = list(cycle)

@@ -113,14 +113,14 @@ def _find(name: str | None, environ: Mapping[str, str]) -> tuple[str, list[dict[
         if not found:
             raise ConfigError(
                 f"no job of yours is running that syncvar-launch or sv.run has started (looked in {', '.join(folders)})"
-                f"{_started_elsewhere(folders)}"
+                f"{_jobs_of_other_launchers(folders)}"
             )
         return found[0][0], [job for _, job in found[1:]]
     named = [one for one in found if name == str(one[1]["pid"])] or [one for one in found if one[1]["name"].startswith(name)]
     if len(named) > 1:
         raise ConfigError(f"{len(named)} jobs have names that begin with {name!r}: {'; '.join(_named(job) for _, job in named)}")
     if not named:
-        raise ConfigError(_why_not_found(name, [job for _, job in found]) + _started_elsewhere(folders))
+        raise ConfigError(_why_not_found(name, [job for _, job in found]) + _jobs_of_other_launchers(folders))
     return named[0][0], []
 
 
@@ -135,7 +135,7 @@ def _why_not_found(name: str, jobs: Sequence[Mapping[str, Any]]) -> str:
     return f"no running job is called {name!r}, and no launcher has that process number{running}"
 
 
-def _started_elsewhere(folders: Sequence[str]) -> str:
+def _jobs_of_other_launchers(folders: Sequence[str]) -> str:
     """Return a sentence about jobs that cannot be asked, because another launcher has started them; empty where none runs."""
     holders = [holder for folder in folders for holder in holders_of_meetings(Path(folder))]
     if not holders:

@@ -19,7 +19,7 @@ from syncvar.data.prefetching import Prefetched
 from syncvar.data.state import integer_of, read_state
 from syncvar.data.streams import Generated, StreamBatches, StreamMap, StreamRepeat, StreamShard, StreamShuffle
 from syncvar.errors import ConfigError
-from syncvar.loading import Taught, TaughtClass, unexpected
+from syncvar.loading import ClassWithHints, Taught, unexpected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
@@ -92,7 +92,7 @@ def from_generator(fn: Callable[[], Iterable[Any]]) -> Dataset:
     return Dataset(Generated(fn))
 
 
-class Dataset(Taught, metaclass=TaughtClass):
+class Dataset(Taught, metaclass=ClassWithHints):
     """Elements (batches, or what batches are made of) that can be read any number of times.
 
     Made by `sv.data.from_arrays` and `sv.data.from_generator`. Each step returns another dataset. Reading it from the
