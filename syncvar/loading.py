@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["ClassWithHints", "Taught", "attributes_of", "explained_attribute", "unexpected"]
+__all__ = ["ClassWithHints", "Taught", "attributes_of", "explained_attribute", "object_named", "unexpected"]
 
 
 def explained_attribute(kind: type[Any], name: str) -> str:
@@ -43,6 +43,23 @@ class Taught:
                 message = f"{type(self).__name__!r} object has no attribute {name!r}: {text}"
                 raise AttributeError(message, name=name, obj=None)
             return object.__getattribute__(self, name)  # raises what it raised, also what a property raised
+
+
+def object_named(module: str, name: str) -> Any:
+    """Return an object of a module, which is imported where it is not loaded.
+
+    Args:
+        module: The name of the module.
+        name: The qualified name of the object, such as "Outer.Inner".
+
+    Example:
+        >>> object_named("collections", "OrderedDict.fromkeys").__name__
+        'fromkeys'
+    """
+    found: Any = sys.modules.get(module) or importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def unexpected(function: Callable[..., Any], foreign: Iterable[str]) -> TypeError:

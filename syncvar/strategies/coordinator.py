@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import sys
 import traceback
@@ -14,6 +13,7 @@ import numpy as np
 
 from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.fork_cleanup import register_exit
+from syncvar.loading import object_named
 from syncvar.servers.asking import Asking
 from syncvar.strategies.parameter_server import ParameterServerStrategy
 from syncvar.wire import pack_object, unpack_object
@@ -302,7 +302,7 @@ class ClusterCoordinator:
             MissingFunctionError: This worker does not have it.
         """
         try:
-            function: Callable[..., Any] = _found(name)
+            function: Callable[..., Any] = object_named(*name)
         except (ImportError, AttributeError):
             from syncvar.strategies.script_order import line_of
 
@@ -360,7 +360,7 @@ def _name_of(fn: Any) -> list[str]:
     """
     module, name = getattr(fn, "__module__", "") or "", getattr(fn, "__qualname__", "")
     try:
-        found = _found([module, name]) if module and name else None
+        found = object_named(module, name) if module and name else None
     except (ImportError, AttributeError):
         found = None
     if found is not fn:
@@ -369,14 +369,6 @@ def _name_of(fn: Any) -> list[str]:
             f"script, and pass what it needs as arguments"
         )
     return [module, name]
-
-
-def _found(name: list[str]) -> Any:
-    module, path = name
-    found: Any = sys.modules.get(module) or importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _packed(value: Any, *, failed: bool) -> tuple[bool, bytes]:

@@ -5,11 +5,11 @@ Nothing is unpickled.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
 from syncvar.errors import ConfigError
+from syncvar.loading import object_named
 from syncvar.wire.objects import pack_object, unpack_object
 
 __all__ = ["CALLER_MAIN", "pack_exception", "unpack_exception"]
@@ -81,9 +81,7 @@ def _class_of(module: str, name: str) -> type[BaseException] | None:
     if module == CALLER_MAIN or (spec is not None and spec.name in (module, f"{module}.__main__")):
         module = "__main__"
     try:
-        found: Any = sys.modules.get(module) or importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        found = object_named(module, name)
     except Exception:  # a module may raise anything when it is imported
         return None
     return found if isinstance(found, type) and issubclass(found, BaseException) else None
