@@ -18,7 +18,7 @@ from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_
 from syncvar.data.dataset import Dataset
 from syncvar.data.state import integer_of, read_state
 from syncvar.engine.group import Request, fingerprint
-from syncvar.errors import ConfigError, MismatchError, UsageError
+from syncvar.errors import ConfigError, MismatchError, SyncvarError, UsageError
 from syncvar.loading import Taught
 from syncvar.strategies.offers import Offer, is_unanimous, verdict
 
@@ -413,5 +413,11 @@ def _announced(
         if isinstance(dataset, str | bytes) or not hasattr(dataset, "__iter__"):
             raise ConfigError(f"strategy.{what} takes an iterable of batches, not {type(dataset).__name__}")
 
-    meet(strategy.communicator, f"strategy.{what}", (what,), strategy.timeout, check)
+    try:
+        meet(strategy.communicator, f"strategy.{what}", (what,), strategy.timeout, check)
+    except SyncvarError:
+        if error is None:
+            raise
+    if error is not None:  # this rank's own error, also where another rank has failed before it came here
+        raise error
     return DistributedDataset(Feed(strategy, dataset, is_global=is_global))

@@ -96,6 +96,36 @@ def test_an_error_of_all_ranks_is_told_once_without_our_frames(launch):
         assert text.endswith("TypeError: unsupported operand type(s) for +: 'int' and 'str'\n"), text
 
 
+def test_a_rank_raises_its_own_error_though_another_rank_has_failed_before(launch):
+    job = launch(
+        """
+        import probe
+        import syncvar as sv
+
+        strategy = sv.MirroredStrategy()
+
+        def make(context):
+            if sv.rank() == 1:
+                raise ValueError("of rank 1")
+            while True:
+                try:
+                    sv.barrier()
+                except sv.PeerLost:
+                    raise KeyError("of rank 0") from None
+                except sv.MismatchError:
+                    pass
+
+        try:
+            strategy.distribute_datasets_from_function(make)
+        except BaseException as error:
+            probe.note("own", error=type(error).__name__)
+            raise
+        """
+    )
+    assert job.wait() == 1, str(job)
+    assert {event["rank"]: event["error"] for event in job.events("own")} == {0: "KeyError", 1: "ValueError"}, str(job)
+
+
 @pytest.mark.slow
 def test_all_frames_are_shown_where_more_is_asked_for(launch):
     job = launch(IN_OUR_CODE, workers=2, options=["-v"])
