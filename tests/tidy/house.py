@@ -1,0 +1,409 @@
+"""Measure the house rules: names, sizes and sentences of `syncvar` and `syncvar_launcher`.
+
+    python tests/tidy/house.py             print every figure with its goal
+    python tests/tidy/house.py --list M    print what a measure counts
+    python tests/tidy/house.py --write     lower the baseline to today's figures
+
+`baseline.json` holds the figures that may only shrink. `test_house.py` compares them in the default test run.
+The rules of ruff that are still off in `pyproject.toml` are measured here too, where ruff is installed.
+"""
+
+import argparse
+import ast
+import collections
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BASELINE = Path(__file__).with_name("baseline.json")
+WIDTH = 100
+SENTENCE_LIMIT = 30
+PARAMETER_LIMIT = 7
+# Words that no identifier may contain, as a whole word between underscores or capitals.
+BANNED = frozenset(
+    [
+        "told",
+        "made",
+        "said",
+        "given",
+        "taken",
+        "brought",
+        "taught",
+        "begun",
+        "came",
+        "kept",
+        "gone",
+        "spoke",
+        "asked",
+        "placed",
+        "parted",
+        "enrolled",
+        "lying",
+        "how",
+        "what",
+        "who",
+        "whose",
+        "why",
+        "whatever",
+        "whoever",
+        "fate",
+        "wish",
+        "roster",
+        "goal",
+        "place",
+        "kind",
+        "elsewhere",
+        "alone",
+        "apart",
+        "likeness",
+        "door",
+        "fleet",
+        "crowd",
+        "outlet",
+        "party",
+        "site",
+        "stretch",
+        "witness",
+        "board",
+        "edge",
+        "box",
+        "errand",
+        "doom",
+        "poison",
+        "knob",
+        "say",
+        "says",
+        "saying",
+        "tell",
+        "tells",
+        "hear",
+        "heed",
+        "speak",
+        "knock",
+        "greet",
+        "goodbye",
+    ]
+)
+SHARED_FILE_NAMES = frozenset({"__init__.py", "__main__.py", "base.py"})
+GOALS = {
+    "class names defined twice": 0,
+    "banned words in identifiers": 0,
+    "file names twice": 0,
+    "lines over 100 columns": 0,
+    "fmt: skip": 15,
+    "noqa: SLF001": 20,
+    "functions with more than 7 parameters": 25,
+    "import circles": 0,
+    "files": 280,
+    "lines": 64_000,
+    "words in a mean docstring sentence": 18,
+    "docstring sentences over 30 words": 0,
+}
+LINT = "E501,C901,PLR0911,PLR0912,PLR0913,PLR0914,PLR0915,PLR0916,PLR0917,FBT"
+
+
+def sources():
+    """Return the path of every Python file of both packages."""
+    found = [
+        path for folder in ("syncvar", "launcher") for path in (REPOSITORY / folder).rglob("*.py")
+    ]
+    return sorted(path for path in found if "__pycache__" not in path.parts)
+
+
+def module_of(path):
+    """Return the dotted name under which a file is imported."""
+    parts = list(path.relative_to(REPOSITORY).with_suffix("").parts)
+    if parts[0] == "launcher":
+        parts[0] = "syncvar_launcher"
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+class Sources:
+    """The parsed files of both packages.
+
+    Attributes:
+        texts: Path -> text.
+        trees: Path -> syntax tree.
+    """
+
+    def __init__(self):
+        self.texts = {path: path.read_text() for path in sources()}
+        self.trees = {path: ast.parse(text) for path, text in self.texts.items()}
+
+    def nodes(self, *types):
+        """Yield (path, node) for all nodes of some types."""
+        for path, tree in self.trees.items():
+            for node in ast.walk(tree):
+                if isinstance(node, types):
+                    yield path, node
+
+
+def location(path, node=None):
+    """Return a text such as "syncvar/core/errors.py:12"."""
+    name = str(path.relative_to(REPOSITORY))
+    return f"{name}:{node.lineno}" if node is not None else name
+
+
+def class_names_defined_twice(found):
+    where = collections.defaultdict(list)
+    for path, node in found.nodes(ast.ClassDef):
+        where[node.name].append(location(path, node))
+    return [
+        f"{name}: {', '.join(places)}" for name, places in sorted(where.items()) if len(places) > 1
+    ]
+
+
+def words_of(identifier):
+    """Return the words of an identifier, in lower case.
+
+    >>> sorted(words_of("_why_notShared"))
+    ['not', 'shared', 'why']
+    """
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", identifier)}
+
+
+def defined_names(node):
+    """Return the identifiers that a node gives a meaning to."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.arg):
+        return [node.arg]
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return [node.id]
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return [node.attr]
+    if isinstance(node, ast.alias) and node.asname:
+        return [node.asname]
+    return []
+
+
+def banned_words_in_identifiers(found):
+    where = {}
+    for path, node in found.nodes(ast.AST):
+        for name in defined_names(node):
+            allowed = (
+                {"kind"} if isinstance(node, ast.ClassDef) and name.endswith("Kind") else set()
+            )
+            if words_of(name) & BANNED - allowed:
+                where.setdefault(name, location(path, node))
+    return [f"{name}: {at}" for name, at in sorted(where.items())]
+
+
+def file_names_twice(found):
+    where = collections.defaultdict(list)
+    for path in found.texts:
+        if path.name not in SHARED_FILE_NAMES:
+            where[path.name].append(location(path))
+    return [
+        f"{name}: {', '.join(places)}" for name, places in sorted(where.items()) if len(places) > 1
+    ]
+
+
+def long_lines(found):
+    return [
+        f"{location(path)}:{number}"
+        for path, text in found.texts.items()
+        for number, line in enumerate(text.split("\n"), 1)
+        if len(line) > WIDTH
+    ]
+
+
+def comments(found, text):
+    result = []
+    for path, source in found.texts.items():
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT and text in token.string:
+                result.append(f"{location(path)}:{token.start[0]}")
+    return result
+
+
+def long_signatures(found):
+    result = []
+    for path, node in found.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+        arguments = node.args
+        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        count = len([one for one in every if one.arg not in ("self", "cls")])
+        if count > PARAMETER_LIMIT:
+            result.append(f"{location(path, node)} {node.name}: {count}")
+    return result
+
+
+def imports(found):
+    """Return module -> the modules that it imports, also inside functions and for type checkers."""
+    names = {module_of(path): path for path in found.texts}
+    graph = {name: set() for name in names}
+    for path, node in found.nodes(ast.Import, ast.ImportFrom):
+        module = module_of(path)
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        else:
+            targets = [
+                full if (full := f"{node.module}.{alias.name}") in names else node.module
+                for alias in node.names
+            ]
+        graph[module] |= {target for target in targets if target in names and target != module}
+    return graph
+
+
+def circles(graph):
+    """Return the strongly connected sets of more than one module (Tarjan's algorithm)."""
+    order, low, stack, result = {}, {}, [], []
+
+    def visit(node):
+        order[node] = low[node] = len(order)
+        stack.append(node)
+        for target in sorted(graph[node]):
+            if target not in order:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], order[target])
+        if low[node] == order[node]:
+            members = [stack.pop()]
+            while members[-1] != node:
+                members.append(stack.pop())
+            if len(members) > 1:
+                result.append(" ".join(sorted(members)))
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 4 * len(graph)))
+    for node in sorted(graph):
+        if node not in order:
+            visit(node)
+    sys.setrecursionlimit(limit)
+    return result
+
+
+def sentences(found):
+    """Yield (place, sentence) for every sentence of every docstring; examples and code are left out."""
+    types = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path, node in found.nodes(*types):
+        text = ast.get_docstring(node) or ""
+        at = location(path, node if hasattr(node, "lineno") else None)
+        for paragraph in re.split(r"\n\s*\n", text):
+            lines = [
+                line
+                for line in paragraph.split("\n")
+                if not line.lstrip().startswith((">>>", "...", "|", "```"))
+            ]
+            if ">>>" in paragraph or paragraph.startswith("    ") or not lines:
+                continue
+            prose = " ".join(line.strip() for line in lines)
+            prose = re.sub(r"``?[^`]*``?", "CODE", prose)
+            prose = re.sub(
+                r"\b(Args|Returns|Raises|Yields|Attributes|Cost|Order|Source|Example|Examples):",
+                ".",
+                prose,
+            )
+            for sentence in re.split(r"(?<=[.!?;])\s+|(?<=\.)$", prose):
+                if len(re.findall(r"[A-Za-z0-9][\w'’-]*", sentence)) > 1:
+                    yield at, sentence
+
+
+def length_of(sentence):
+    """Return the number of words of a sentence."""
+    return len(re.findall(r"[A-Za-z0-9][\w'’-]*", sentence))
+
+
+def long_sentences(found):
+    return [
+        f"{at} ({length_of(text)}): {text}"
+        for at, text in sentences(found)
+        if length_of(text) > SENTENCE_LIMIT
+    ]
+
+
+def mean_sentence(found):
+    lengths = [length_of(text) for _, text in sentences(found)]
+    return round(sum(lengths) / len(lengths), 1)
+
+
+def lint_figures():
+    """Return rule -> count of the rules of ruff that are measured before they are switched on; empty without ruff."""
+    ruff = shutil.which("ruff") or str(Path(sys.executable).with_name("ruff"))
+    if not Path(ruff).exists():
+        return {}
+    line = [
+        ruff,
+        "check",
+        "--select",
+        LINT,
+        "--preview",
+        "--statistics",
+        "--output-format",
+        "json",
+        "--exit-zero",
+        ".",
+    ]
+    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, check=True)  # noqa: S603
+    return {f"ruff {row['code']}": row["count"] for row in json.loads(done.stdout)}
+
+
+LISTS = {
+    "class names defined twice": class_names_defined_twice,
+    "banned words in identifiers": banned_words_in_identifiers,
+    "file names twice": file_names_twice,
+    "lines over 100 columns": long_lines,
+    "fmt: skip": lambda found: comments(found, "fmt: skip"),
+    "noqa: SLF001": lambda found: comments(found, "SLF001"),
+    "functions with more than 7 parameters": long_signatures,
+    "import circles": lambda found: circles(imports(found)),
+    "files": lambda found: [location(path) for path in found.texts],
+    "docstring sentences over 30 words": long_sentences,
+}
+
+
+def figures():
+    """Return measure -> figure, of the whole of both packages."""
+    found = Sources()
+    result = {name: len(function(found)) for name, function in LISTS.items()}
+    result["lines"] = sum(text.count("\n") for text in found.texts.values())
+    result["words in a mean docstring sentence"] = mean_sentence(found)
+    return result
+
+
+def main():
+    """Print the figures, or what one of them counts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", choices=LISTS, metavar="MEASURE")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(LISTS[options.list](Sources())))
+        return 0
+    measured = {**figures(), **lint_figures()}
+    baseline = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
+    grown = [
+        name
+        for name, figure in measured.items()
+        if figure > max(baseline.get(name, figure), GOALS.get(name, 0))
+    ]
+    for name, figure in measured.items():
+        mark = "  GROWN" if name in grown else ""
+        print(
+            f"{name:40} {figure:>8} (goal {GOALS.get(name, 0)}, baseline {baseline.get(name, 'none')}){mark}"
+        )
+    if options.write:
+        BASELINE.write_text(
+            json.dumps(
+                {
+                    name: min(figure, baseline.get(name, figure))
+                    for name, figure in measured.items()
+                },
+                indent=2,
+            )
+            + "\n"
+        )
+    return 1 if grown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
