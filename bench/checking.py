@@ -54,7 +54,9 @@ class Spent:
 
 def step_of(way: str, mib: int, batch: int) -> Callable[[], None]:
     """Return one step of a model."""
-    shapes = [tuple(one["shape"]) for one in tomllib.loads(_SIZES.read_text(encoding="utf-8"))["tensors"]]
+    shapes = [
+        tuple(one["shape"]) for one in tomllib.loads(_SIZES.read_text(encoding="utf-8"))["tensors"]
+    ]
     scale = mib * _MIB / 4 / sum(map(prod, shapes))
     counts = [max(1, round(prod(shape) * scale)) for shape in shapes]
     strategy = sv.MirroredStrategy() if way == "run" else sv.get_strategy()
@@ -119,7 +121,9 @@ def work(mib: int, way: str, steps: int, batch: int) -> None:
 
 def main() -> int:
     """Run the workers, or work as one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=200, help="a multiple of 100 [200]")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 100], metavar="MIB")
     parser.add_argument("--batch", type=int, default=32, help="examples of a step [32]")
@@ -132,7 +136,16 @@ def main() -> int:
     worst = 0
     for mib in chosen.sizes:
         for way in _WAYS:
-            given = ["--worker", way, "--steps", str(chosen.steps), "--sizes", str(mib), "--batch", str(chosen.batch)]
+            given = [
+                "--worker",
+                way,
+                "--steps",
+                str(chosen.steps),
+                "--sizes",
+                str(mib),
+                "--batch",
+                str(chosen.batch),
+            ]
             worst = max(worst, subprocess.run([*line, __file__, *given], check=False).returncode)
     return worst
 

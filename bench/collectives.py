@@ -20,12 +20,16 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--sizes", default="8,4096,65536,1048576,16777216", help="bytes, separated by commas")
+    parser.add_argument(
+        "--sizes", default="8,4096,65536,1048576,16777216", help="bytes, separated by commas"
+    )
     parser.add_argument("--seconds", type=float, default=2.0, help="time for each size")
     parser.add_argument("--reproducible", action="store_true")
     chosen = parser.parse_args()
     if sv.rank() == 0:
-        print(f"all_reduce sum {chosen.dtype}, {sv.world_size()} ranks, transport {current().transport}")
+        print(
+            f"all_reduce sum {chosen.dtype}, {sv.world_size()} ranks, transport {current().transport}"
+        )
         print(f"{'bytes':>10} {'median us':>11} {'quartiles us':>20} {'calls':>7}")
     for size in map(int, chosen.sizes.split(",")):
         x = np.ones(size // np.dtype(chosen.dtype).itemsize, chosen.dtype)

@@ -72,7 +72,9 @@ ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 def main() -> int:
     """Do what the command line asks for."""
     chosen = _arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what runs now is ended on the way out
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # what runs now is ended on the way out
     names = [name for name in NAMES if name in chosen.libraries]
     if chosen.setup:
         return 0 if set_up(chosen.peers, names) else 1
@@ -97,10 +99,16 @@ def main() -> int:
         _write(chosen.json, report)
     if chosen.png and report.get(COMPARISON):
         rows = [row for one in report[COMPARISON] for row in one["rows"]]
-        picture.draw(chosen.png, f"{chosen.dtype}, {about['cpu']}, {about['cores']} cores, {about['date'][:10]}", rows)
+        picture.draw(
+            chosen.png,
+            f"{chosen.dtype}, {about['cpu']}, {about['cores']} cores, {about['date'][:10]}",
+            rows,
+        )
     if verdicts:
         print("", *bounds.lines(verdicts), sep="\n", flush=True)
-        report["bounds"] = [{**one._asdict(), "bound": one.bound._asdict(), "verdict": one.word} for one in verdicts]
+        report["bounds"] = [
+            {**one._asdict(), "bound": one.bound._asdict(), "verdict": one.word} for one in verdicts
+        ]
         _write(chosen.json, report)
     if chosen.markdown:
         Path(chosen.markdown).write_text("\n".join([*page(report), ""]), encoding="utf-8")
@@ -118,11 +126,16 @@ def _parts(
     if chosen.slow_peer or chosen.busy_thread:
         found: list[tuple[str, Callable[[], Part]]] = []
         if chosen.slow_peer:
-            found.append(("slow_peer", lambda: acceptance.slow_peer(setting.syncvar, setting.effort)))
+            found.append(
+                ("slow_peer", lambda: acceptance.slow_peer(setting.syncvar, setting.effort))
+            )
         if chosen.busy_thread:
             plan = _plan(chosen, setting.effort)
             found += [
-                ("busy_thread", lambda workers=workers: acceptance.busy_thread(setting.syncvar, workers, plan))
+                (
+                    "busy_thread",
+                    lambda workers=workers: acceptance.busy_thread(setting.syncvar, workers, plan),
+                )
                 for workers in setting.workers
             ]
         return found
@@ -133,13 +146,22 @@ def _parts(
             (COMPARISON, lambda workers=workers: _compared(libraries, workers, plan, missing))
             for workers in setting.workers
         ]
-        crowded = Plan((Work("all_reduce", KINDS[0], tuple(_sizes(CROWDED_SIZES))),), chosen.dtype, setting.effort, LARGEST)
+        crowded = Plan(
+            (Work("all_reduce", KINDS[0], tuple(_sizes(CROWDED_SIZES))),),
+            chosen.dtype,
+            setting.effort,
+            LARGEST,
+        )
         found += [
             (COMPARISON, lambda workers=workers: _compared(libraries, workers, crowded, missing))
             for workers in (CROWDED if chosen.all and not chosen.sizes else ())
             if workers not in setting.workers
         ]
-    return found + [(name, lambda part=part: part(setting)) for name, part in PARTS.items() if name in chosen.parts]
+    return found + [
+        (name, lambda part=part: part(setting))
+        for name, part in PARTS.items()
+        if name in chosen.parts
+    ]
 
 
 def _compared(libraries: list[Library], workers: int, plan: Plan, missing: dict[str, str]) -> Part:
@@ -148,9 +170,15 @@ def _compared(libraries: list[Library], workers: int, plan: Plan, missing: dict[
     rows = compare(times, plan, [one.name for one in libraries if one.name != "syncvar"])
     started = {one.name: one.started_as(workers) for one in libraries}
     report = {
-        "workers": workers, "dtype": plan.dtype, "started_as": started, "rows": rows, "turns": times.rows,
-        "problems": times.problems, "skipped": times.skipped, "refused": times.refused,
-    }  # fmt: skip
+        "workers": workers,
+        "dtype": plan.dtype,
+        "started_as": started,
+        "rows": rows,
+        "turns": times.rows,
+        "problems": times.problems,
+        "skipped": times.skipped,
+        "refused": times.refused,
+    }
     verdicts = bounds.judge_rows(rows, plan.dtype)
     return Part(report, tables(times, plan, libraries, rows), verdicts, "syncvar" in times.problems)
 
@@ -159,13 +187,23 @@ def _plan(chosen: argparse.Namespace, effort: Effort) -> Plan:
     """Return what to measure of each collective: of all but all_reduce one kind, unless --kinds or --all is given."""
     works = []
     for collective in chosen.collective:
-        sizes = chosen.sizes or _sizes("1M" if chosen.busy_thread else SIZES.get(collective, ALL_OTHER_SIZES if chosen.all else OTHER_SIZES))
+        sizes = chosen.sizes or _sizes(
+            "1M"
+            if chosen.busy_thread
+            else SIZES.get(collective, ALL_OTHER_SIZES if chosen.all else OTHER_SIZES)
+        )
         kinds = chosen.kinds or (KINDS if collective == "all_reduce" or chosen.all else KINDS[:1])
-        works += [Work(collective, kind, tuple(sizes)) for kind in kinds if kind in COLLECTIVES[collective]]
+        works += [
+            Work(collective, kind, tuple(sizes))
+            for kind in kinds
+            if kind in COLLECTIVES[collective]
+        ]
     return Plan(tuple(works), chosen.dtype, effort, {} if chosen.sizes else LARGEST)
 
 
-def _find(names: list[str], chosen: argparse.Namespace) -> tuple[list[Library], dict[str, str], dict[str, str]]:
+def _find(
+    names: list[str], chosen: argparse.Namespace
+) -> tuple[list[Library], dict[str, str], dict[str, str]]:
     """Return the libraries, why each missing one is missing, and the versions by label."""
     libraries = [library(name, chosen.python, chosen.peers) for name in names]
     missing, versions = {}, {}
@@ -185,7 +223,9 @@ def _write(path: str | None, report: dict[str, Any]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--setup", action="store_true", help="make the peers' environments and end")
     add("--all", action="store_true", help="every part, with all collectives, against every bound")
@@ -193,11 +233,26 @@ def _arguments() -> argparse.Namespace:
     measured = f"what to measure, of {','.join(parts)} [{COMPARISON}]"
     add("--parts", type=_names(parts), default=[COMPARISON], help=measured)
     over_hosts = ["hosts", HOSTS_LAUNCH]
-    add("--hosts", dest="parts", action="store_const", const=over_hosts, help="the parts over two hosts; needs root")
+    add(
+        "--hosts",
+        dest="parts",
+        action="store_const",
+        const=over_hosts,
+        help="the parts over two hosts; needs root",
+    )
     add("--slow-peer", action="store_true", help="measure what a wait costs instead")
     add("--busy-thread", action="store_true", help="measure what a busy thread costs instead")
-    add("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments [.peers]")
-    add("--python", default=sys.executable, help="interpreter that has syncvar [the one running this]")
+    add(
+        "--peers",
+        type=Path,
+        default=Path(".peers"),
+        help="folder of the peers' environments [.peers]",
+    )
+    add(
+        "--python",
+        default=sys.executable,
+        help="interpreter that has syncvar [the one running this]",
+    )
     add("--collective", type=_names(COLLECTIVES), help=f"of {','.join(COLLECTIVES)} [all_reduce]")
     add("--dtype", default="float32", help="of the elements [float32]")
     add("--workers", type=_numbers, help="numbers of workers [2,4; 2 with --busy-thread]")
@@ -208,7 +263,11 @@ def _arguments() -> argparse.Namespace:
     add("--libraries", type=_names(NAMES), default=list(NAMES), help=f"[{','.join(NAMES)}]")
     add("--crowd", type=int, default=64, help="workers of the part crowd [64]")
     add("--rounds", type=int, default=5, help="how often each library is started [5]")
-    add("--seconds", type=float, help=f"time for each size and kind in a turn [{SECONDS}; {ALL_SECONDS} with --all]")
+    add(
+        "--seconds",
+        type=float,
+        help=f"time for each size and kind in a turn [{SECONDS}; {ALL_SECONDS} with --all]",
+    )
     add("--timeout", type=float, default=300.0, help="longest time of one turn in seconds [300]")
     add("--json", metavar="FILE", help="write everything that was measured")
     add("--png", metavar="FILE", help="draw time and ratio against size")
@@ -218,7 +277,9 @@ def _arguments() -> argparse.Namespace:
     if chosen.all:
         chosen.parts = list(parts)
     chosen.collective = chosen.collective or (list(COLLECTIVES) if chosen.all else ["all_reduce"])
-    chosen.seconds = (ALL_SECONDS if chosen.all else SECONDS) if chosen.seconds is None else chosen.seconds
+    chosen.seconds = (
+        (ALL_SECONDS if chosen.all else SECONDS) if chosen.seconds is None else chosen.seconds
+    )
     chosen.workers = chosen.workers or ([2] if chosen.busy_thread else [2, 4])
     if (chosen.slow_peer or chosen.busy_thread) and "syncvar" in chosen.libraries:
         chosen.libraries = ["syncvar"]
@@ -228,7 +289,9 @@ def _arguments() -> argparse.Namespace:
         parser.error("--rounds, --seconds, --timeout and --crowd must be positive")
     unit = _itemsize(chosen.dtype)
     if unit is None:
-        parser.error(f"--dtype {chosen.dtype}: choose a float, bfloat16 or integer type by its NumPy name")
+        parser.error(
+            f"--dtype {chosen.dtype}: choose a float, bfloat16 or integer type by its NumPy name"
+        )
     if chosen.sizes and any(size % unit for size in chosen.sizes):
         parser.error(f"--sizes: each must be whole elements of {chosen.dtype}, {unit} bytes each")
     if chosen.png and picture.missing():

@@ -34,7 +34,9 @@ def steps_of(synchronization: str, check_every: int) -> Callable[[int], None]:
     strategy.check_every = check_every
     with strategy.scope():
         made = [
-            sv.Variable(np.zeros(_ELEMENTS, np.float32), synchronization=synchronization, aggregation="SUM")
+            sv.Variable(
+                np.zeros(_ELEMENTS, np.float32), synchronization=synchronization, aggregation="SUM"
+            )
             for _ in range(_VARIABLES)
         ]
     increment = np.full(_ELEMENTS, 1e-3, np.float32)
@@ -72,13 +74,19 @@ def show(times: dict[str, list[float]]) -> None:
     """Print the medians, and what is added to the first."""
     usual = median(times["ON_WRITE"])
     for name, found in times.items():
-        added = "" if name == "ON_WRITE" else f"   overhead {(median(found) / usual - 1) * 100:+.1f} %"
-        print(f"{name:9} {median(found):9.1f} us a step (rounds {min(found):.1f} to {max(found):.1f}){added}")
+        added = (
+            "" if name == "ON_WRITE" else f"   overhead {(median(found) / usual - 1) * 100:+.1f} %"
+        )
+        print(
+            f"{name:9} {median(found):9.1f} us a step (rounds {min(found):.1f} to {max(found):.1f}){added}"
+        )
 
 
 def main() -> int:
     """Run the workers, or work as one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=500, help="in each round [500]")
     parser.add_argument("--rounds", type=int, default=9, help="of each kind, in turns [9]")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -24,12 +24,18 @@ if TYPE_CHECKING:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", default="1048576,16777216,67108864", help="bytes, separated by commas")
+    parser.add_argument(
+        "--sizes", default="1048576,16777216,67108864", help="bytes, separated by commas"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     chosen = parser.parse_args()
     if sv.rank() == 0:
-        print(f"{sv.world_size()} ranks, {current().transport}; medians of {chosen.rounds} rounds, ms")
-        print(f"{'bytes':>10} {'reduce':>9} {'compute':>9} {'in turn':>9} {'at once':>9} {'hidden':>7}")
+        print(
+            f"{sv.world_size()} ranks, {current().transport}; medians of {chosen.rounds} rounds, ms"
+        )
+        print(
+            f"{'bytes':>10} {'reduce':>9} {'compute':>9} {'in turn':>9} {'at once':>9} {'hidden':>7}"
+        )
     for size in map(int, chosen.sizes.split(",")):
         x = np.ones(size // 4, np.float32)
         out = np.empty_like(x)
@@ -40,7 +46,9 @@ def main() -> None:
             for _ in range(repeats):
                 a @ a
 
-        def at_once(x: np.ndarray = x, out: np.ndarray = out, compute: Callable[[], None] = compute) -> None:
+        def at_once(
+            x: np.ndarray = x, out: np.ndarray = out, compute: Callable[[], None] = compute
+        ) -> None:
             work = sv.all_reduce(x, out=out, async_op=True)
             compute()
             work.wait()
@@ -48,7 +56,9 @@ def main() -> None:
         def alone(x: np.ndarray = x, out: np.ndarray = out) -> None:
             sv.all_reduce(x, out=out)
 
-        def in_turn(alone: Callable[[], None] = alone, compute: Callable[[], None] = compute) -> None:
+        def in_turn(
+            alone: Callable[[], None] = alone, compute: Callable[[], None] = compute
+        ) -> None:
             alone()
             compute()
 
@@ -62,7 +72,9 @@ def main() -> None:
         reduce_ms, compute_ms, turn_ms, once_ms = (median(one[1:]) for one in times)
         hidden = max(0.0, turn_ms - once_ms) / min(reduce_ms, compute_ms)
         if sv.rank() == 0:
-            print(f"{size:>10} {reduce_ms:>9.2f} {compute_ms:>9.2f} {turn_ms:>9.2f} {once_ms:>9.2f} {hidden:>7.0%}")
+            print(
+                f"{size:>10} {reduce_ms:>9.2f} {compute_ms:>9.2f} {turn_ms:>9.2f} {once_ms:>9.2f} {hidden:>7.0%}"
+            )
 
 
 if __name__ == "__main__":

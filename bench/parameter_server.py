@@ -79,7 +79,11 @@ def medians(bodies: dict[str, Callable[[], object]], rounds: int = _ROUNDS) -> d
 @contextmanager
 def echo() -> Iterator[Callable[[NDArray[Any]], object]]:
     """Start a ROUTER that sends back what it gets; yields a function that sends an array and awaits it."""
-    with tempfile.TemporaryDirectory(prefix="sv-") as folder, zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+    with (
+        tempfile.TemporaryDirectory(prefix="sv-") as folder,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as dealer,
+    ):
         place = f"ipc://{folder}/echo"
         process = subprocess.Popen([sys.executable, "-c", _ECHO, place])
         try:
@@ -109,7 +113,9 @@ class Servers:
     def make(self, key: str, value: NDArray[Any]) -> None:
         """Make an array that runs free."""
         asking = Asking()
-        asking.create(0, key, Spec(value.shape, value.dtype.name, "SUM", value.shape, 0), None, value)
+        asking.create(
+            0, key, Spec(value.shape, value.dtype.name, "SUM", value.shape, 0), None, value
+        )
         self.edge.wait(self.edge.request(asking.parts()), "making an array", 120.0)
 
     def both(self, key: str, value: NDArray[Any]) -> object:
@@ -143,12 +149,19 @@ def throughput(servers: Servers, over: Servers) -> list[dict[str, Any]]:
         for nbytes in _SIZES:
             value = np.ones(nbytes // 4, np.float32)
             servers.make(f"t{nbytes}", value)
-            found = medians({
-                "echo": lambda value=value: bare(value),  # type: ignore[misc]
-                "server": lambda nbytes=nbytes, value=value: servers.both(f"t{nbytes}", value),  # type: ignore[misc]
-                "zmq": lambda nbytes=nbytes, value=value: over.both(f"t{nbytes}", value),  # type: ignore[misc]
-            })
-            rows.append({"nbytes": nbytes, **{name: 2 * nbytes / seconds for name, seconds in found.items()}})
+            found = medians(
+                {
+                    "echo": lambda value=value: bare(value),  # type: ignore[misc]
+                    "server": lambda nbytes=nbytes, value=value: servers.both(f"t{nbytes}", value),  # type: ignore[misc]
+                    "zmq": lambda nbytes=nbytes, value=value: over.both(f"t{nbytes}", value),  # type: ignore[misc]
+                }
+            )
+            rows.append(
+                {
+                    "nbytes": nbytes,
+                    **{name: 2 * nbytes / seconds for name, seconds in found.items()},
+                }
+            )
     return rows
 
 
@@ -167,27 +180,35 @@ def embedding(servers: Servers, redis_port: int) -> dict[str, float]:
     values = table[rows] + 1
     assert np.array_equal(servers.pull("table", picked), table[picked])
     bodies: dict[str, Callable[[], object]] = {
-        "lookup": lambda: servers.pull("table", picked), "update": lambda: servers.push("table", values, rows),
-    }  # fmt: skip
+        "lookup": lambda: servers.pull("table", picked),
+        "update": lambda: servers.push("table", values, rows),
+    }
     with ExitStack() as stack:
         if redis_port:
             import redis
 
             client = stack.enter_context(redis.Redis("127.0.0.1", redis_port))
             for start in range(0, _ROWS, 10_000):
-                client.mset({b"%d" % row: table[row].tobytes() for row in range(start, start + 10_000)})
+                client.mset(
+                    {b"%d" % row: table[row].tobytes() for row in range(start, start + 10_000)}
+                )
             asked = [b"%d" % row for row in picked]
 
             def lookup() -> NDArray[Any]:
                 return np.frombuffer(b"".join(client.mget(asked)), np.float32).reshape(-1, _WIDTH)
 
             def update() -> None:
-                client.mset({b"%d" % row: value.tobytes() for row, value in zip(rows, values, strict=True)})
+                client.mset(
+                    {b"%d" % row: value.tobytes() for row, value in zip(rows, values, strict=True)}
+                )
 
             assert np.array_equal(lookup(), table[picked])
             bodies |= {"redis lookup": lookup, "redis update": update}
         found = medians(bodies)
-    return {name: (len(rows) if "update" in name else _LOOKUP) / seconds for name, seconds in found.items()}
+    return {
+        name: (len(rows) if "update" in name else _LOOKUP) / seconds
+        for name, seconds in found.items()
+    }
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -204,7 +225,10 @@ def work(arguments: argparse.Namespace) -> None:
     over = Servers(Edge(environment._replace(rank=1), config.replaced(transport="zmq"), os.environ))
     found: dict[str, Any] = {"throughput": throughput(servers, over)}
     if not arguments.throughput:
-        found |= {"dense": dense(servers, over), "embedding": embedding(servers, arguments.redis_port)}
+        found |= {
+            "dense": dense(servers, over),
+            "embedding": embedding(servers, arguments.redis_port),
+        }
     for one in (servers, over):
         one.edge.close()
     Path(arguments.work).write_text(json.dumps(found))
@@ -225,7 +249,9 @@ def lag(arguments: argparse.Namespace) -> None:
     asking = Asking()
     asking.create(0, "v", Spec(value.shape, "float32", "SUM", value.shape, 0), bound, value)
     edge.wait(edge.request(asking.parts()), "making an array", 60.0)
-    step_s = _STEP_S * (10 if arguments.lags and environment.rank == environment.world_size - 1 else 1)
+    step_s = _STEP_S * (
+        10 if arguments.lags and environment.rank == environment.world_size - 1 else 1
+    )
     began, steps = time.perf_counter(), 0
     while time.perf_counter() - began < _SLOW_S:
         asking = Asking()
@@ -251,15 +277,27 @@ def slow(folder: str) -> dict[str, dict[str, list[float]]]:
     for bound in (-1, 4):
         for lags in ("", "--lags"):
             path = f"{folder}/lag"
-            run(["--workers", "4", "--servers", "1"], ["--lag", "--work", path, "--staleness", str(bound), *([lags] if lags else [])])
+            run(
+                ["--workers", "4", "--servers", "1"],
+                ["--lag", "--work", path, "--staleness", str(bound), *([lags] if lags else [])],
+            )
             rates = [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(4)]
-            found.setdefault("None" if bound < 0 else str(bound), {})["one ten times slower" if lags else "all alike"] = rates
+            found.setdefault("None" if bound < 0 else str(bound), {})[
+                "one ten times slower" if lags else "all alike"
+            ] = rates
     return found
 
 
 def run(options: list[str], arguments: list[str]) -> None:
     """Launch this file."""
-    command = [sys.executable, "-m", "syncvar_launcher", *options, str(Path(__file__).resolve()), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "syncvar_launcher",
+        *options,
+        str(Path(__file__).resolve()),
+        *arguments,
+    ]
     subprocess.run(command, check=True)
 
 
@@ -271,11 +309,25 @@ def redis_server(is_wanted: bool) -> Iterator[int]:  # noqa: FBT001
         yield 0
         return
     if program is None:
-        raise SystemExit("--redis needs redis-server: apt-get install redis-server, and pip install redis hiredis")
+        raise SystemExit(
+            "--redis needs redis-server: apt-get install redis-server, and pip install redis hiredis"
+        )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    line = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--loglevel", "warning"]
+    line = [
+        program,
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--loglevel",
+        "warning",
+    ]
     process = subprocess.Popen(line, stdout=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 10
@@ -311,7 +363,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="sv-") as folder, redis_server(arguments.redis) as port:
         path = f"{folder}/found.json"
-        run(["--workers", "2", "--servers", "1"], ["--work", path, "--redis-port", str(port), *(["--throughput"] * arguments.throughput)])
+        run(
+            ["--workers", "2", "--servers", "1"],
+            ["--work", path, "--redis-port", str(port), *(["--throughput"] * arguments.throughput)],
+        )
         found = json.loads(Path(path).read_text())
         if arguments.slow:
             found["slow"] = slow(folder)
@@ -322,14 +377,20 @@ def main() -> None:
 
 def show(found: dict[str, Any]) -> None:
     """Print the numbers."""
-    print("push + pull of an array, MB/s both ways\n   bytes      echo    server  of echo   by zmq  of echo")
+    print(
+        "push + pull of an array, MB/s both ways\n   bytes      echo    server  of echo   by zmq  of echo"
+    )
     for row in found["throughput"]:
         rates = [row[name] / 1e6 for name in ("echo", "server", "zmq")]
-        print(f"{row['nbytes']:>8} {rates[0]:>9.1f} {rates[1]:>9.1f} {rates[1] / rates[0]:>7.0%} {rates[2]:>9.1f} {rates[2] / rates[0]:>7.0%}")
+        print(
+            f"{row['nbytes']:>8} {rates[0]:>9.1f} {rates[1]:>9.1f} {rates[1] / rates[0]:>7.0%} {rates[2]:>9.1f} {rates[2] / rates[0]:>7.0%}"
+        )
     if "dense" not in found:
         return
     arena, over = found["dense"]["arena"], found["dense"]["zmq"]
-    print(f"\ndense pull of 16 MiB: {1e3 * arena:.2f} ms through shared memory, {1e3 * over:.2f} ms over ZeroMQ: {over / arena:.1f} x")
+    print(
+        f"\ndense pull of 16 MiB: {1e3 * arena:.2f} ms through shared memory, {1e3 * over:.2f} ms over ZeroMQ: {over / arena:.1f} x"
+    )
     print(f"\n{_LOOKUP} rows of {_WIDTH} floats out of {_ROWS}, rows/s")
     for name, rate in found["embedding"].items():
         print(f"  {name:<14}{rate:>12,.0f}")

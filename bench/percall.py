@@ -92,8 +92,12 @@ def alone(x: Any, out: Any, calls: int, apply: np.ufunc | None = None) -> float:
     sv.barrier()  # the other worker has left that call, and would take what follows for another one
     communicator = communicator_of(group)
     channel: Any = communicator.channel
-    channel.others = (channel.entry,) * len(channel.others)  # the group makes no call with the other worker any more
-    ready: Any = prepare_reduction(communicator, reduction("sum", x.dtype), x.shape, 1, "all_reduce", apply)
+    channel.others = (channel.entry,) * len(
+        channel.others
+    )  # the group makes no call with the other worker any more
+    ready: Any = prepare_reduction(
+        communicator, reduction("sum", x.dtype), x.shape, 1, "all_reduce", apply
+    )
     return microseconds(lambda: ready(x, out), calls)
 
 
@@ -151,7 +155,10 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
         ("bringing the value to the slot", microseconds(bring, calls)),
         ("publishing check and word", microseconds(publish, calls)),
         ("looking at the other's word and check", microseconds(look, calls)),
-        ("adding two slots into the result", microseconds(lambda: np.add(slots[0], slots[1], out=out), calls)),
+        (
+            "adding two slots into the result",
+            microseconds(lambda: np.add(slots[0], slots[1], out=out), calls),
+        ),
         ("two clocks and an entry of the recorder", microseconds(record, calls)),
     ]
 
@@ -162,7 +169,12 @@ def parts_of_a_write(v: Any, x: Any, calls: int) -> list[tuple[str, float]]:
 
     def check() -> None:
         prepared = v._prepared.get("assign_add")  # noqa: SLF001
-        if prepared is not None and type(x) is np.ndarray and x.dtype == v._dtype and x.shape == v._shape:  # noqa: SLF001
+        if (
+            prepared is not None
+            and type(x) is np.ndarray
+            and x.dtype == v._dtype  # noqa: SLF001
+            and x.shape == v._shape  # noqa: SLF001
+        ):  # noqa: SLF001
             stack = places(context)
             if stack and stack[-1].owner is owner and owner.communicator.channel is not None:
                 pass
@@ -171,7 +183,10 @@ def parts_of_a_write(v: Any, x: Any, calls: int) -> list[tuple[str, float]]:
     return [
         ("the variable: is the prepared write right here", microseconds(check, calls)),
         ("the variable: does anybody hold a view", microseconds(storage.writable, calls)),
-        ("the variable: adding to the copy", microseconds(lambda: np.add(target, x, out=target, casting="same_kind"), calls)),
+        (
+            "the variable: adding to the copy",
+            microseconds(lambda: np.add(target, x, out=target, casting="same_kind"), calls),
+        ),
         ("the variable: errors of arithmetic off and on", microseconds(_errstate, calls)),
     ]
 
@@ -218,14 +233,24 @@ def work(calls: int) -> None:
     show("8-byte all_reduce(x, out=out)", whole, single + parts[0][1], parts, floor)
     print(f"blocks that a call leaves allocated: {left}\n")
     around = sum(time for _, time in found["parts"][:2])
-    show("ON_WRITE assign_add of 8 bytes", found["write"], found["alone"] + around, [*found["parts"], *parts[1:]], floor)
+    show(
+        "ON_WRITE assign_add of 8 bytes",
+        found["write"],
+        found["alone"] + around,
+        [*found["parts"], *parts[1:]],
+        floor,
+    )
     print(f"blocks that a write leaves allocated: {found['left']}")
     print(f"read_value(copy=False): {found['read']:.2f} us")
 
 
-def show(name: str, whole: float, single: float, parts: list[tuple[str, float]], floor: float) -> None:
+def show(
+    name: str, whole: float, single: float, parts: list[tuple[str, float]], floor: float
+) -> None:
     """Print a table."""
-    print(f"{name}: {whole:.2f} us (two processes that exchange words and do nothing else: {floor:.2f} us)")
+    print(
+        f"{name}: {whole:.2f} us (two processes that exchange words and do nothing else: {floor:.2f} us)"
+    )
     rows = [
         *parts,
         ("the rest of the call's own steps", single - sum(time for _, time in parts)),
@@ -238,15 +263,21 @@ def show(name: str, whole: float, single: float, parts: list[tuple[str, float]],
 
 def main() -> int:
     """Run the workers, or work as one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=20_000, help="calls in each of seven rounds [20000]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--calls", type=int, default=20_000, help="calls in each of seven rounds [20000]"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
         work(chosen.calls)
         return 0
     line = [sys.executable, "-m", "syncvar_launcher", "--workers", "2", "--bind", "auto"]
-    return subprocess.run([*line, __file__, "--worker", "--calls", str(chosen.calls)], check=False).returncode
+    return subprocess.run(
+        [*line, __file__, "--worker", "--calls", str(chosen.calls)], check=False
+    ).returncode
 
 
 if __name__ == "__main__":

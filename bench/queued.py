@@ -30,7 +30,9 @@ def work(budget: int) -> None:
         writes = max(8, min(200, budget // nbytes))
         times = _of_size(nbytes, writes)
         if sv.rank() == 0:
-            cells = "  ".join(f"{name} {median(found) / writes * 1e6:8.1f}" for name, found in times.items())
+            cells = "  ".join(
+                f"{name} {median(found) / writes * 1e6:8.1f}" for name, found in times.items()
+            )
             print(f"{writes:4} writes of {nbytes:6} B: {cells}")
 
 
@@ -56,25 +58,45 @@ def _of_size(nbytes: int, writes: int) -> dict[str, list[float]]:
             sv.barrier()
             begin = perf_counter()
             strategy.run(step)
-            times.setdefault(f"{bucket >> 10} KiB" if bucket else "eager", []).append(perf_counter() - begin)
+            times.setdefault(f"{bucket >> 10} KiB" if bucket else "eager", []).append(
+                perf_counter() - begin
+            )
     return times
 
 
 def main() -> int:
     """Run the workers, or work as one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", type=int, default=8 << 20, help="bytes that a step writes at most [8 MiB]")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--budget", type=int, default=8 << 20, help="bytes that a step writes at most [8 MiB]"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
         work(chosen.budget)
         return 0
-    line = [sys.executable, "-m", "syncvar_launcher", "--workers", "2", "--bind", "auto", __file__, "--worker"]
+    line = [
+        sys.executable,
+        "-m",
+        "syncvar_launcher",
+        "--workers",
+        "2",
+        "--bind",
+        "auto",
+        __file__,
+        "--worker",
+    ]
     codes = []
     for transport in ("auto", "zmq"):
         print("shared memory" if transport == "auto" else "ZeroMQ", flush=True)
         environment = os.environ | {"SYNCVAR_TRANSPORT": transport}
-        codes.append(subprocess.run([*line, "--budget", str(chosen.budget)], check=False, env=environment).returncode)
+        codes.append(
+            subprocess.run(
+                [*line, "--budget", str(chosen.budget)], check=False, env=environment
+            ).returncode
+        )
     return max(codes)
 
 

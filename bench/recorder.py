@@ -89,8 +89,12 @@ def paired(rounds: int, calls: int) -> None:
         for name, values in times.items():
             low, middle, high = quantiles(values, n=4)
             print(f"8-byte all-reduce, recorder {name}: {middle:.0f} ns ({low:.0f} - {high:.0f})")
-        low, middle, high = quantiles([on - off for on, off in zip(times["on"], times["off"], strict=True)], n=4)
-        print(f"difference by pair: {middle:.0f} ns ({low:.0f} - {high:.0f}), {len(times['on'])} pairs of {calls} calls")
+        low, middle, high = quantiles(
+            [on - off for on, off in zip(times["on"], times["off"], strict=True)], n=4
+        )
+        print(
+            f"difference by pair: {middle:.0f} ns ({low:.0f} - {high:.0f}), {len(times['on'])} pairs of {calls} calls"
+        )
 
 
 _zero = int  # int() is 0, in less time than any function of ours
@@ -107,7 +111,16 @@ def main() -> None:
         paired(chosen.rounds, chosen.calls)
         return
     entries(200_000)
-    line = ["--workers", "2", __file__, "--inside", "--rounds", str(chosen.rounds), "--calls", str(chosen.calls)]
+    line = [
+        "--workers",
+        "2",
+        __file__,
+        "--inside",
+        "--rounds",
+        str(chosen.rounds),
+        "--calls",
+        str(chosen.calls),
+    ]
     subprocess.run([sys.executable, "-m", "syncvar_launcher", *line], check=True)
 
 

@@ -6,7 +6,9 @@ import os
 import sys
 
 # By `-m` Python looks into the working directory first, where anything may be called `syncvar`.
-if not sys.flags.safe_path and sys.path[0] != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+if not sys.flags.safe_path and sys.path[0] != os.path.dirname(
+    os.path.dirname(os.path.abspath(__file__))
+):
     del sys.path[0]
 
 from syncvar_launcher.run import program

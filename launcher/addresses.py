@@ -82,12 +82,18 @@ def allowed(found: Sequence[Interface], spec: str | None, reached_at: str | None
     if spec is None:
         is_near = reached_at is not None and ipaddress.ip_address(reached_at).is_loopback
         rest = [
-            one.address for one in found
-            if not one.name.startswith(_BRIDGES) and ipaddress.ip_address(one.address).is_loopback == is_near
-        ]  # fmt: skip
+            one.address
+            for one in found
+            if not one.name.startswith(_BRIDGES)
+            and ipaddress.ip_address(one.address).is_loopback == is_near
+        ]
     else:
         wanted, unwanted = _understood(spec)
-        rest = [one.address for one in found if not _fits(one, unwanted) and (not wanted or _fits(one, wanted))]
+        rest = [
+            one.address
+            for one in found
+            if not _fits(one, unwanted) and (not wanted or _fits(one, wanted))
+        ]
         if not wanted:
             rest = [one for one in rest if not ipaddress.ip_address(one).is_loopback] or rest
     first = [reached_at] if reached_at is not None and (spec is None or reached_at in rest) else []
@@ -104,7 +110,9 @@ def _understood(spec: str) -> tuple[list[str], list[str]]:
             try:
                 ipaddress.ip_network(name, strict=False)
             except ValueError:
-                raise ConfigError(f"--iface {spec}: {name!r} is no network, such as 10.0.0.0/8") from None
+                raise ConfigError(
+                    f"--iface {spec}: {name!r} is no network, such as 10.0.0.0/8"
+                ) from None
         elif not name or len(name) > 15 or not name.isprintable():
             what = f"--iface {spec}: {word!r} is no name of an interface"
             raise ConfigError(f"{what}; write for instance eth0, ^docker0 or 10.0.0.0/8")
@@ -145,7 +153,9 @@ class Listeners:
         self._sockets: dict[int, tuple[socket.socket, str]] = {}
         for address in addresses:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            one = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            one = socket.socket(
+                family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+            )
             try:
                 one.bind((address, 0))
                 one.listen(256)
@@ -180,7 +190,10 @@ class Listeners:
 
 
 def reachable(
-    targets: Sequence[tuple[str, int]], token: bytes, timeout_s: float, listeners: Listeners | None = None
+    targets: Sequence[tuple[str, int]],
+    token: bytes,
+    timeout_s: float,
+    listeners: Listeners | None = None,
 ) -> list[bool]:
     """Return for each address and port whether who has the token answers there.
 
@@ -202,7 +215,9 @@ def reachable(
             if not port:
                 continue
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            one = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            one = socket.socket(
+                family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+            )
             waiting[one.fileno()] = (index, one)
             one.connect_ex((address, port))
             poller.register(one, select.POLLIN)
@@ -214,7 +229,9 @@ def reachable(
                 index, one = waiting.pop(descriptor)
                 poller.unregister(descriptor)
                 with one, contextlib.suppress(OSError):
-                    answers[index] = hmac.compare_digest(one.recv(_PROOF_NBYTES), _proof(token, *targets[index]))
+                    answers[index] = hmac.compare_digest(
+                        one.recv(_PROOF_NBYTES), _proof(token, *targets[index])
+                    )
     finally:
         for _, one in waiting.values():
             one.close()

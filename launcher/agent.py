@@ -132,7 +132,13 @@ class Agent:
         try:
             # Run by path and isolated (-I -S): it must start in milliseconds, whatever site-packages hold.
             self._guardian = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(Path(__file__).with_name("guardian.py")), str(directory)],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    str(Path(__file__).with_name("guardian.py")),
+                    str(directory),
+                ],
                 stdin=read,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -233,9 +239,10 @@ class Agent:
             takes: Says whether more of what a rank writes to a stream can be used now; else it waits in its pipe.
         """
         return [
-            descriptor for descriptor, (worker, role) in self._owner.items()
+            descriptor
+            for descriptor, (worker, role) in self._owner.items()
             if (role != "out" and role != "err") or takes(worker.rank, role)  # noqa: PLR1714  (mypy narrows this)
-        ]  # fmt: skip
+        ]
 
     def readable(self, descriptor: int) -> Iterator[Event]:
         """Handle a descriptor that poll reported."""
@@ -249,13 +256,19 @@ class Agent:
             yield from self._listen(worker)
         else:
             if role == "err" and worker.word in self._owner:
-                yield from self._listen(worker)  # it tells what it is going to write, before it does
+                yield from self._listen(
+                    worker
+                )  # it tells what it is going to write, before it does
             if descriptor in self._owner:
                 yield from self._read(worker, descriptor, role)
 
     def look(self) -> None:
         """Note in which control groups the workers are, to know why they end."""
-        running = {rank: worker.process.pid for rank, worker in self.workers.items() if worker.status is None}
+        running = {
+            rank: worker.process.pid
+            for rank, worker in self.workers.items()
+            if worker.status is None
+        }
         self._memory.look(running, time.monotonic())
 
     def unsent(self) -> list[int]:
@@ -305,9 +318,10 @@ class Agent:
             The ranks in whose group no process expects the signal.
         """
         ranks = {
-            worker.process.pid: worker.rank for worker in self.workers.values()
+            worker.process.pid: worker.rank
+            for worker in self.workers.values()
             if worker.status is None and not is_server(worker.rank)
-        }  # fmt: skip
+        }
         reached = set()
         for leader, pids in groups(list(ranks)).items():
             for pid in pids:
@@ -319,7 +333,11 @@ class Agent:
 
     def stop(self) -> set[int]:
         """Stop the sessions of all workers; return the processes that were running."""
-        alive = {worker.process.pid: worker.started for worker in self.workers.values() if worker.status is None}
+        alive = {
+            worker.process.pid: worker.started
+            for worker in self.workers.values()
+            if worker.status is None
+        }
         return signal_sessions(alive, signal.SIGSTOP)
 
     def kill(self, ranks: Sequence[int]) -> None:
@@ -350,7 +368,7 @@ class Agent:
         os.close(self._guardian_pipe)
         self._guardian.wait()
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _reap(self, worker: Worker) -> Iterator[Event]:
         status = worker.process.poll()
@@ -362,7 +380,9 @@ class Agent:
             yield from self._listen(worker)
         if worker.status is None:
             worker.status = status
-            yield Ended(worker.rank, status, self._memory.ended(worker.rank, status, time.monotonic()))  # first, because the other ranks may be waiting for this one
+            yield Ended(
+                worker.rank, status, self._memory.ended(worker.rank, status, time.monotonic())
+            )  # first, because the other ranks may be waiting for this one
             # What the worker started in its session ends with it.
             kill_sessions({worker.process.pid: worker.started})
             self._tell_guardian(f"-{worker.process.pid}\n")
@@ -386,7 +406,9 @@ class Agent:
         try:
             for record in unpacker:
                 end = unpacker.tell()
-                if isinstance(record, dict) and all(isinstance(value, str | int) for value in record.values()):
+                if isinstance(record, dict) and all(
+                    isinstance(value, str | int) for value in record.values()
+                ):
                     if record.get("event") == "takes_notice":
                         worker.takes_notice = bool(record.get("on"))
                     yield Spoke(worker.rank, record)

@@ -83,7 +83,14 @@ class Agents:
     """
 
     def __init__(
-        self, fleet: Fleet, job: Job, here: Agent, folder: Path, rendezvous: str, generation: int, restarts: int
+        self,
+        fleet: Fleet,
+        job: Job,
+        here: Agent,
+        folder: Path,
+        rendezvous: str,
+        generation: int,
+        restarts: int,
     ) -> None:
         self._fleet = fleet
         self._job = job
@@ -95,7 +102,8 @@ class Agents:
         self.workers: dict[int, Site] = {}
         self.places: dict[int, str] = {}
         self._why_no_arena = [
-            why_no_arena(job.options, job.processor_of(host), site.workers) for host, site in enumerate(fleet.sites)
+            why_no_arena(job.options, job.processor_of(host), site.workers)
+            for host, site in enumerate(fleet.sites)
         ]
         self.is_complete = self._why_no_arena == [""]
         self._running: set[int] = set()
@@ -122,7 +130,10 @@ class Agents:
         bindings = [self._job.binding_of(index) for index in range(len(self._fleet.sites))]
         torch = {}
         if chosen.torch_env:
-            torch = {"MASTER_ADDR": self._fleet.sites[0].address, "MASTER_PORT": str(self._fleet.free_port())}
+            torch = {
+                "MASTER_ADDR": self._fleet.sites[0].address,
+                "MASTER_PORT": str(self._fleet.free_port()),
+            }
         first = 0
         for index, site in enumerate(self._fleet.sites):
             ranks = range(first, first + site.workers)
@@ -130,18 +141,36 @@ class Agents:
             servers = [number for number in self._job.servers if self._job.host_of(number) == index]
             told = [
                 *(self._told(number, {}, None) for number in servers),
-                *(self._told(rank, torch, bindings[index].cores[rank - ranks[0]], has_input=rank == self._reader) for rank in ranks),
+                *(
+                    self._told(
+                        rank,
+                        torch,
+                        bindings[index].cores[rank - ranks[0]],
+                        has_input=rank == self._reader,
+                    )
+                    for rank in ranks
+                ),
             ]
             cwd, target = place_there(site.remote, chosen)
             start = {
-                "job": self._job.job_id, "generation": self._generation, "secret": self._fleet.secret, "ranks": told,
-                "arena_bytes": config.arena_bytes, "core_count": site.facts["core_count"],
-                "why_no_arena": self._why_no_arena[index], "hands_over": config.transport != "zmq",
-                "is_clear": chosen.env_clear, "has_totals": bool(chosen.stats), "start_method": chosen.start_method,
-                "cwd": cwd, "kind_of_target": chosen.kind, "target": target,
-                "args": list(chosen.args), "environ": {**carried(self._job.environ), **chosen.env},
+                "job": self._job.job_id,
+                "generation": self._generation,
+                "secret": self._fleet.secret,
+                "ranks": told,
+                "arena_bytes": config.arena_bytes,
+                "core_count": site.facts["core_count"],
+                "why_no_arena": self._why_no_arena[index],
+                "hands_over": config.transport != "zmq",
+                "is_clear": chosen.env_clear,
+                "has_totals": bool(chosen.stats),
+                "start_method": chosen.start_method,
+                "cwd": cwd,
+                "kind_of_target": chosen.kind,
+                "target": target,
+                "args": list(chosen.args),
+                "environ": {**carried(self._job.environ), **chosen.env},
                 "servers": len(servers),
-            }  # fmt: skip
+            }
             self.workers |= dict.fromkeys((*servers, *ranks), site)
             self._running |= {*servers, *ranks}
             site.remote.heard = time.monotonic()
@@ -159,11 +188,25 @@ class Agents:
         site.remote.send("begin_again", one=self._told(rank, {}, cores, incarnation=incarnation))
 
     def _told(
-        self, number: int, torch: dict[str, str], cores: Any, *, has_input: bool = False, incarnation: int = 0
+        self,
+        number: int,
+        torch: dict[str, str],
+        cores: Any,
+        *,
+        has_input: bool = False,
+        incarnation: int = 0,
     ) -> dict[str, Any]:
-        environ = self._job.own_environment(number, self._rendezvous, "", torch, self._generation, self._restarts, incarnation)
+        environ = self._job.own_environment(
+            number, self._rendezvous, "", torch, self._generation, self._restarts, incarnation
+        )
         terminal = list(self._input.size) if has_input and self._input.size is not None else None
-        return {"rank": number, "environ": environ, "cores": cores, "has_input": has_input, "terminal": terminal}
+        return {
+            "rank": number,
+            "environ": environ,
+            "cores": cores,
+            "has_input": has_input,
+            "terminal": terminal,
+        }
 
     def describe(self) -> tuple[str, str]:
         """Return what serves, in few words and as a whole line."""
@@ -174,16 +217,20 @@ class Agents:
             within, between = "", f"{way} between {hosts} hosts"
         return f"{within}{between}", f"transport: {within}{between}"
 
-    # -- the loop ---------------------------------------------------------------------------------------------------
+    # -- the loop ----------------------------------------------------------------------------------
 
     def descriptors(self, takes: Callable[[int, Literal["out", "err"]], bool]) -> list[int]:
         """Return the descriptors to poll for reading, and let ranks whose output can be used write on."""
         for (rank, stream), count in list(self._owed.items()):
             if count >= _GRANT and takes(rank, stream):  # type: ignore[arg-type]
                 self._owed[rank, stream] = 0
-                self._allowed[rank, stream] = self._allowed.get((rank, stream), FIRST_CREDIT) + count
+                self._allowed[rank, stream] = (
+                    self._allowed.get((rank, stream), FIRST_CREDIT) + count
+                )
                 self.workers[rank].remote.send("credit", rank=rank, stream=stream, count=count)
-        watched = [descriptor for site in self._fleet.sites for descriptor in site.remote.descriptors()]
+        watched = [
+            descriptor for site in self._fleet.sites for descriptor in site.remote.descriptors()
+        ]
         return [*watched, *self._input.descriptors()] if self._reader in self.workers else watched
 
     def unsent(self) -> list[int]:
@@ -272,7 +319,7 @@ class Agents:
         said, self._said = self._said, []
         return [*said, *self._fleet.take_said()]
 
-    # -- where ranks stand --------------------------------------------------------------------------------------------
+    # -- where ranks stand -------------------------------------------------------------------------
 
     def note(self, ranks: Iterable[int]) -> None:
         """Ask ranks where they stand; who has been asked before stood there when it mattered."""
@@ -309,7 +356,9 @@ class Agents:
     def place_now(self, rank: int) -> str:
         """Ask a rank where it stands, and wait a moment for the answer; empty where there is none, or its host is silent."""
         silent_s = time.monotonic() - self.workers[rank].remote.heard
-        if silent_s > _BEATS_MISSED * self._job.config.heartbeat_interval_s:  # to wait for each of its ranks would delay its loss
+        if (
+            silent_s > _BEATS_MISSED * self._job.config.heartbeat_interval_s
+        ):  # to wait for each of its ranks would delay its loss
             return ""
         asked = self.ask(rank)
         if asked.start < 0:
@@ -328,7 +377,7 @@ class Agents:
         """Return the number of a rank's process on its host; -1 where it is not known."""
         return self._processes.get(rank, _UNHEARD).pid
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def close(self) -> Iterator[Event]:
         """Kill what is left, and hear what was written."""
@@ -345,7 +394,9 @@ class Agents:
                         site.remote.send("credit", rank=rank, stream=stream, count=1 << 40)
                         self._allowed[rank, stream] = 1 << 60
             site.remote.send("end")
-        idle_s = dict.fromkeys((site.name for site in waiting), 0.0)  # of waiting for it, and not for our reader
+        idle_s = dict.fromkeys(
+            (site.name for site in waiting), 0.0
+        )  # of waiting for it, and not for our reader
         while waiting:
             began = time.monotonic()
             said, _ = polled([site.remote for site in waiting], 1.0)
@@ -358,14 +409,18 @@ class Agents:
                         have_ended.add(site.name)
                     yield from self._understood(message, site)
                 if idle_s[site.name] > _CLOSE_S:
-                    self._said.append(f"{site.name}: its agent does not end; what its ranks wrote last may be missing")
+                    self._said.append(
+                        f"{site.name}: its agent does not end; what its ranks wrote last may be missing"
+                    )
                     site.remote.end("it does not answer in time")
-            waiting = [site for site in waiting if site.name not in have_ended and not site.remote.why_gone]
+            waiting = [
+                site for site in waiting if site.name not in have_ended and not site.remote.why_gone
+            ]
         for site in self._fleet.sites:
             if site.remote.why_gone:
                 yield from self._lose(site)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _by_site(self, ranks: Iterable[int]) -> list[tuple[Site, list[int]]]:
         found: dict[int, tuple[Site, list[int]]] = {}
@@ -402,7 +457,10 @@ class Agents:
                     yield Started(each, int(pid))
         elif kind == "spoke":
             record = message["record"]
-            if all(isinstance(name, str) and isinstance(value, str | int) for name, value in record.items()):
+            if all(
+                isinstance(name, str) and isinstance(value, str | int)
+                for name, value in record.items()
+            ):
                 if record.get("event") == "failed" and not record.keys() >= _WORDS_OF_A_FAILURE:
                     raise WireError("a failure without its words")
                 yield Spoke(rank, record)
@@ -441,7 +499,10 @@ class Agents:
         elif kind == "said":
             self._said.append(escape(f"{site.name}: {message['sentence']}"))
         elif kind == "refused":
-            self._said += [escape(f"{site.name}: {line}") for line in site.remote.words().splitlines()[-_WORDS_SHOWN:]]
+            self._said += [
+                escape(f"{site.name}: {line}")
+                for line in site.remote.words().splitlines()[-_WORDS_SHOWN:]
+            ]
             code = message["code"] if 0 < message["code"] <= _CODE_MAX else INTERNAL
             for each in self._running_on(site):
                 self._running.discard(each)
@@ -452,9 +513,18 @@ class Agents:
         from syncvar.evidence import is_record, write_record  # only a job that went wrong needs it
 
         found = re.fullmatch(r"(?:flight-rank|flight-(server)|stats-)(\d+)\..*", name)
-        if found is None or self.workers.get(int(found[2]) + (SERVER_0 if found[1] else 0)) is not site:
+        if (
+            found is None
+            or self.workers.get(int(found[2]) + (SERVER_0 if found[1] else 0)) is not site
+        ):
             return
-        folder = self._job.records.folder if is_record(name) else self._folder if re.fullmatch(r"stats-\d+\.\d+\.json", name) else None
+        folder = (
+            self._job.records.folder
+            if is_record(name)
+            else self._folder
+            if re.fullmatch(r"stats-\d+\.\d+\.json", name)
+            else None
+        )
         if folder is not None:
             try:
                 write_record(str(folder), name, data.decode("utf-8", "backslashreplace"))
@@ -477,7 +547,9 @@ class Agents:
 
     def _running_on(self, site: Site) -> list[int]:
         """Return the ranks and servers that run on a host, ranks first: servers whose ranks are gone serve nobody."""
-        return sorted(one for one, own in self.workers.items() if own is site and one in self._running)
+        return sorted(
+            one for one, own in self.workers.items() if own is site and one in self._running
+        )
 
     def _lose(self, site: Site) -> Iterator[Event]:
         """Give up the ranks of a host that is gone."""
@@ -490,7 +562,9 @@ class Agents:
         last = f" ({words[-1].strip()})" if words else ""
         for rank in ranks:
             self._running.discard(rank)
-            yield Gone(rank, escape(f"its host {site.name} is gone: {site.remote.why_gone}{ended}{last}"))
+            yield Gone(
+                rank, escape(f"its host {site.name} is gone: {site.remote.why_gone}{ended}{last}")
+            )
 
 
 def _frame(file: Any, line: Any, name: Any) -> Frame:

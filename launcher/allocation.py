@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["Allocation", "Starter", "allocation", "within"]
 
 _OF_SRUN = (
-    "SLURM_LABELIO", "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE", "SLURM_CPUS_PER_TASK", "SLURM_EXACT", "SLURM_DISTRIBUTION",
-)  # fmt: skip
+    "SLURM_LABELIO",
+    "SLURM_STDINMODE",
+    "SLURM_STDOUTMODE",
+    "SLURM_STDERRMODE",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_EXACT",
+    "SLURM_DISTRIBUTION",
+)
 """Options of srun, said to the whole job: an agent's pipes go through it as they are, and it gets all that the job has on its host."""
 
 
@@ -46,7 +52,14 @@ class Starter(NamedTuple):
             >>> Starter("pbsdsh", ("-n", "{place}", "--")).command(Host("n1"), 4, ["true"])
             ['pbsdsh', '-n', '4', '--', 'true']
         """
-        return [self.program, *(word.replace("{host}", host.name).replace("{place}", str(place)) for word in self.where), *words]
+        return [
+            self.program,
+            *(
+                word.replace("{host}", host.name).replace("{place}", str(place))
+                for word in self.where
+            ),
+            *words,
+        ]
 
 
 class Allocation(NamedTuple):
@@ -79,11 +92,17 @@ class Allocation(NamedTuple):
             ['blaunch', 'b']
         """
         # srun hands its words over as they are; blaunch, as ssh, to a shell there
-        words = agent_words(host.python or python) if self.starter.program == "srun" else [remote_command(host.python or python)]
+        words = (
+            agent_words(host.python or python)
+            if self.starter.program == "srun"
+            else [remote_command(host.python or python)]
+        )
         return self.command(host, words)
 
 
-def allocation(environ: Mapping[str, str], own_name: str, read: Callable[[str], str]) -> Allocation | None:
+def allocation(
+    environ: Mapping[str, str], own_name: str, read: Callable[[str], str]
+) -> Allocation | None:
     """Return the job of a scheduler in which this process runs; None where it runs in none.
 
     Args:
@@ -102,7 +121,9 @@ def allocation(environ: Mapping[str, str], own_name: str, read: Callable[[str], 
     return _slurm(environ, own_name) or _lsf(environ, own_name) or _pbs(environ, own_name, read)
 
 
-def within(allocation: Allocation, named: Sequence[Host]) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+def within(
+    allocation: Allocation, named: Sequence[Host]
+) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Return the hosts of an allocation that a host file or -H names, and what is to be said of them.
 
     A file takes away, hosts and slots, and adds nothing. The order is the file's.
@@ -121,11 +142,21 @@ def within(allocation: Allocation, named: Sequence[Host]) -> tuple[tuple[Host, .
             )
         slots, most = found.slots or 1, found.max_slots or found.slots or 1
         if one.slots is not None and one.slots > most:
-            said.append(f"{one.origin} gives {one.name} {one.slots} slots, and {allocation.name} has {most} there: {most} count")
-        kept.append(found._replace(
-            slots=min(one.slots, most) if one.slots is not None else slots, max_slots=min(one.max_slots, most) if one.max_slots else None,
-            addr=one.addr, python=one.python, cwd=one.cwd, user=one.user, port=one.port, origin=f"{one.origin}, within {found.origin}",
-        ))  # fmt: skip
+            said.append(
+                f"{one.origin} gives {one.name} {one.slots} slots, and {allocation.name} has {most} there: {most} count"
+            )
+        kept.append(
+            found._replace(
+                slots=min(one.slots, most) if one.slots is not None else slots,
+                max_slots=min(one.max_slots, most) if one.max_slots else None,
+                addr=one.addr,
+                python=one.python,
+                cwd=one.cwd,
+                user=one.user,
+                port=one.port,
+                origin=f"{one.origin}, within {found.origin}",
+            )
+        )
     return tuple(kept), tuple(said)
 
 
@@ -150,16 +181,28 @@ def _slurm(environ: Mapping[str, str], own_name: str) -> Allocation | None:
         each = _number(environ.get("SLURM_CPUS_PER_TASK", "1"), "SLURM_CPUS_PER_TASK")
         slots, told = [max(1, one // each) for one in cpus or ()], "SLURM_JOB_CPUS_PER_NODE"
     if not slots:
-        raise ConfigError(f"{listed}={environ[listed]} names the hosts of job {job} of Slurm, and {told} is not set: give -H, or --allocation off")
+        raise ConfigError(
+            f"{listed}={environ[listed]} names the hosts of job {job} of Slurm, and {told} is not set: give -H, or --allocation off"
+        )
     hosts = tuple(
         Host(name, count, max(count, cpus[place]) if cpus else None, origin=f"{listed}, {told}")
         for place, (name, count) in enumerate(zip(names, slots, strict=True))
     )
     words = (
-        "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--nodelist={host}", "--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none", "--unbuffered",
-    )  # fmt: skip
+        "--nodes=1",
+        "--ntasks=1",
+        "--ntasks-per-node=1",
+        "--nodelist={host}",
+        "--overlap",
+        "--mem=0",
+        "--cpu-bind=none",
+        "--mpi=none",
+        "--unbuffered",
+    )
     here = environ.get("SLURMD_NODENAME") or _here(hosts, own_name)
-    return Allocation(f"job {job} of Slurm", hosts, {}, here, Starter("srun", words, unset=_OF_SRUN))
+    return Allocation(
+        f"job {job} of Slurm", hosts, {}, here, Starter("srun", words, unset=_OF_SRUN)
+    )
 
 
 def _lsf(environ: Mapping[str, str], own_name: str) -> Allocation | None:
@@ -168,14 +211,25 @@ def _lsf(environ: Mapping[str, str], own_name: str) -> Allocation | None:
     text = environ["LSB_MCPU_HOSTS"]
     words = text.split()
     if not words or len(words) % 2:
-        raise ConfigError(f"LSB_MCPU_HOSTS={text} cannot be understood: it is to have a host and a number in turns")
+        raise ConfigError(
+            f"LSB_MCPU_HOSTS={text} cannot be understood: it is to have a host and a number in turns"
+        )
     hosts = tuple(
-        Host(name, _number(count, "LSB_MCPU_HOSTS"), origin="LSB_MCPU_HOSTS") for name, count in zip(words[::2], words[1::2], strict=True)
+        Host(name, _number(count, "LSB_MCPU_HOSTS"), origin="LSB_MCPU_HOSTS")
+        for name, count in zip(words[::2], words[1::2], strict=True)
     )
-    return Allocation(f"job {environ['LSB_JOBID']} of LSF", hosts, {}, _here(hosts, own_name), Starter("blaunch", ("{host}",)))
+    return Allocation(
+        f"job {environ['LSB_JOBID']} of LSF",
+        hosts,
+        {},
+        _here(hosts, own_name),
+        Starter("blaunch", ("{host}",)),
+    )
 
 
-def _pbs(environ: Mapping[str, str], own_name: str, read: Callable[[str], str]) -> Allocation | None:
+def _pbs(
+    environ: Mapping[str, str], own_name: str, read: Callable[[str], str]
+) -> Allocation | None:
     if "PBS_JOBID" not in environ or "PBS_NODEFILE" not in environ:
         return None
     path = environ["PBS_NODEFILE"]
@@ -192,7 +246,9 @@ def _pbs(environ: Mapping[str, str], own_name: str, read: Callable[[str], str]) 
     hosts = tuple(Host(name, lines.count(name), origin=origin) for name in dict.fromkeys(lines))
     places = {one.name: lines.index(one.name) for one in hosts}
     starter = Starter("pbsdsh", ("-n", "{place}", "--"), joins=True)
-    return Allocation(f"job {environ['PBS_JOBID']} of PBS", hosts, places, _here(hosts, own_name), starter)
+    return Allocation(
+        f"job {environ['PBS_JOBID']} of PBS", hosts, places, _here(hosts, own_name), starter
+    )
 
 
 def _names(text: str, source: str) -> list[str]:
@@ -216,7 +272,9 @@ def _spread(environ: Mapping[str, str], name: str, hosts: Sequence[str]) -> list
         return []
     found = counts(environ[name], name)
     if len(found) != len(hosts):
-        raise ConfigError(f"{name}={environ[name]} has {len(found)} numbers, and the job has {len(hosts)} hosts ({', '.join(hosts)})")
+        raise ConfigError(
+            f"{name}={environ[name]} has {len(found)} numbers, and the job has {len(hosts)} hosts ({', '.join(hosts)})"
+        )
     return found
 
 

@@ -46,7 +46,9 @@ class Beginning(NamedTuple):
         return f"{'forked' if self.is_forked else 'fresh processes'}: {self.reason}"
 
 
-def plan_beginning(method: str, kind: str, target: str, workers: int, cwd: str, environ: Mapping[str, str]) -> Beginning:
+def plan_beginning(
+    method: str, kind: str, target: str, workers: int, cwd: str, environ: Mapping[str, str]
+) -> Beginning:
     """Decide how the workers of a host begin.
 
     Args:
@@ -75,8 +77,15 @@ def plan_beginning(method: str, kind: str, target: str, workers: int, cwd: str, 
             return Beginning(is_forked=False, reason=f"{name} shows what each worker imports")
     found = _named_in(kind, target, cwd)
     if found:
-        return Beginning(is_forked=False, reason=f"{target} names {', '.join(found)}, which NumPy reads only when it is imported")
-    return Beginning(is_forked=True, reason="from one process that has imported NumPy and syncvar", may_change=True)
+        return Beginning(
+            is_forked=False,
+            reason=f"{target} names {', '.join(found)}, which NumPy reads only when it is imported",
+        )
+    return Beginning(
+        is_forked=True,
+        reason="from one process that has imported NumPy and syncvar",
+        may_change=True,
+    )
 
 
 def _named_in(kind: str, target: str, cwd: str) -> list[str]:

@@ -84,16 +84,24 @@ def plan_binding(
     if mode == "none":
         return Binding(unbound, "not bound: --bind none")
     if mode == "auto" and workers > usable and workers % usable:
-        return Binding(unbound, f"not bound: {_count(workers, 'worker')} share {_count(usable, 'usable core')}")
+        return Binding(
+            unbound, f"not bound: {_count(workers, 'worker')} share {_count(usable, 'usable core')}"
+        )
     if mode == "auto" and cores_per_worker is None and usable != online_cores:
         return Binding(
-            unbound, f"not bound: an affinity is set already ({usable} of {_count(online_cores, 'core')} usable)"
+            unbound,
+            f"not bound: an affinity is set already ({usable} of {_count(online_cores, 'core')} usable)",
         )
     if workers > usable:
         shared = tuple((usable_cores[worker % usable],) for worker in range(workers))
-        return Binding(shared, f"bound in turn: {_count(workers, 'worker')} share {_count(usable, 'usable core')}")
+        return Binding(
+            shared,
+            f"bound in turn: {_count(workers, 'worker')} share {_count(usable, 'usable core')}",
+        )
     size = cores_per_worker or usable // workers
-    cores = tuple(tuple(usable_cores[worker * size : (worker + 1) * size]) for worker in range(workers))
+    cores = tuple(
+        tuple(usable_cores[worker * size : (worker + 1) * size]) for worker in range(workers)
+    )
     return Binding(cores, f"bound: {_count(size, 'core')} of its own for each worker")
 
 

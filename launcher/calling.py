@@ -45,7 +45,14 @@ def join_words(options: LaunchOptions, host: Host, place: str, key: str) -> list
     """
     job = options.scheduled
     assert job is not None
-    own = ["--join", place, "--key-file", key, *(["--slots", str(host.slots)] if host.slots else []), *(["--cwd", host.cwd] if host.cwd else [])]
+    own = [
+        "--join",
+        place,
+        "--key-file",
+        key,
+        *(["--slots", str(host.slots)] if host.slots else []),
+        *(["--cwd", host.cwd] if host.cwd else []),
+    ]
     if host.name == job.here and host.python is None and options.remote_python is None:
         return [*command_of(_RUN), *own]
     words = [*words_for(host.python or options.remote_python or sys.executable, _RUN), *own]
@@ -68,26 +75,41 @@ class Calling:
         ConfigError: Nothing can listen here, or the folder of all hosts cannot be used.
     """
 
-    def __init__(self, options: LaunchOptions, say: Callable[[str], None], ask: Callable[[RemoteHost], None]) -> None:
+    def __init__(
+        self, options: LaunchOptions, say: Callable[[str], None], ask: Callable[[RemoteHost], None]
+    ) -> None:
         job = options.scheduled
         assert job is not None
         self._program = job.starter.program
         others = [one.name for one in options.hosts if one.name != job.here]
-        address = allowed(interfaces(), options.iface, None)[0] if options.iface else address_towards_any(others)
+        address = (
+            allowed(interfaces(), options.iface, None)[0]
+            if options.iface
+            else address_towards_any(others)
+        )
         self._key = shared_folder(os.environ) / f"join-{os.urandom(8).hex()}"
         self._started: dict[Host, subprocess.Popen[bytes]] = {}
-        joined = options._replace(listen=bracketed(address), host_count=len(options.hosts), key_file=self._key)
+        joined = options._replace(
+            listen=bracketed(address), host_count=len(options.hosts), key_file=self._key
+        )
         self.party = Party(joined, say, ask, self._program, self._why_ended)
         environ = inherited(os.environ, is_clear=False)
         try:
             for host in options.hosts:
                 line = join_words(options, host, self.party.place, str(self._key))
                 self._started[host] = subprocess.Popen(
-                    line, stdin=subprocess.DEVNULL, stdout=2, env=environ, start_new_session=True, preexec_fn=child_of(os.getpid()),  # noqa: PLW1509
-                )  # fmt: skip
+                    line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    env=environ,
+                    start_new_session=True,
+                    preexec_fn=child_of(os.getpid()),  # noqa: PLW1509
+                )
         except OSError as error:
             self.close()
-            raise HostUnreachable(f"{self._program} cannot be started: {error.strerror}; give --ssh") from error
+            raise HostUnreachable(
+                f"{self._program} cannot be started: {error.strerror}; give --ssh"
+            ) from error
 
     def close(self) -> None:
         """Let the commands end, and remove the key. The party has told all hosts how the job has ended. Idempotent."""
@@ -103,5 +125,12 @@ class Calling:
 
     def _why_ended(self) -> str:
         """Return which hosts will not join, since what was to make them join has failed; empty where all may."""
-        failed = {host.name: status for host, process in self._started.items() if (status := process.poll())}
-        return "; ".join(f"{name}: {self._program} ended with {status}, and what it wrote is above, or in the output of the job" for name, status in failed.items())
+        failed = {
+            host.name: status
+            for host, process in self._started.items()
+            if (status := process.poll())
+        }
+        return "; ".join(
+            f"{name}: {self._program} ended with {status}, and what it wrote is above, or in the output of the job"
+            for name, status in failed.items()
+        )

@@ -29,7 +29,10 @@ def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bo
     """
     if kind == "command":
         return [target, *args]
-    return [*command_of("syncvar.forkserver" if is_forked else "syncvar.bootstrap"), *worker_arguments(kind, target, args)]
+    return [
+        *command_of("syncvar.forkserver" if is_forked else "syncvar.bootstrap"),
+        *worker_arguments(kind, target, args),
+    ]
 
 
 def worker_arguments(kind: str, target: str, args: Sequence[str]) -> list[str]:

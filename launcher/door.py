@@ -77,7 +77,12 @@ class Way:
         kill: Ends the agent.
     """
 
-    def __init__(self, refuse: Callable[[str], None], again: Callable[[], Way | None], kill: Callable[[Way], None]) -> None:
+    def __init__(
+        self,
+        refuse: Callable[[str], None],
+        again: Callable[[], Way | None],
+        kill: Callable[[Way], None],
+    ) -> None:
         self.refuse = refuse
         self.again = again
         self._kill = kill
@@ -235,15 +240,21 @@ class Door:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             keys.listen(self._socket)
             self._monitor = monitor_of(
-                self._context, self._socket,
-                zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH,
-            )  # fmt: skip
+                self._context,
+                self._socket,
+                zmq.EVENT_ACCEPTED
+                | zmq.EVENT_DISCONNECTED
+                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                | zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+            )
             self._stack.callback(self._monitor.close, 0)
             self._stack.callback(self._socket.disable_monitor)
             try:
                 self._socket.bind(place)
             except zmq.ZMQError as error:
-                raise ConfigError(f"--listen {bracketed(address)}:{port}: nothing can listen there: {error.strerror}") from None
+                raise ConfigError(
+                    f"--listen {bracketed(address)}:{port}: nothing can listen there: {error.strerror}"
+                ) from None
             endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
             self.port = int(endpoint.rpartition(":")[2])
             gate.guard(endpoint)
@@ -292,7 +303,7 @@ class Door:
         self._arrived.clear()
         self._stack.close()
 
-    # -- the thread -----------------------------------------------------------------------------------------------
+    # -- the thread --------------------------------------------------------------------------------
 
     def _do(self, what: Callable[[], None]) -> None:
         """Let the thread do something."""
@@ -321,7 +332,11 @@ class Door:
                     poller.register(descriptor, zmq.POLLIN)
                 for descriptor in one.sinks():
                     poller.register(descriptor, zmq.POLLOUT)
-            wait_s = _RETRY_S if any(one.unsent for one in guests) else max(0.0, ping_at - time.monotonic())
+            wait_s = (
+                _RETRY_S
+                if any(one.unsent for one in guests)
+                else max(0.0, ping_at - time.monotonic())
+            )
             ready = dict(poller.poll(int(wait_s * 1000) + 1))
             if self._wake[0] in ready:
                 os.read(self._wake[0], 4096)
@@ -375,7 +390,11 @@ class Door:
         name = f"{hello.name} ({address})"
         if len(self._guests) >= self._places:
             here = ", ".join(one.name for one in self._guests.values())
-            self._refuse(identity, name, f"all {self._places} hosts that the job waits for have joined: {here}")
+            self._refuse(
+                identity,
+                name,
+                f"all {self._places} hosts that the job waits for have joined: {here}",
+            )
             return
         guest = self._guests[identity] = _Guest(identity, name)
         self._arrived.append(Joined(hello, address, self._begun(guest)))
@@ -416,7 +435,9 @@ class Door:
     def _refuse(self, identity: bytes, name: str, reason: str) -> None:
         self._say(f"{name} was refused: {reason}")
         with contextlib.suppress(zmq.ZMQError):
-            self._socket.send_multipart([identity, REFUSED + reason.encode("utf-8", "replace")], zmq.NOBLOCK)
+            self._socket.send_multipart(
+                [identity, REFUSED + reason.encode("utf-8", "replace")], zmq.NOBLOCK
+            )
 
     def _end_agent(self, guest: _Guest, way: Way) -> None:
         if guest.way is way:
@@ -463,7 +484,9 @@ class Door:
                 has_ended = True
                 peer = self._peers.pop(value, "somewhere")
                 if self._is_other_key:
-                    self._say(f"who came from {peer} was refused: it has another key than that of --key-file")
+                    self._say(
+                        f"who came from {peer} was refused: it has another key than that of --key-file"
+                    )
                 self._is_other_key = False
             else:
                 self._is_other_key = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _OTHER_KEY

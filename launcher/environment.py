@@ -24,16 +24,59 @@ _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
 _KNOBS = frozenset(PREFIX + name.upper() for name in RuntimeConfig.names())
 
-_ALLOWED = frozenset((
-    "PATH", "HOME", "LANG", "LANGUAGE", "TERM", "TZ", "USER", "LOGNAME", "SHELL", "TMPDIR", "XDG_RUNTIME_DIR", "NO_COLOR", "FORCE_COLOR",
-    "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH",
-    PREFIX + "CALL_FD", PREFIX + "RESULT_DIR", PREFIX + "FULL_TRACEBACK",
-))  # fmt: skip
-_OF_ONE_HOST = frozenset((
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "XDG_RUNTIME_DIR", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH",
-    "PYTHONHOME", "PYTHONPATH", PREFIX + "CALL_FD", PREFIX + "RESULT_DIR",
-))  # fmt: skip
-_ALLOWED_FAMILIES = ("LC_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMEXPR_", "VECLIB_")
+_ALLOWED = frozenset(
+    (
+        "PATH",
+        "HOME",
+        "LANG",
+        "LANGUAGE",
+        "TERM",
+        "TZ",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "TMPDIR",
+        "XDG_RUNTIME_DIR",
+        "NO_COLOR",
+        "FORCE_COLOR",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "LD_LIBRARY_PATH",
+        PREFIX + "CALL_FD",
+        PREFIX + "RESULT_DIR",
+        PREFIX + "FULL_TRACEBACK",
+    )
+)
+_OF_ONE_HOST = frozenset(
+    (
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "TMPDIR",
+        "XDG_RUNTIME_DIR",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "LD_LIBRARY_PATH",
+        "PYTHONHOME",
+        "PYTHONPATH",
+        PREFIX + "CALL_FD",
+        PREFIX + "RESULT_DIR",
+    )
+)
+_ALLOWED_FAMILIES = (
+    "LC_",
+    "PYTHON",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "BLIS_",
+    "NUMEXPR_",
+    "VECLIB_",
+)
 
 _BY_NAME_ONLY = ("LD_PRELOAD", "LD_AUDIT", "PYTHONSTARTUP", "BASH_ENV", "ENV")
 """They run something in every process that gets them: no rule about many names brings them."""
@@ -50,7 +93,11 @@ def inherited(environ: Mapping[str, str], *, is_clear: bool) -> dict[str, str]:
         >>> inherited({"PATH": "/bin", "LC_ALL": "C", "API_TOKEN": "x", "SYNCVAR_KEY": "y"}, is_clear=True)
         {'PATH': '/bin', 'LC_ALL': 'C'}
     """
-    return {name: value for name, value in environ.items() if name not in WITHHELD and (not is_clear or _is_allowed(name))}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in WITHHELD and (not is_clear or _is_allowed(name))
+    }
 
 
 def carried(environ: Mapping[str, str]) -> dict[str, str]:
@@ -60,7 +107,11 @@ def carried(environ: Mapping[str, str]) -> dict[str, str]:
         >>> carried({"PATH": "/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "2", "API_TOKEN": "x"})
         {'LC_ALL': 'C', 'OMP_NUM_THREADS': '2'}
     """
-    return {name: value for name, value in inherited(environ, is_clear=True).items() if name not in _OF_ONE_HOST}
+    return {
+        name: value
+        for name, value in inherited(environ, is_clear=True).items()
+        if name not in _OF_ONE_HOST
+    }
 
 
 def check_assignment(text: str) -> None:
@@ -72,16 +123,22 @@ def check_assignment(text: str) -> None:
     name, equals, _ = text.partition("=")
     if not equals and text.endswith("*"):
         if not _NAME.fullmatch(text[:-1]):
-            raise ConfigError(f"{text!r} is no beginning of names of variables (letters, digits and _, no digit first) with a * after it")
+            raise ConfigError(
+                f"{text!r} is no beginning of names of variables (letters, digits and _, no digit first) with a * after it"
+            )
         return
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name of a variable (letters, digits and _, no digit first)")
+        raise ConfigError(
+            f"{name!r} is no name of a variable (letters, digits and _, no digit first)"
+        )
     if "\0" in text:
         raise ConfigError(f"the value of {name} has a zero byte")
     if name in _CONTRACT:
         raise ConfigError(f"{name} is set by the launcher, for each rank its own")
     if name in _KNOBS:
-        raise ConfigError(f"{name} is a setting of the whole job: set it in the environment of syncvar-launch or in [runtime]")
+        raise ConfigError(
+            f"{name} is a setting of the whole job: set it in the environment of syncvar-launch or in [runtime]"
+        )
 
 
 def variables(items: Sequence[str], environ: Mapping[str, str], source: str) -> dict[str, str]:
@@ -105,21 +162,37 @@ def variables(items: Sequence[str], environ: Mapping[str, str], source: str) -> 
         if equals:
             result[name] = value
         elif item.endswith("*"):
-            found = {name: value for name, value in environ.items() if name.startswith(item[:-1]) and _may_be_copied(name)}
+            found = {
+                name: value
+                for name, value in environ.items()
+                if name.startswith(item[:-1]) and _may_be_copied(name)
+            }
             if not found:
-                raise ConfigError(f"--env {item} ({source}): syncvar-launch has no variable to copy whose name begins with {item[:-1]}")
+                raise ConfigError(
+                    f"--env {item} ({source}): syncvar-launch has no variable to copy whose name begins with {item[:-1]}"
+                )
             result |= found
         elif name in environ:
             result[name] = environ[name]
         else:
-            raise ConfigError(f"--env {name} ({source}): syncvar-launch has no variable {name} to copy; give {name}=value")
+            raise ConfigError(
+                f"--env {name} ({source}): syncvar-launch has no variable {name} to copy; give {name}=value"
+            )
     return result
 
 
 def _is_allowed(name: str) -> bool:
-    return name in _ALLOWED or name in _KNOBS or (name.startswith(_ALLOWED_FAMILIES) and name not in _BY_NAME_ONLY)
+    return (
+        name in _ALLOWED
+        or name in _KNOBS
+        or (name.startswith(_ALLOWED_FAMILIES) and name not in _BY_NAME_ONLY)
+    )
 
 
 def _may_be_copied(name: str) -> bool:
     """Say whether a rule about many names may bring a variable."""
-    return bool(_NAME.fullmatch(name)) and name not in _BY_NAME_ONLY and name not in _CONTRACT | _KNOBS | WITHHELD
+    return (
+        bool(_NAME.fullmatch(name))
+        and name not in _BY_NAME_ONLY
+        and name not in _CONTRACT | _KNOBS | WITHHELD
+    )

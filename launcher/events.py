@@ -71,7 +71,9 @@ class EventLog:
             try:
                 # A pipe that nobody reads yet can be opened for both only; and then its reader may come and go.
                 is_pipe = path.exists() and stat.S_ISFIFO(path.stat().st_mode)
-                self._file = os.open(path, flags | (os.O_RDWR if is_pipe else os.O_WRONLY), REQUESTED)
+                self._file = os.open(
+                    path, flags | (os.O_RDWR if is_pipe else os.O_WRONLY), REQUESTED
+                )
                 self._outlet = Outlet(self._file)
             except OSError as error:
                 if self._file >= 0:
@@ -87,8 +89,17 @@ class EventLog:
             return
         import json  # only who asks for events needs it
 
-        texts = {name: value[:_TEXT_MAX] if isinstance(value, str) else value for name, value in fields.items()}
-        told = {"event": event, "time": time.time(), "monotonic": time.monotonic(), "job": self._job_id, **texts}
+        texts = {
+            name: value[:_TEXT_MAX] if isinstance(value, str) else value
+            for name, value in fields.items()
+        }
+        told = {
+            "event": event,
+            "time": time.time(),
+            "monotonic": time.monotonic(),
+            "job": self._job_id,
+            **texts,
+        }
         self._attempt(json.dumps(told).encode() + b"\n")
 
     def lost_files(self) -> list[LostFile]:
@@ -125,7 +136,9 @@ class EventLog:
             self._outlet.write(data)
         except OSError as error:
             self._lost.append(LostFile(str(self._path), "--events", why_unwritten(error)))
-            self._warn(f"cannot write {self._path} of --events: {error.strerror}; the job goes on without it")
+            self._warn(
+                f"cannot write {self._path} of --events: {error.strerror}; the job goes on without it"
+            )
             self._give_up()
 
     def _give_up(self) -> None:

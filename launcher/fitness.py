@@ -55,7 +55,9 @@ def why_unfit(facts: Mapping[str, Any], host: Host, options: LaunchOptions) -> s
     """
     joins = options.listen is not None
     other_python = "join by the same Python" if joins else "give python=PATH or --remote-python"
-    why = why_unlike(facts["syncvar"], facts["protocol"], facts["byte_order"], facts["python"], other_python)
+    why = why_unlike(
+        facts["syncvar"], facts["protocol"], facts["byte_order"], facts["python"], other_python
+    )
     cwd = host.cwd or options.cwd
     if why:
         return why

@@ -143,7 +143,10 @@ class Fleet:
             self._log_in(meanwhile)
             self._check(self._remotes)
             self._put_together()
-        rooms = [Room(one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots) for one in self._remotes]
+        rooms = [
+            Room(one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots)
+            for one in self._remotes
+        ]
         workers = self._options.workers or None
         sizes = placed(rooms, workers, self._options.map_by)
         used = [(one, size) for one, size in zip(self._remotes, sizes, strict=True) if size]
@@ -166,7 +169,12 @@ class Fleet:
         """
         first, found = self.sites[0], list[int]()
         first.remote.send("listen", addresses=[first.address], token=os.urandom(KEY_BYTES))
-        self._await([first.remote], "listening", lambda _, said: found.extend(checked_list(said["ports"], int, 1)), _ANSWER_S)
+        self._await(
+            [first.remote],
+            "listening",
+            lambda _, said: found.extend(checked_list(said["ports"], int, 1)),
+            _ANSWER_S,
+        )
         self._refuse_silent([] if found else [first.remote])
         return found[0]
 
@@ -199,7 +207,9 @@ class Fleet:
             return join_words(options, host, "ADDRESS:PORT", "KEYFILE")
         if options.scheduled is not None:
             return options.scheduled.agent_command(host, options.remote_python or sys.executable)
-        return ssh_command(options.ssh, host, options.ssh_port, options.remote_python or sys.executable)
+        return ssh_command(
+            options.ssh, host, options.ssh_port, options.remote_python or sys.executable
+        )
 
     def renew(self, left_s: float) -> None:
         """Log in again where the agent of an earlier start is gone.
@@ -220,7 +230,11 @@ class Fleet:
         for place in gone:
             one = self.sites[place]
             one.remote.close()
-            again = self._start(one.remote.host) if self._party is None else self._party.again(one.remote.host, one.facts["machine"])
+            again = (
+                self._start(one.remote.host)
+                if self._party is None
+                else self._party.again(one.remote.host, one.facts["machine"])
+            )
             self.sites[place] = one._replace(remote=again)
         self._remotes = [one.remote for one in self.sites]
         renewed = [self.sites[place].remote for place in gone]
@@ -236,7 +250,7 @@ class Fleet:
                 self._refuse({one.remote.host: why})
             self.sites[place] = one._replace(facts=one.remote.facts)
 
-    # -- one after another ----------------------------------------------------------------------------------------
+    # -- one after another -------------------------------------------------------------------------
 
     def _log_in(self, meanwhile: Callable[[], object]) -> None:
         waiting = deque(self._options.hosts)
@@ -249,10 +263,16 @@ class Fleet:
             if len(self._remotes) == len(under_way):
                 meanwhile()
             left_s = min(one.began for one in under_way) + _LOGIN_S - time.monotonic()
-            self._await(under_way, "facts", self._keep_facts, max(0.0, left_s), is_one_enough=bool(waiting))
+            self._await(
+                under_way, "facts", self._keep_facts, max(0.0, left_s), is_one_enough=bool(waiting)
+            )
             now = time.monotonic()
             for one in under_way:
-                if not one.facts and not one.why_gone and now >= min(one.began + _LOGIN_S, self._until):
+                if (
+                    not one.facts
+                    and not one.why_gone
+                    and now >= min(one.began + _LOGIN_S, self._until)
+                ):
                     one.end("it does not answer in time")
             if now >= self._until:
                 waiting.clear()
@@ -261,11 +281,15 @@ class Fleet:
 
     def _is_without_ssh(self, host: Host) -> bool:
         job = self._options.scheduled
-        return not self._options.ssh_always and (is_here(host, self._own_interfaces) if job is None else host.name == job.here)
+        return not self._options.ssh_always and (
+            is_here(host, self._own_interfaces) if job is None else host.name == job.here
+        )
 
     def _is_near(self, one: RemoteHost) -> bool:
         """Return whether an agent, and so what it listens at, is on this machine."""
-        if self._options.scheduled is not None and self._party is None:  # it does not say from where it was started
+        if (
+            self._options.scheduled is not None and self._party is None
+        ):  # it does not say from where it was started
             return self._is_without_ssh(one.host)
         return one.facts["launcher_at"] in ("", "127.0.0.1", "::1")
 
@@ -276,7 +300,11 @@ class Fleet:
         if self._options.scheduled is None:
             return None
         unset = self._options.scheduled.starter.unset
-        return {name: value for name, value in inherited(os.environ, is_clear=False).items() if name not in unset}
+        return {
+            name: value
+            for name, value in inherited(os.environ, is_clear=False).items()
+            if name not in unset
+        }
 
     def _start(self, host: Host) -> RemoteHost:
         try:
@@ -285,20 +313,29 @@ class Fleet:
         except OSError as error:
             if error.errno in OF_LIMITS:
                 count = len(self._options.hosts)
-                raise LimitTooLow(f"a limit of the system is too low to log in to {count} hosts: {error.strerror}") from error
+                raise LimitTooLow(
+                    f"a limit of the system is too low to log in to {count} hosts: {error.strerror}"
+                ) from error
             job = self._options.scheduled
             program = self._options.ssh[0] if job is None else job.starter.program
-            raise HostUnreachable(f"{program} cannot be started: {error.strerror}; give --ssh") from error
+            raise HostUnreachable(
+                f"{program} cannot be started: {error.strerror}; give --ssh"
+            ) from error
         self._ask(one)
         return one
 
     def _ask(self, one: RemoteHost) -> None:
         options, runtime = self._options, self._options.runtime
         one.send(
-            "ask", kind_of_target=options.kind, target=options.target, cwd=one.host.cwd or str(options.cwd),
-            beat_s=runtime.heartbeat_interval_s, silence_s=runtime.host_silence_s, abort_grace_s=runtime.abort_grace_s,
+            "ask",
+            kind_of_target=options.kind,
+            target=options.target,
+            cwd=one.host.cwd or str(options.cwd),
+            beat_s=runtime.heartbeat_interval_s,
+            silence_s=runtime.host_silence_s,
+            abort_grace_s=runtime.abort_grace_s,
             term_grace_s=runtime.term_grace_s,
-        )  # fmt: skip
+        )
 
     def _stage(self, remotes: Sequence[RemoteHost]) -> None:
         if self._collection is not None and (why := stage(remotes, self._collection)):
@@ -320,21 +357,45 @@ class Fleet:
         if one.why_gone.startswith(NOT_UNDERSTOOD):
             return f"{one.why_gone}; install the same syncvar on all"
         job = self._options.scheduled
-        program = "ssh" if job is None else "the agent here" if self._is_without_ssh(one.host) else job.starter.program
-        return why_failed(one.host, one.status() if one.why_gone and not one.is_ended else None, one.words(), python, program)
+        program = (
+            "ssh"
+            if job is None
+            else "the agent here"
+            if self._is_without_ssh(one.host)
+            else job.starter.program
+        )
+        return why_failed(
+            one.host,
+            one.status() if one.why_gone and not one.is_ended else None,
+            one.words(),
+            python,
+            program,
+        )
 
     def _refuse(self, reasons: dict[Host, str]) -> None:
         count = len(reasons)
-        named = {f"{host.name} ({host.origin})" if host.origin else host.name: why for host, why in reasons.items()}
+        named = {
+            f"{host.name} ({host.origin})" if host.origin else host.name: why
+            for host, why in reasons.items()
+        }
         what = "1 host cannot be used" if count == 1 else f"{count} hosts cannot be used"
-        lines = "\n".join([f"{what}; nothing was started:", *(escape(f"  {who}: {why}") for who, why in named.items())])
+        lines = "\n".join(
+            [
+                f"{what}; nothing was started:",
+                *(escape(f"  {who}: {why}") for who, why in named.items()),
+            ]
+        )
         if time.monotonic() >= self._until:
             raise TimePassed(f"the time limit of {self._options.timeout_s:g} s passed; {lines}")
         raise HostUnreachable(lines)
 
     def _check(self, remotes: Iterable[RemoteHost]) -> None:
         """Refuse hosts on which the job could not run."""
-        wrong = {one.host: why for one in remotes if (why := why_unfit(one.facts, one.host, self._options))}
+        wrong = {
+            one.host: why
+            for one in remotes
+            if (why := why_unfit(one.facts, one.host, self._options))
+        }
         if wrong:
             self._refuse(wrong)
 
@@ -346,9 +407,13 @@ class Fleet:
             if known is one:
                 continue
             slots = [each.host.slots or each.facts["core_count"] for each in (known, one)]
-            total = max(slots) if known.host.slots is None and one.host.slots is None else sum(slots)
+            total = (
+                max(slots) if known.host.slots is None and one.host.slots is None else sum(slots)
+            )
             known.host = known.host._replace(slots=total)
-            self._say(f"{one.host.name} and {known.host.name} are one machine: it counts once, with {total} slots")
+            self._say(
+                f"{one.host.name} and {known.host.name} are one machine: it counts once, with {total} slots"
+            )
             one.close()
             self._remotes.remove(one)
 
@@ -364,13 +429,18 @@ class Fleet:
         try:
             for one, addresses in zip(self._remotes, candidates, strict=True):
                 one.send("listen", addresses=addresses, token=token)
-            counts = {id(one): len(addresses) for one, addresses in zip(self._remotes, candidates, strict=True)}
+            counts = {
+                id(one): len(addresses)
+                for one, addresses in zip(self._remotes, candidates, strict=True)
+            }
 
             def keep_ports(one: RemoteHost, said: dict[str, Any]) -> None:
                 ports[places[id(one)]] = checked_list(said["ports"], int, counts[id(one)])
 
             self._await(self._remotes, "listening", keep_ports, _ANSWER_S)
-            self._refuse_silent(one for place, one in enumerate(self._remotes) if place not in ports)
+            self._refuse_silent(
+                one for place, one in enumerate(self._remotes) if place not in ports
+            )
             targets = [*zip(own, listeners.ports, strict=True)]
             for place, addresses in enumerate(candidates):
                 targets += zip(addresses, ports[place], strict=True)
@@ -381,13 +451,18 @@ class Fleet:
                 answers[places[id(one)]] = checked_list(said["answers"], bool, len(targets))
 
             self._await(self._remotes, "reached", keep_answers, _ANSWER_S, listeners=listeners)
-            self._refuse_silent(one for place, one in enumerate(self._remotes) if place not in answers)
+            self._refuse_silent(
+                one for place, one in enumerate(self._remotes) if place not in answers
+            )
         finally:
             listeners.close()
         return self._chosen(own, candidates, answers)
 
     def _chosen(
-        self, own: Sequence[str], candidates: Sequence[Sequence[str]], answers: dict[int, list[bool]]
+        self,
+        own: Sequence[str],
+        candidates: Sequence[Sequence[str]],
+        answers: dict[int, list[bool]],
     ) -> list[str]:
         """Return for each host the first of its addresses that all others reach; set the launcher's own."""
         names = [one.host.name for one in self._remotes]
@@ -399,7 +474,11 @@ class Fleet:
             missing: dict[str, list[str]] = {}
             for offset, address in enumerate(addresses):
                 index = position + offset
-                blind = [names[other] for other, said in answers.items() if other != owner and not said[index]]
+                blind = [
+                    names[other]
+                    for other, said in answers.items()
+                    if other != owner and not said[index]
+                ]
                 if not blind:
                     chosen = address
                     break
@@ -408,8 +487,12 @@ class Fleet:
             found.append(chosen)
             if not chosen:
                 who = names[owner] if owner >= 0 else "this machine"
-                tried = "; ".join(f"{address} not by {', '.join(blind)}" for address, blind in missing.items())
-                unreachable.append(f"  {who} is not reached by all others: {tried or 'it has no address'}")
+                tried = "; ".join(
+                    f"{address} not by {', '.join(blind)}" for address, blind in missing.items()
+                )
+                unreachable.append(
+                    f"  {who} is not reached by all others: {tried or 'it has no address'}"
+                )
         if unreachable:
             raise HostUnreachable(
                 "hosts do not reach each other; nothing was started. Open the ports above 1023 between them, or "
@@ -423,19 +506,27 @@ class Fleet:
             return [one.host.addr]
         found = [Interface(name, address) for name, address in one.facts["interfaces"]]
         near = all(map(self._is_near, self._remotes))
-        named = one.host.name if any(each.address == one.host.name for each in found) else ""  # without ssh
+        named = (
+            one.host.name if any(each.address == one.host.name for each in found) else ""
+        )  # without ssh
         reached_at = _for_links(one.facts["reached_at"]) or named or ("127.0.0.1" if near else None)
         return allowed(found, self._options.iface, reached_at)[:_ADDRESSES_MAX]
 
     def _own_candidates(self) -> list[str]:
-        seen = list(dict.fromkeys(at for one in self._remotes if (at := _for_links(one.facts["launcher_at"]))))
+        seen = list(
+            dict.fromkeys(
+                at for one in self._remotes if (at := _for_links(one.facts["launcher_at"]))
+            )
+        )
         found = self._own_interfaces
         all_here = all(self._is_near(one) and not one.facts["launcher_at"] for one in self._remotes)
         first = "127.0.0.1" if all_here else None
         if seen and any(one.address == seen[0] for one in found):
             first = seen[0]
         more = seen if self._options.iface is None else []
-        return list(dict.fromkeys([*allowed(found, self._options.iface, first), *more]))[: 2 * _ADDRESSES_MAX]
+        return list(dict.fromkeys([*allowed(found, self._options.iface, first), *more]))[
+            : 2 * _ADDRESSES_MAX
+        ]
 
     def _await(
         self,
@@ -471,4 +562,8 @@ class Fleet:
 
 def _for_links(address: str) -> str:
     """Return an address by which ssh went if links can go there: one that means something on one interface only is none."""
-    return "" if "%" in address or (address and ipaddress.ip_address(address).is_link_local) else address
+    return (
+        ""
+        if "%" in address or (address and ipaddress.ip_address(address).is_link_local)
+        else address
+    )

@@ -54,7 +54,9 @@ class FlightRecords:
         if not self.paths():
             return ""
         if not self._has_own:
-            return f"flight records in {self.folder} (syncvar explain {shlex.quote(str(self.folder))})"
+            return (
+                f"flight records in {self.folder} (syncvar explain {shlex.quote(str(self.folder))})"
+            )
         keep_newest(self.folder.parent)
         because = f"; {self.refusal}" if self.refusal else ""
         return f"flight records in {self.folder} (syncvar explain {self._job_id[:8]}){because}"

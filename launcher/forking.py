@@ -33,10 +33,38 @@ _PART = 1 << 16  # command lines may be longer than what a socket takes at once
 _SERVER = "the process that workers are forked from"
 _LOOK_S = 0.1  # between two looks at what may end a wait for an answer
 
-_NOT_AHEAD = ("-h", "--help", "--version", "--dry-run", "spawn", "--start-method=spawn", "--no-python", "--join", "--listen", "-H", "--host", "--env-clear", "--cwd")
+_NOT_AHEAD = (
+    "-h",
+    "--help",
+    "--version",
+    "--dry-run",
+    "spawn",
+    "--start-method=spawn",
+    "--no-python",
+    "--join",
+    "--listen",
+    "-H",
+    "--host",
+    "--env-clear",
+    "--cwd",
+)
 """Beginnings of words with which nothing is forked here, or not from a process that has this one's variables and folder."""
 
-_AT_START = ("PYTHON", "LD_", "LC_", "LANG", "LOCPATH", "MALLOC_", "GLIBC_", "TZ", "HOME", "COV", "ASAN_", "LSAN_", "UBSAN_")
+_AT_START = (
+    "PYTHON",
+    "LD_",
+    "LC_",
+    "LANG",
+    "LOCPATH",
+    "MALLOC_",
+    "GLIBC_",
+    "TZ",
+    "HOME",
+    "COV",
+    "ASAN_",
+    "LSAN_",
+    "UBSAN_",
+)
 """Beginnings of variables that an interpreter and its libraries read when they begin, and not again."""
 
 
@@ -112,7 +140,13 @@ class ForkServer:
         OSError: It cannot be started.
     """
 
-    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path, pass_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        cwd: str | Path,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         self._environ = environ
         self._cwd = str(cwd)
         self._has_forked = False
@@ -138,7 +172,9 @@ class ForkServer:
 
     def suits(self, environ: Mapping[str, str], cwd: Path) -> bool:
         """Return whether it can become what would be started with these: `order` brings variables, but not those that were read already."""
-        is_whole = self._environ.keys() <= environ.keys() and not any(name.startswith(_AT_START) for name in self._beyond(environ))
+        is_whole = self._environ.keys() <= environ.keys() and not any(
+            name.startswith(_AT_START) for name in self._beyond(environ)
+        )
         return is_whole and self._cwd == str(cwd)
 
     def order(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -151,7 +187,9 @@ class ForkServer:
         order = _packed({"arguments": list(arguments), "environ": self._beyond(environ)})
         self._environ = environ
         told = len(order).to_bytes(_LENGTH_BYTES, "little") + order
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended, as `refusal` will find
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # it has ended, as `refusal` will find
             for start in range(0, len(told), _PART):
                 self._answered(self._end.send, told[start : start + _PART])
 
@@ -176,13 +214,18 @@ class ForkServer:
             data = self._answered(self._end.recv, _ANSWER_MAX)
         if not data:
             status = self._process.wait()
-            return Refusal(f"{_SERVER} {_ended(status)} before it was ready", is_certain=True, status=status)
+            return Refusal(
+                f"{_SERVER} {_ended(status)} before it was ready", is_certain=True, status=status
+            )
         answer = _unpacked(data)
         why = answer["cannot"] or answer["doubt"]
         return Refusal(why, is_certain=bool(answer["cannot"])) if why else None
 
     def fork(
-        self, environ: Mapping[str, str], cores: Sequence[int] | None, descriptors: Mapping[str, int]
+        self,
+        environ: Mapping[str, str],
+        cores: Sequence[int] | None,
+        descriptors: Mapping[str, int],
     ) -> Forked:
         """Fork a worker, which begins after `release` and `close`.
 
@@ -207,7 +250,9 @@ class ForkServer:
         }
         data = b""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._answered(socket.send_fds, self._end, [_packed(request)], list(descriptors.values()))
+            self._answered(
+                socket.send_fds, self._end, [_packed(request)], list(descriptors.values())
+            )
             data = self._answered(self._end.recv, _ANSWER_MAX)
         if not data:
             raise ServerEnded(self._process.wait())
@@ -270,12 +315,18 @@ def started_ahead(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkS
         arguments: The command line of the launcher, which the server shows as its own.
         environ: The environment of the launcher.
     """
-    if not arguments or any(one.startswith(_NOT_AHEAD) for one in arguments) or not WITHHELD.isdisjoint(environ):
+    if (
+        not arguments
+        or any(one.startswith(_NOT_AHEAD) for one in arguments)
+        or not WITHHELD.isdisjoint(environ)
+    ):
         return None
     if any(environ.get(name) for name in SHOW_IMPORTS):  # its words would stand among the workers'
         return None
     try:
-        return ForkServer([*command_of("syncvar.forkserver"), *arguments], dict(environ), os.getcwd())  # noqa: PTH109
+        return ForkServer(
+            [*command_of("syncvar.forkserver"), *arguments], dict(environ), os.getcwd()
+        )  # noqa: PTH109
     except OSError:  # whoever needs it tries once more, and says why it cannot be
         return None
 

@@ -45,13 +45,18 @@ def listen_address(text: str) -> tuple[str, int]:
     if host in own:
         return host, port
     try:
-        found = [str(one[4][0]) for one in socket.getaddrinfo(host, port or None, type=socket.SOCK_STREAM)]
+        found = [
+            str(one[4][0])
+            for one in socket.getaddrinfo(host, port or None, type=socket.SOCK_STREAM)
+        ]
     except OSError as error:
         raise ConfigError(f"--listen {text}: {host} is unknown: {error.strerror}") from None
     for address in found:
         if address in own or address.startswith("127."):
             return address, port
-    raise ConfigError(f"--listen {text}: this machine has no address {', '.join(dict.fromkeys(found))}; it has {', '.join(own)}")
+    raise ConfigError(
+        f"--listen {text}: this machine has no address {', '.join(dict.fromkeys(found))}; it has {', '.join(own)}"
+    )
 
 
 def join_command(address: str, port: int | str, options: LaunchOptions) -> str:
@@ -77,9 +82,13 @@ class Party:
     """
 
     def __init__(
-        self, options: LaunchOptions, say: Callable[[str], None], ask: Callable[[RemoteHost], None], called_by: str = "",
+        self,
+        options: LaunchOptions,
+        say: Callable[[str], None],
+        ask: Callable[[RemoteHost], None],
+        called_by: str = "",
         why_ended: Callable[[], str] = str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert options.listen is not None
         self._options, self._ask = options, ask
         self._say: Callable[[str], None] = lambda sentence: say(escape(sentence))
@@ -103,14 +112,24 @@ class Party:
             HostUnreachable: Too few have joined in time; who has, and who was refused for what, is told.
         """
         count = self._options.host_count
-        whom = f"{count} host{'s' * (count != 1)}" if count is not None else f"hosts with {self._options.workers} slots together"
+        whom = (
+            f"{count} host{'s' * (count != 1)}"
+            if count is not None
+            else f"hosts with {self._options.workers} slots together"
+        )
         each = "this host" if count == 1 else "each host"
         if not self._called_by:
-            self._say(f"waiting for {whom} for up to {self._limit_s:g} s; run on {each}: {self._command}")
+            self._say(
+                f"waiting for {whom} for up to {self._limit_s:g} s; run on {each}: {self._command}"
+            )
         came = self._await(self._has_enough, self._why_not, whom)
         self._door.fill(len(came))
         self._name(came)
-        came.sort(key=lambda one: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", one.host.name)])
+        came.sort(
+            key=lambda one: [
+                int(part) if part.isdigit() else part for part in re.split(r"(\d+)", one.host.name)
+            ]
+        )
         return came
 
     def again(self, host: Host, machine: str) -> RemoteHost:
@@ -122,14 +141,20 @@ class Party:
         way = self._ways[host.name].again()
         if way is not None:
             self._ways[host.name] = way
-            one = RemoteHost(host, way, {"launcher_at": self._address, "reached_at": self._addresses[host.name]})
+            one = RemoteHost(
+                host, way, {"launcher_at": self._address, "reached_at": self._addresses[host.name]}
+            )
             self._ask(one)
             return one
-        self._say(f"{host.name} is to join again, within {self._limit_s:g} s; run there: {self._command}")
+        self._say(
+            f"{host.name} is to join again, within {self._limit_s:g} s; run there: {self._command}"
+        )
 
         def why_not(one: RemoteHost, _: list[RemoteHost]) -> str:
             other = f"the job waits for {host.name} to join again, and this is another machine"
-            return why_unfit(one.facts, one.host, self._options) or ("" if one.facts["machine"] == machine else other)
+            return why_unfit(one.facts, one.host, self._options) or (
+                "" if one.facts["machine"] == machine else other
+            )
 
         (one,) = self._await(bool, why_not, host.name)
         self._ways[host.name] = self._ways.pop(one.host.name)
@@ -144,10 +169,13 @@ class Party:
         """Tell all hosts how the job has ended, and listen no longer. Idempotent."""
         self._door.close(exit_code)
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _await(
-        self, is_enough: Callable[[list[RemoteHost]], bool], why_not: Callable[[RemoteHost, list[RemoteHost]], str], whom: str
+        self,
+        is_enough: Callable[[list[RemoteHost]], bool],
+        why_not: Callable[[RemoteHost, list[RemoteHost]], str],
+        whom: str,
     ) -> list[RemoteHost]:
         """Return the hosts that have joined, once they are enough."""
         came: list[RemoteHost] = []
@@ -171,7 +199,9 @@ class Party:
                 self._say(sentence)
                 self._reasons.append(sentence)
             for one, messages in zip(present, said, strict=True):
-                self._hear(one, [message["facts"] for message in messages if message["kind"] == "facts"])
+                self._hear(
+                    one, [message["facts"] for message in messages if message["kind"] == "facts"]
+                )
                 if one in asked and (one.facts or one.why_gone):
                     asked.remove(one)
                     why = one.words() or one.why_gone if one.why_gone else why_not(one, came)
@@ -180,7 +210,9 @@ class Party:
                     else:
                         came.append(one)
                         if not self._called_by:
-                            self._say(f"{_shown(one)} has joined with {self._slots(one)} slot{'s' * (self._slots(one) != 1)}")
+                            self._say(
+                                f"{_shown(one)} has joined with {self._slots(one)} slot{'s' * (self._slots(one) != 1)}"
+                            )
                 elif one in came and one.why_gone:
                     came.remove(one)
                     self._dismiss(one, f"it has left: {one.words() or one.why_gone}")
@@ -195,10 +227,14 @@ class Party:
         hello = joined.hello
         name = self._free_name(hello.name)
         known = {"launcher_at": self._address, "reached_at": hello.at}
-        one = RemoteHost(Host(name, hello.slots, cwd=hello.cwd, origin=joined.address), joined.way, known)
+        one = RemoteHost(
+            Host(name, hello.slots, cwd=hello.cwd, origin=joined.address), joined.way, known
+        )
         self._ways[name] = joined.way
         self._addresses[name] = hello.at
-        if why := why_unlike(hello.syncvar, hello.protocol, hello.byte_order, hello.python, "join by the same Python"):
+        if why := why_unlike(
+            hello.syncvar, hello.protocol, hello.byte_order, hello.python, "join by the same Python"
+        ):
             self._dismiss(one, why)
             return None
         self._ask(one)
@@ -240,11 +276,19 @@ class Party:
 
     def _has_enough(self, came: list[RemoteHost]) -> bool:
         count = self._options.host_count
-        return len(came) >= count if count is not None else sum(map(self._slots, came)) >= self._options.workers
+        return (
+            len(came) >= count
+            if count is not None
+            else sum(map(self._slots, came)) >= self._options.workers
+        )
 
     def _give_up(self, came: list[RemoteHost], whom: str) -> None:
-        lines = [f"{whom} did not join within {self._limit_s:g} s; nothing was started. {f'By {self._called_by} each' if self._called_by else 'Each'} runs: {self._command}"]
-        lines += [f"  {_shown(one)}: has joined, with {self._slots(one)} slots" for one in came] or ["  nobody has joined"]
+        lines = [
+            f"{whom} did not join within {self._limit_s:g} s; nothing was started. {f'By {self._called_by} each' if self._called_by else 'Each'} runs: {self._command}"
+        ]
+        lines += [
+            f"  {_shown(one)}: has joined, with {self._slots(one)} slots" for one in came
+        ] or ["  nobody has joined"]
         lines += [f"  {reason}" for reason in dict.fromkeys(self._reasons)]
         raise HostUnreachable("\n".join(map(escape, lines)))
 

@@ -143,17 +143,31 @@ class Generation:
             self._prepare_here(job, directory, server)
         else:
             self._prepare_there(job, job.fleet, directory)
-        self.supervisor = Supervisor(chosen.workers, job.config, chosen.kind == "command", began, chosen.timeout_s, job.mirrors(), chosen.max_restarts - restarts)
+        self.supervisor = Supervisor(
+            chosen.workers,
+            job.config,
+            chosen.kind == "command",
+            began,
+            chosen.timeout_s,
+            job.mirrors(),
+            chosen.max_restarts - restarts,
+        )
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
-        self.inquiries = Inquiries(directory.path, self._about, self.stacks, self._known, self._processes)
+        self.inquiries = Inquiries(
+            directory.path, self._about, self.stacks, self._known, self._processes
+        )
         self.store.seen = self._activity
         self.store.place = self.stacks.place_now
         self.store.absent = self._absent
         # A program that is not started by our own bootstrap does not say that it has begun.
         telling = self.job.servers if chosen.kind == "command" else self._processes
-        self.progress = StartProgress(telling, job.config.roll_call_s, job.config.rendezvous_timeout_s, self.began)
+        self.progress = StartProgress(
+            telling, job.config.roll_call_s, job.config.rendezvous_timeout_s, self.began
+        )
         self.busy: dict[int, tuple[float, float]] = {}
-        self.ends: dict[int, tuple[Ended, float]] = {}  # not judged yet, each with the time until which more may come
+        self.ends: dict[
+            int, tuple[Ended, float]
+        ] = {}  # not judged yet, each with the time until which more may come
         self.looked = 0.0
         self._secret = b""  # of the hosts as which this machine poses
 
@@ -164,15 +178,30 @@ class Generation:
         umask = os.umask(0o077)
         try:
             self.rendezvous = f"ipc://{directory.path}/store"
-            self.store = Store(self.rendezvous, self.options.workers, job.job_id, job.config, self.number)
+            self.store = Store(
+                self.rendezvous, self.options.workers, job.job_id, job.config, self.number
+            )
             if len(job.hosts.sizes) > 1:
-                self.host_directories = [directory.path / f"h{host}" for host in range(len(job.hosts.sizes))]
+                self.host_directories = [
+                    directory.path / f"h{host}" for host in range(len(job.hosts.sizes))
+                ]
                 for folder in self.host_directories:
                     folder.mkdir(mode=0o700)
-            sharing = sharing_of(self.options, job.job_id, job.core_count, self.host_directories, generation=self.number)
+            sharing = sharing_of(
+                self.options,
+                job.job_id,
+                job.core_count,
+                self.host_directories,
+                generation=self.number,
+            )
         finally:
             os.umask(umask)
-        stacks = Stacks(agent, self._directory_of, str(self.options.cwd), is_command=self.options.kind == "command")
+        stacks = Stacks(
+            agent,
+            self._directory_of,
+            str(self.options.cwd),
+            is_command=self.options.kind == "command",
+        )
         self.agent: Agent | Agents = agent
         self.sharing: Sharing | Agents = sharing
         self.stacks: Stacks | Agents = stacks
@@ -184,9 +213,24 @@ class Generation:
             from syncvar.transports.curve import link_keys
 
             keys = link_keys(fleet.secret, job.job_id)
-        self.store = Store(tcp_endpoint(fleet.address, "*"), self.options.workers, job.job_id, job.config, self.number, keys)
+        self.store = Store(
+            tcp_endpoint(fleet.address, "*"),
+            self.options.workers,
+            job.job_id,
+            job.config,
+            self.number,
+            keys,
+        )
         self.rendezvous = self.store.endpoint
-        self.agent = self.sharing = self.stacks = Agents(fleet, job, Agent(directory.path, directory.lock), directory.path, self.rendezvous, self.number, self.restarts)
+        self.agent = self.sharing = self.stacks = Agents(
+            fleet,
+            job,
+            Agent(directory.path, directory.lock),
+            directory.path,
+            self.rendezvous,
+            self.number,
+            self.restarts,
+        )
 
     def run(self) -> Outcome:
         """Start the ranks and stay until all have ended."""
@@ -202,7 +246,9 @@ class Generation:
             self.stacks.read_noted()
             for event in self.agent.close():
                 self._handle(event)
-                await_readers(self.forwarder, self.outlets, self.watch, self.outlets.has_room, limit)
+                await_readers(
+                    self.forwarder, self.outlets, self.watch, self.outlets.has_room, limit
+                )
             self.inquiries.close()
             self.store.close()
             self.sharing.close()
@@ -213,7 +259,9 @@ class Generation:
         cause = outcome.cause
         return Ending(
             exit_code=outcome.exit_code,
-            why=failure_sentence(self._failure(cause)._replace(elapsed_s=None)) if cause is not None else "",
+            why=failure_sentence(self._failure(cause)._replace(elapsed_s=None))
+            if cause is not None
+            else "",
             error=cause.error if cause is not None else "",
             was_told=outcome.interrupted != 0 or bool(self.watch.pending),
             had_met=self.has_met,
@@ -230,7 +278,9 @@ class Generation:
         chosen = self.options
         if (sys.stderr.isatty() or chosen.verbose) and not self.restarts:
             bound = f" | {self.job.binding.reason}" if self.job.fleet is None else ""
-            self.forwarder.say(f"syncvar {syncvar.__version__} | {self.job.summary()} | {self.sharing.describe()[0]}{bound}\n")
+            self.forwarder.say(
+                f"syncvar {syncvar.__version__} | {self.job.summary()} | {self.sharing.describe()[0]}{bound}\n"
+            )
         if isinstance(self.agent, Agents):
             self.agent.begin()
             return
@@ -249,13 +299,27 @@ class Generation:
         """Start a worker or a server; one that is started again gets no input."""
         assert isinstance(self.agent, Agent)
         chosen, serves = self.options, is_server(number)
-        argv = self.job.server_command(number) if serves else self.job.command() if not incarnation else self.job.fresh_command()
+        argv = (
+            self.job.server_command(number)
+            if serves
+            else self.job.command()
+            if not incarnation
+            else self.job.fresh_command()
+        )
         has_terminal = chosen.debug == number
         has_input = (has_terminal if chosen.debug is not None else number == 0) and not incarnation
         named: dict[str, int] = {}
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            own = self.job.own_environment(number, self.rendezvous, self._directory_of(number), torch, self.number, self.restarts, incarnation)
+            own = self.job.own_environment(
+                number,
+                self.rendezvous,
+                self._directory_of(number),
+                torch,
+                self.number,
+                self.restarts,
+                incarnation,
+            )
             if self._secret and chosen.kind == "command" and not serves:
                 own[KEY_FILE] = write_secret(self._secret, self.directory.path)
             elif self._secret:
@@ -335,7 +399,11 @@ class Generation:
         idle: float | None = None
         while not self.supervisor.is_over:
             now = self.watch.now()
-            due = min(self.supervisor.next_due(), self.looked + self.config.heartbeat_interval_s, now + 1.0)
+            due = min(
+                self.supervisor.next_due(),
+                self.looked + self.config.heartbeat_interval_s,
+                now + 1.0,
+            )
             if idle is not None:
                 due = min(due, idle)
             if self.supervisor.is_ending:
@@ -353,11 +421,19 @@ class Generation:
             poller.register(self.store.socket, zmq.POLLIN)
             forking = [] if self.server is None else [self.server.descriptor()]
             shared = [] if isinstance(self.sharing, Agents) else self.sharing.descriptors()
-            for descriptor in (*forking, *self.watch.descriptors(), *self.agent.descriptors(self._takes), *shared, *self.inquiries.descriptors()):
+            for descriptor in (
+                *forking,
+                *self.watch.descriptors(),
+                *self.agent.descriptors(self._takes),
+                *shared,
+                *self.inquiries.descriptors(),
+            ):
                 poller.register(descriptor, zmq.POLLIN)
             for descriptor in (*self.outlets.descriptors(), *self.agent.unsent()):
                 poller.register(descriptor, zmq.POLLOUT)
-            ready: list[Any] = [item for item, _ in poller.poll(int(max(0.0, due - now) * 1000) + 1)]
+            ready: list[Any] = [
+                item for item, _ in poller.poll(int(max(0.0, due - now) * 1000) + 1)
+            ]
             now = self.watch.now()
             self.forwarder.flush()
             # What workers say of themselves comes before what is seen of them.
@@ -385,7 +461,9 @@ class Generation:
             self._do(self.supervisor.tick(now))
             for sentence in (*self.store.take_said(), *self.sharing.take_said()):
                 self.has_said = True
-                self.events.add("stall" if sentence in self.store.stalls else "notice", text=sentence)
+                self.events.add(
+                    "stall" if sentence in self.store.stalls else "notice", text=sentence
+                )
                 self.forwarder.say(f"syncvar: {sentence}\n")
             if self.store.failure is not None and self.supervisor.job_cause is None:
                 self._do(self.supervisor.did_not_meet(self.store.failure.reason, now))
@@ -395,7 +473,10 @@ class Generation:
                 self._do(self.supervisor.signalled(signal.SIGPIPE, now))
 
     def _takes(self, rank: int, stream: Stream) -> bool:
-        return not (self.outlets.is_full(stream) and (rank == self.options.debug or self.forwarder.is_forwarded(rank)))
+        return not (
+            self.outlets.is_full(stream)
+            and (rank == self.options.debug or self.forwarder.is_forwarded(rank))
+        )
 
     def _handle(self, event: Event) -> None:
         now = self.watch.now()
@@ -412,10 +493,18 @@ class Generation:
             elif event.record.get("event") == "goodbye":
                 self.supervisor.goodbye(event.rank)
             elif event.record.get("event") == "failed":
-                self.events.add(**_event("failed", event.rank), error=event.record["error"], message=event.record["message"])
-                actions = self.supervisor.failed(event.rank, event.record, now, joined=self._is_member(event.rank))
+                self.events.add(
+                    **_event("failed", event.rank),
+                    error=event.record["error"],
+                    message=event.record["message"],
+                )
+                actions = self.supervisor.failed(
+                    event.rank, event.record, now, joined=self._is_member(event.rank)
+                )
                 if event.rank in self.supervisor.causes:
-                    self.forwarder.conceal(event.rank, "err", str(event.record.get("written", "")))  # `tell` shows it, once for all
+                    self.forwarder.conceal(
+                        event.rank, "err", str(event.record.get("written", ""))
+                    )  # `tell` shows it, once for all
                 self._do(actions)
             elif event.record.get("event") == "takes_notice":
                 self.supervisor.takes_notice(event.rank, is_on=bool(event.record.get("on")))
@@ -425,15 +514,30 @@ class Generation:
             self._spare(event)
         elif isinstance(event, Started):
             self.progress.advance(now)
-            self.events.add(**_event("start", event.rank), host=self.job.host_name(event.rank), pid=event.pid, restarts=self.restarts)
+            self.events.add(
+                **_event("start", event.rank),
+                host=self.job.host_name(event.rank),
+                pid=event.pid,
+                restarts=self.restarts,
+            )
         elif isinstance(event, Gone):
             self.progress.reached(event.rank, now)
-            self.events.add(**_event("end", event.rank), pid=self.stacks.pid(event.rank), exit_code=None, signal=None)
+            self.events.add(
+                **_event("end", event.rank),
+                pid=self.stacks.pid(event.rank),
+                exit_code=None,
+                signal=None,
+            )
             self._do(self.supervisor.gone(event.rank, event.reason, now, event.code))
         elif isinstance(event, Ended):
             self.progress.reached(event.rank, now)
             code, number = (event.status, None) if event.status >= 0 else (None, -event.status)
-            self.events.add(**_event("end", event.rank), pid=self.stacks.pid(event.rank), exit_code=code, signal=number)
+            self.events.add(
+                **_event("end", event.rank),
+                pid=self.stacks.pid(event.rank),
+                exit_code=code,
+                signal=number,
+            )
             self.ends[event.rank] = event, now + _WORD_S
             self._judge_ends(now)
 
@@ -449,16 +553,24 @@ class Generation:
             if event.status in _IN_ORDER and self._is_member(rank) and is_open:
                 continue
             del self.ends[rank]
-            self._do(self.supervisor.exited(rank, event.status, now, joined=self._is_member(rank), beyond=event.beyond))
+            self._do(
+                self.supervisor.exited(
+                    rank, event.status, now, joined=self._is_member(rank), beyond=event.beyond
+                )
+            )
             has_failed = rank in self.supervisor.causes and rank not in self.supervisor.stopped
             if not (is_server(rank) or has_failed or self.supervisor.will_restart(rank)):
                 self.store.finished(rank, now)
             if self.options.servers:
-                self.store.servers.ended(rank, "" if event.status == 0 else exits.describe_exit(event.status))
+                self.store.servers.ended(
+                    rank, "" if event.status == 0 else exits.describe_exit(event.status)
+                )
 
     def _is_member(self, rank: int) -> bool:
         """Return whether a rank has joined and has not left."""
-        return rank in self.store.coordinator.roll.members and rank not in self.store.coordinator.left
+        return (
+            rank in self.store.coordinator.roll.members and rank not in self.store.coordinator.left
+        )
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -475,7 +587,9 @@ class Generation:
                 self._start_again(action)
             elif self.server is not None:
                 self.server = None
-                self._never_begin(-signal.SIGTERM if isinstance(action, Terminate) else -signal.SIGKILL)
+                self._never_begin(
+                    -signal.SIGTERM if isinstance(action, Terminate) else -signal.SIGKILL
+                )
             elif isinstance(action, Terminate):
                 self._note_places()
                 self.stacks.await_noted(_STACKS_S)
@@ -487,20 +601,28 @@ class Generation:
         server = action.rank - SERVER_0
         self.store.servers.ended(action.rank, action.reason)
         self.events.add("server_lost", server=server, why=action.reason)
-        there = next(one for one in self.job.heirs(server) if one + SERVER_0 not in self.supervisor.lost)
+        there = next(
+            one for one in self.job.heirs(server) if one + SERVER_0 not in self.supervisor.lost
+        )
         name, host = process_name(action.rank), self.job.host_name(action.rank)
-        self.forwarder.say(f"syncvar: {name} on {host} is lost: {action.reason}; server {there} has copies of its variables and takes its place\n")
+        self.forwarder.say(
+            f"syncvar: {name} on {host} is lost: {action.reason}; server {there} has copies of its variables and takes its place\n"
+        )
 
     def _note_copy(self, server: int, of: int) -> None:
         self.supervisor.copied(server, of)
         self.events.add("server_copy", server=server, of=of)
-        self.forwarder.say(f"syncvar: server {server} has a new copy of the variables of server {of}\n")
+        self.forwarder.say(
+            f"syncvar: server {server} has a new copy of the variables of server {of}\n"
+        )
 
     def _start_again(self, action: Restart) -> None:
         count = self.supervisor.restarted[action.rank]
         self.events.add("rank_restart", rank=action.rank, why=action.reason, number=count)
         name, host = process_name(action.rank), self.job.host_name(action.rank)
-        self.forwarder.say(f"syncvar: {name} on {host} is started again alone ({count}): {action.reason}\n")
+        self.forwarder.say(
+            f"syncvar: {name} on {host} is started again alone ({count}): {action.reason}\n"
+        )
         self.store.servers.begins_again(action.rank, count)
         if self.options.kind != "command":
             self.progress.expect(action.rank, self.watch.now())
@@ -524,7 +646,9 @@ class Generation:
         self.events.add("signal", signal=number, name=exits.signal_name(number))
         debugged = self.options.debug
         if debugged is not None and number == signal.SIGINT and debugged in self.supervisor.running:
-            self.agent.send([debugged], signal.SIGINT)  # Ctrl-C belongs to the rank that has the terminal
+            self.agent.send(
+                [debugged], signal.SIGINT
+            )  # Ctrl-C belongs to the rank that has the terminal
             return
         if self.supervisor.interrupted or self.supervisor.is_over:
             self.outlets.patience_s = 0.0  # at once means at once; and where no rank runs, only a reader is left to wait for
@@ -548,7 +672,9 @@ class Generation:
             if spared:
                 self._spare(Spared(number, spared))
             elif self.options.verbose:
-                self.forwarder.say(f"syncvar: {exits.signal_name(number) or number} passed on to all ranks\n")
+                self.forwarder.say(
+                    f"syncvar: {exits.signal_name(number) or number} passed on to all ranks\n"
+                )
 
     def _spare(self, event: Spared) -> None:
         """Say which ranks got no signal because it would have ended them, and what they do."""
@@ -570,7 +696,11 @@ class Generation:
         for pid in stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        if lasted >= self.config.lost_after_s and len(self.supervisor.running) > 1 and not self.sharing.is_complete:
+        if (
+            lasted >= self.config.lost_after_s
+            and len(self.supervisor.running) > 1
+            and not self.sharing.is_complete
+        ):
             self.forwarder.say(
                 f"syncvar: the job was stopped for {lasted:.0f} s; connections between ranks count as lost after "
                 f"{self.config.lost_after_s:g} s (lost_after_s)\n"
@@ -583,16 +713,24 @@ class Generation:
         running = sorted(self.supervisor.running & self.agent.workers.keys())
         self.agent.look()
         asked = self.store.coordinator.stalls.asked
-        self.busy = {rank: self.busy.get(rank) or (now, self.agent.busy_s(rank)) for rank in running if rank in asked}
+        self.busy = {
+            rank: self.busy.get(rank) or (now, self.agent.busy_s(rank))
+            for rank in running
+            if rank in asked
+        }
         for rank in running:
             stopped = self.agent.state(rank) == "T"
-            opinion = self.health.observe(rank, "its process is stopped (state T)" if stopped else "", now)
+            opinion = self.health.observe(
+                rank, "its process is stopped (state T)" if stopped else "", now
+            )
             if opinion is None:
                 continue
             if opinion.is_lost:
                 self._do(self.supervisor.silent(rank, opinion.reason, now))
             else:
-                self.forwarder.say(f"syncvar: {process_name(rank)} on {self.job.host_name(rank)}: {opinion.reason}\n")
+                self.forwarder.say(
+                    f"syncvar: {process_name(rank)} on {self.job.host_name(rank)}: {opinion.reason}\n"
+                )
 
     def _look_at_start(self, now: float) -> None:
         """Say that the start stands still, once that is due; give it up at its deadline."""
@@ -658,7 +796,7 @@ class Generation:
             "folder": str(self.options.cwd),
         }
 
-    # -- the last word --------------------------------------------------------------------------------------------
+    # -- the last word -----------------------------------------------------------------------------
 
     def _note_places(self, but: int = -1) -> None:
         """Remember, at the first failure or when the ranks are told to end, what every rank is doing, but for those that have failed."""
@@ -678,29 +816,58 @@ class Generation:
         if outcome.exit_code == exits.PREEMPTED and cause is None:
             told = f" after {exits.signal_name(outcome.interrupted)}" if outcome.interrupted else ""
             advice = "; run it again to go on" if is_last else ""
-            self.forwarder.say(f"syncvar: the ranks stopped as asked{told} (exit code {exits.PREEMPTED}){advice}\n")
+            self.forwarder.say(
+                f"syncvar: the ranks stopped as asked{told} (exit code {exits.PREEMPTED}){advice}\n"
+            )
         elif outcome.interrupted:
             name = exits.signal_name(outcome.interrupted)
             reads = outcome.interrupted != signal.SIGPIPE
-            places = [Other(number, self._position(number)) for number in self._processes if self.positions and reads]
+            places = [
+                Other(number, self._position(number))
+                for number in self._processes
+                if self.positions and reads
+            ]
             raised = self._raised(("PeerLost", "GroupBroken"))
-            self.forwarder.say(interrupted_block(name, places, [one for one in raised if one.is_own], is_whole=self.options.verbose))
+            self.forwarder.say(
+                interrupted_block(
+                    name,
+                    places,
+                    [one for one in raised if one.is_own],
+                    is_whole=self.options.verbose,
+                )
+            )
         records = self._records(outcome)
         if cause is None:
             if records:
                 self.forwarder.say(f"syncvar: evidence: {escape(records)}\n")
             return
         log_dir = str(self.options.log_dir) if self.options.log_dir else ""
-        others = [Other(number, self._position(number)) for number in self._processes if number != cause.rank]
+        others = [
+            Other(number, self._position(number))
+            for number in self._processes
+            if number != cause.rank
+        ]
         outcome_file = self.job.environ.get("SYNCVAR_OUTCOME_FILE")
-        arguments = self.job.arguments if is_last and not outcome_file else []  # `sv.run` has no command line to try again
+        arguments = (
+            self.job.arguments if is_last and not outcome_file else []
+        )  # `sv.run` has no command line to try again
         text = failure_block(
-            self._failure(cause), others, arguments=arguments, log_dir=log_dir, records=records,
-            raised=self._raised(exits.OF_OTHERS), remedies=self._remedies(cause),
+            self._failure(cause),
+            others,
+            arguments=arguments,
+            log_dir=log_dir,
+            records=records,
+            raised=self._raised(exits.OF_OTHERS),
+            remedies=self._remedies(cause),
             is_whole=self.options.verbose,
-        )  # fmt: skip
+        )
         if outcome_file and is_last:
-            told_file = {"rank": cause.rank, "host": self.job.host_name(max(cause.rank, 0)), "exit_code": outcome.exit_code, "text": text}
+            told_file = {
+                "rank": cause.rank,
+                "host": self.job.host_name(max(cause.rank, 0)),
+                "exit_code": outcome.exit_code,
+                "text": text,
+            }
             Path(outcome_file).write_bytes(pack_object(told_file))
         else:
             self.forwarder.say(text)
@@ -722,12 +889,15 @@ class Generation:
             rank=cause.rank,
             status=cause.status,
             host=self.job.host_name(cause.rank) if cause.rank >= 0 else "",
-            reason=cause.reason.split("\n", 1)[0] if cause.error not in ("", "SystemExit") or not cause.status else cause.beyond,
+            reason=cause.reason.split("\n", 1)[0]
+            if cause.error not in ("", "SystemExit") or not cause.status
+            else cause.beyond,
             call=self._call(cause),
             elapsed_s=(self.watch.now() if cause.at is None else cause.at) - self.began,
             traceback=self._traceback(cause),
             last_lines=self.forwarder.last_lines(cause.rank) if cause.rank >= 0 else (),
-            stands_above="SYNCVAR_OUTCOME_FILE" not in self.job.environ and self.forwarder.stands_above(cause.rank),
+            stands_above="SYNCVAR_OUTCOME_FILE" not in self.job.environ
+            and self.forwarder.stands_above(cause.rank),
         )
 
     def _traceback(self, cause: Cause) -> str:
@@ -736,7 +906,10 @@ class Generation:
     def _raised(self, consequences: Container[str]) -> list[Raised]:
         """Return the exceptions of the ranks; those of the given names are told by what others say."""
         causes = self.supervisor.causes.values()
-        return [Raised(cause.rank, self._traceback(cause), cause.error not in consequences) for cause in causes]
+        return [
+            Raised(cause.rank, self._traceback(cause), cause.error not in consequences)
+            for cause in causes
+        ]
 
     def _records(self, outcome: Outcome) -> str:
         """Return in words where the flight records are, or an empty text; who has no use for records is left none.
@@ -746,7 +919,12 @@ class Generation:
         evidence of earlier failures, which have been reported.
         """
         is_of_use = outcome.interrupted and self.has_said
-        if outcome.cause is None and self.options.log_dir is None and not is_of_use and not self.restarts:
+        if (
+            outcome.cause is None
+            and self.options.log_dir is None
+            and not is_of_use
+            and not self.restarts
+        ):
             self.job.records.remove()
             return ""
         return self.job.records.told()
@@ -762,18 +940,31 @@ class Generation:
 
     def _known(self, number: int) -> str:
         """Return what a rank or server is known to do."""
-        return self.store.servers.position(number) if is_server(number) else self.store.coordinator.position(number)
+        return (
+            self.store.servers.position(number)
+            if is_server(number)
+            else self.store.coordinator.position(number)
+        )
 
     def _position(self, rank: int) -> str:
         told = self.supervisor.causes.get(rank)
-        if told is not None and told.status is None and not told.error:  # nothing more has been heard of it
+        if (
+            told is not None and told.status is None and not told.error
+        ):  # nothing more has been heard of it
             return told.reason.split(": ", 1)[0]
         position = self.positions.get(rank) or self._known(rank)
         place = self.stacks.places.get(rank, "")
         did_not_answer = "; " in position  # then how we ended it says less
-        did_as_told = told is not None and told.error == "SystemExit" and told.exit_code == 128 + signal.SIGTERM
+        did_as_told = (
+            told is not None
+            and told.error == "SystemExit"
+            and told.exit_code == 128 + signal.SIGTERM
+        )
         if told is not None and told.error and not did_not_answer and not did_as_told:
-            is_hit = told.error in ("PeerLost", "GroupBroken")  # then it matters where it was, else what it raised
+            is_hit = told.error in (
+                "PeerLost",
+                "GroupBroken",
+            )  # then it matters where it was, else what it raised
             if not position.startswith("waiting") and not (place and is_hit):
                 return told.reason.removeprefix("uncaught ").split("\n", 1)[0].split(". ", 1)[0]
             return f"{doing(position, place)}; then {told.error}"
@@ -791,7 +982,9 @@ def drop_passing(forwarder: OutputForwarder, watch: Watch, when: str) -> None:
     """Drop the signals that were to be passed on, for there is no rank, and say so."""
     while watch.passing:
         number = watch.passing.popleft()
-        forwarder.say(f"syncvar: {exits.signal_name(number) or number} came {when}, and is dropped\n")
+        forwarder.say(
+            f"syncvar: {exits.signal_name(number) or number} came {when}, and is dropped\n"
+        )
 
 
 def _torch_environment() -> dict[str, str]:

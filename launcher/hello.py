@@ -12,7 +12,21 @@ import msgpack
 
 from syncvar.errors import WireError
 
-__all__ = ["CHUNK", "DONE", "ENDED", "END_INPUT", "HELLO", "INPUT", "OUTPUT", "PING", "QUEUED", "REFUSED", "START", "WORDS", "Hello"]
+__all__ = [
+    "CHUNK",
+    "DONE",
+    "ENDED",
+    "END_INPUT",
+    "HELLO",
+    "INPUT",
+    "OUTPUT",
+    "PING",
+    "QUEUED",
+    "REFUSED",
+    "START",
+    "WORDS",
+    "Hello",
+]
 
 CHUNK = 1 << 18
 """The most bytes behind a letter."""
@@ -30,9 +44,15 @@ _TEXT_MAX = 4096
 _NAME_MAX = 253
 _SLOTS_MAX = 1 << 16
 _TYPES: dict[str, tuple[type, ...]] = {
-    "name": (str,), "at": (str,), "slots": (int, type(None)), "cwd": (str, type(None)),
-    "syncvar": (str,), "protocol": (int,), "python": (str,), "byte_order": (str,),
-}  # fmt: skip
+    "name": (str,),
+    "at": (str,),
+    "slots": (int, type(None)),
+    "cwd": (str, type(None)),
+    "syncvar": (str,),
+    "protocol": (int,),
+    "python": (str,),
+    "byte_order": (str,),
+}
 
 
 class Hello(NamedTuple):
@@ -74,10 +94,18 @@ class Hello(NamedTuple):
             found: Any = msgpack.unpackb(data, max_map_len=64, max_array_len=0, max_ext_len=0)
         except (ValueError, TypeError, msgpack.UnpackException):
             raise WireError("what it says of itself is no greeting") from None
-        if not isinstance(found, dict) or found.pop("form", None) != _FORM or found.keys() != _TYPES.keys():
-            raise WireError("what it says of itself has another form than here: it has another version of syncvar; install the same on all")
+        if (
+            not isinstance(found, dict)
+            or found.pop("form", None) != _FORM
+            or found.keys() != _TYPES.keys()
+        ):
+            raise WireError(
+                "what it says of itself has another form than here: it has another version of syncvar; install the same on all"
+            )
         for name, value in found.items():
-            if type(value) not in _TYPES[name] or (isinstance(value, str) and len(value) > _TEXT_MAX):
+            if type(value) not in _TYPES[name] or (
+                isinstance(value, str) and len(value) > _TEXT_MAX
+            ):
                 raise WireError(f"the {name} that it says of itself cannot be")
         if not found["name"] or not found["name"].isprintable() or len(found["name"]) > _NAME_MAX:
             raise WireError("the name that it says of itself cannot be")
@@ -87,5 +115,7 @@ class Hello(NamedTuple):
             except ValueError:
                 raise WireError("the address that it says of itself is none") from None
         if found["slots"] is not None and not 1 <= found["slots"] <= _SLOTS_MAX:
-            raise WireError(f"it offers {found['slots']} slots, and at least 1 and at most {_SLOTS_MAX} can be")
+            raise WireError(
+                f"it offers {found['slots']} slots, and at least 1 and at most {_SLOTS_MAX} can be"
+            )
         return cls(**found)

@@ -69,7 +69,12 @@ class HostAgent:
         self._outbox.add(GREETING)
         self._is_over = False
         self._heard = time.monotonic()
-        self._beat_s, self._silence_s, self._abort_grace_s, self._term_grace_s = 1.0, 60.0, 2.0, 10.0
+        self._beat_s, self._silence_s, self._abort_grace_s, self._term_grace_s = (
+            1.0,
+            60.0,
+            2.0,
+            10.0,
+        )
         self._cut_at: float | None = None  # when the launcher was given up
         self._has_told = False
         self._looked = 0.0
@@ -81,13 +86,29 @@ class HostAgent:
         self._is_stopped = False
         self._notices, self._is_heeded = 0, False  # that somebody wants this host back
         self._answers: dict[str, Callable[[Message], None]] = {
-            "ask": self._asked, "listen": self._listen, "reach": self._reach, "begin": self._begin, "begin_again": self._begin_again,
+            "ask": self._asked,
+            "listen": self._listen,
+            "reach": self._reach,
+            "begin": self._begin,
+            "begin_again": self._begin_again,
             "call": self._called,
-            "signal": self._signal, "signal_groups": self._signal_groups, "note": self._note, "inquire": self._inquire,
-            "kill": self._kill, "stop": self._stop, "resume": self._resume, "abort": self._abort,
-            "credit": self._credit, "input": self._input, "window": self._window, "end": self._end, "beat": self._beat,
-            "stage": self._copied, "stage_data": self._copied, "stage_end": self._copied,
-        }  # fmt: skip
+            "signal": self._signal,
+            "signal_groups": self._signal_groups,
+            "note": self._note,
+            "inquire": self._inquire,
+            "kill": self._kill,
+            "stop": self._stop,
+            "resume": self._resume,
+            "abort": self._abort,
+            "credit": self._credit,
+            "input": self._input,
+            "window": self._window,
+            "end": self._end,
+            "beat": self._beat,
+            "stage": self._copied,
+            "stage_data": self._copied,
+            "stage_end": self._copied,
+        }
 
     def heed(self) -> None:
         """Note that somebody wants this host back: the workers are told, and may save; the second time, or without any, end."""
@@ -99,7 +120,10 @@ class HostAgent:
             poller = select.poll()
             poller.register(self._source, select.POLLIN)
             start = self._start
-            for descriptor in (*self._outbox.descriptors(), *(start.writable() if start is not None else ())):
+            for descriptor in (
+                *self._outbox.descriptors(),
+                *(start.writable() if start is not None else ()),
+            ):
                 poller.register(descriptor, select.POLLOUT)
             watched = [*(self._listeners.descriptors() if self._listeners else ())]
             if start is not None:
@@ -134,7 +158,7 @@ class HostAgent:
             self._listeners.close()
         self._copy.close()
 
-    # -- what the launcher says -----------------------------------------------------------------------------------
+    # -- what the launcher says --------------------------------------------------------------------
 
     def _take(self) -> None:
         try:
@@ -158,7 +182,9 @@ class HostAgent:
     def _asked(self, message: Message) -> None:
         self._beat_s, self._silence_s = max(0.05, message["beat_s"]), message["silence_s"]
         self._abort_grace_s, self._term_grace_s = message["abort_grace_s"], message["term_grace_s"]
-        self._send("facts", facts=facts_of(message["kind_of_target"], message["target"], message["cwd"]))
+        self._send(
+            "facts", facts=facts_of(message["kind_of_target"], message["target"], message["cwd"])
+        )
 
     def _listen(self, message: Message) -> None:
         if self._listeners is not None:
@@ -168,7 +194,10 @@ class HostAgent:
 
     def _reach(self, message: Message) -> None:
         targets = [(str(address), int(port)) for address, port in message["targets"]]
-        self._send("reached", answers=reachable(targets, message["token"], message["timeout_s"], self._listeners))
+        self._send(
+            "reached",
+            answers=reachable(targets, message["token"], message["timeout_s"], self._listeners),
+        )
 
     def _called(self, message: Message) -> None:
         self._call += message["data"]
@@ -198,7 +227,11 @@ class HostAgent:
     def _refuse(self, error: Exception) -> None:
         is_limit = isinstance(error, LimitTooLow) or getattr(error, "errno", 0) in OF_LIMITS
         code = LIMITS if is_limit else CONFIGURATION
-        self._send("refused", reason=str(error), code=error.exit_code if isinstance(error, CannotFork) else code)
+        self._send(
+            "refused",
+            reason=str(error),
+            code=error.exit_code if isinstance(error, CannotFork) else code,
+        )
 
     def _signal(self, message: Message) -> None:
         if self._start is not None:
@@ -268,12 +301,14 @@ class HostAgent:
     def _beat(self, _: Message) -> None:
         pass
 
-    # -- what this host says --------------------------------------------------------------------------------------
+    # -- what this host says -----------------------------------------------------------------------
 
     def _look(self, now: float) -> None:
         limit_s = self._silence_s if self._start is not None else max(self._silence_s, _IDLE_S)
         if self._cut_at is None and not self._is_stopped and now - self._heard > limit_s:
-            sys.stderr.write(f"syncvar: the launcher is silent since {now - self._heard:.1f} s; its workers here are ended\n")
+            sys.stderr.write(
+                f"syncvar: the launcher is silent since {now - self._heard:.1f} s; its workers here are ended\n"
+            )
             self._cut_at = now
             if self._start is not None:
                 self._start.sharing.abort()
@@ -305,7 +340,11 @@ class HostAgent:
     def _end_by_steps(self, since_s: float) -> None:
         """Let the workers end by themselves, tell them to, and kill them, each in its time; then end."""
         running = [] if self._start is None else self._start.running()
-        if self._start is None or not running or since_s >= self._abort_grace_s + self._term_grace_s:
+        if (
+            self._start is None
+            or not running
+            or since_s >= self._abort_grace_s + self._term_grace_s
+        ):
             self._is_over = True
         elif since_s >= self._abort_grace_s and not self._has_told:
             self._has_told = True

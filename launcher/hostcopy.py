@@ -61,7 +61,9 @@ class HostCopy:
     def _make(self) -> None:
         if self._directory is None:
             self._directory = JobDirectory(os.environ)
-            self._keeper = Agent(self._directory.path, self._directory.lock)  # without workers: its guardian removes the folder
+            self._keeper = Agent(
+                self._directory.path, self._directory.lock
+            )  # without workers: its guardian removes the folder
             self._folder = self._directory.path / "stage"
             self._folder.mkdir(mode=0o700)
 

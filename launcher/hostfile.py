@@ -28,11 +28,21 @@ from syncvar.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Host", "HostfileError", "Hosts", "expanded", "parse_hostfile", "parse_hosts", "selected"]
+__all__ = [
+    "Host",
+    "HostfileError",
+    "Hosts",
+    "expanded",
+    "parse_hostfile",
+    "parse_hosts",
+    "selected",
+]
 
 _TOKEN = re.compile(r'(?:"[^"]*"|[^\s"])+')
 _COUNTS = ("slots", "count", "cpu")
-_LIMITS = tuple(limit for joint in "_-" for one in _COUNTS for limit in (f"{one}{joint}max", f"max{joint}{one}"))
+_LIMITS = tuple(
+    limit for joint in "_-" for one in _COUNTS for limit in (f"{one}{joint}max", f"max{joint}{one}")
+)
 _USERS = ("user", "username", "user_name", "user-name")
 _TEXTS = ("addr", "python", "cwd")
 _OPTIONS = (*_COUNTS, *_LIMITS, *_USERS, "port", *_TEXTS)
@@ -152,7 +162,10 @@ def parse_hostfile(content: bytes, source: str) -> Hosts:
     named: list[tuple[Host, _Place]] = []
     removed: list[tuple[str, _Place]] = []
     for line_number, (line, shown) in enumerate(_without_comments(text), 1):
-        tokens = [(found[0], _Place(source, line_number, found.start() + 1, shown)) for found in _TOKEN.finditer(line)]
+        tokens = [
+            (found[0], _Place(source, line_number, found.start() + 1, shown))
+            for found in _TOKEN.finditer(line)
+        ]
         if tokens:
             _line(tokens, named, removed)
     return _joined(named, removed, source)
@@ -204,7 +217,9 @@ def selected(hosts: Sequence[Host], include: str | None, exclude: str | None) ->
     kept = kept - (set() if exclude is None else _names_in(exclude, "--exclude", known))
     left = tuple(one for one in hosts if one.name in kept)
     if not left:
-        raise ConfigError(f"--include and --exclude leave no host of {', '.join(one.name for one in hosts)}")
+        raise ConfigError(
+            f"--include and --exclude leave no host of {', '.join(one.name for one in hosts)}"
+        )
     return left
 
 
@@ -234,7 +249,7 @@ def expanded(name: str) -> Iterator[str]:
             yield name[: found.start()] + number + rest
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def _without_comments(text: str) -> Iterator[tuple[str, str]]:
@@ -277,7 +292,9 @@ def _between_commas(value: str) -> Iterator[tuple[str, int]]:
 
 
 def _line(
-    tokens: list[tuple[str, _Place]], named: list[tuple[Host, _Place]], removed: list[tuple[str, _Place]]
+    tokens: list[tuple[str, _Place]],
+    named: list[tuple[Host, _Place]],
+    removed: list[tuple[str, _Place]],
 ) -> None:
     """Add what one line, or one word of an option, names."""
     first, place = tokens[0]
@@ -287,11 +304,17 @@ def _line(
         removed += [(name, place) for name in _names(first[1:], place.moved(1))]
         return
     if first.startswith("+"):
-        place.fail("a relative host (+n1, +e) counts within an allocation of a scheduler; write its name")
+        place.fail(
+            "a relative host (+n1, +e) counts within an allocation of a scheduler; write its name"
+        )
     if first == "rank" and len(tokens) > 1 and "=" in tokens[1][0]:
-        place.fail("this is a rank file; write a line for each host, with slots=N, in the order of the ranks")
+        place.fail(
+            "this is a rank file; write a line for each host, with slots=N, in the order of the ranks"
+        )
     if "=" in first and not first.startswith("["):
-        place.fail(f"a line begins with a host, and {first!r} is none; write for instance node1 slots=4")
+        place.fail(
+            f"a line begins with a host, and {first!r} is none; write for instance node1 slots=4"
+        )
     names, user, count = _host(first, place)
     fields: dict[str, str | int | None] = {"user": user, "slots": count}
     for word, where in tokens[1:]:
@@ -312,12 +335,16 @@ def _host(word: str, place: _Place) -> tuple[list[str], str | None, int | None]:
     user, at, rest = word.rpartition("@")
     if at:
         if not _USER.fullmatch(user):
-            place.fail(f"{user!r} is no name of a user; write user@host, with small letters, digits, - and _")
+            place.fail(
+                f"{user!r} is no name of a user; write user@host, with small letters, digits, - and _"
+            )
         place = place.moved(len(user) + 1)
     if rest.startswith("[") and ":" in rest.partition("]")[0]:
         literal, closed, tail = rest[1:].partition("]")
         if not closed:
-            place.fail("the bracket of an IPv6 address is not closed; write for instance [fd00::7]:4")
+            place.fail(
+                "the bracket of an IPv6 address is not closed; write for instance [fd00::7]:4"
+            )
         names = [_address(literal, place)]
         offset = len(literal) + 2
     else:
@@ -327,7 +354,11 @@ def _host(word: str, place: _Place) -> tuple[list[str], str | None, int | None]:
         names, offset, tail = _names(name, place), len(name), colon + tail
     if tail and not tail.startswith(":"):
         place.moved(offset).fail(f"{tail!r} follows the address; write :N or slots=N behind it")
-    count = _number(tail[1:], "the number of slots", place.moved(offset + 1), 1, _MOST) if tail else None
+    count = (
+        _number(tail[1:], "the number of slots", place.moved(offset + 1), 1, _MOST)
+        if tail
+        else None
+    )
     return names, user or None, count
 
 
@@ -339,11 +370,15 @@ def _names(name: str, place: _Place) -> list[str]:
         place.moved(max(name.find("["), 0)).fail(str(error))
     if len(found) > _MOST:
         place.fail(f"this range stands for more than {_MOST} hosts")
-    found = [one.removesuffix(".") if len(one) > 1 else one for one in found]  # "node1.example.org." is that name in full
+    found = [
+        one.removesuffix(".") if len(one) > 1 else one for one in found
+    ]  # "node1.example.org." is that name in full
     for one in found:
         if not _NAME.fullmatch(one) or len(one) > _NAME_MAX:
             ends = one[:1] if re.match(r"[._-]", one) else one[-1:]
-            foreign = next((letter for letter in one if not re.match(r"[A-Za-z0-9._-]", letter)), ends)
+            foreign = next(
+                (letter for letter in one if not re.match(r"[A-Za-z0-9._-]", letter)), ends
+            )
             place.fail(
                 f"{one!r} with {foreign!r} (U+{ord(foreign or ' '):04X}) is not allowed here: a host's name has "
                 f"letters, digits, ., - and _, and begins and ends with a letter or digit"
@@ -353,8 +388,12 @@ def _names(name: str, place: _Place) -> list[str]:
 
 def _address(literal: str, place: _Place) -> str:
     scope = literal.partition("%")[2]
-    if scope and not _SCOPE.fullmatch(scope):  # `ipaddress` takes any text there, and ssh puts it into a user's ProxyCommand
-        place.moved(literal.index("%") + 2).fail(f"{scope!r} is no name of an interface, which has letters, digits, ., - and _")
+    if scope and not _SCOPE.fullmatch(
+        scope
+    ):  # `ipaddress` takes any text there, and ssh puts it into a user's ProxyCommand
+        place.moved(literal.index("%") + 2).fail(
+            f"{scope!r} is no name of an interface, which has letters, digits, ., - and _"
+        )
     try:
         return str(ipaddress.IPv6Address(literal))
     except ValueError:
@@ -383,7 +422,9 @@ def _option(word: str, place: _Place) -> tuple[str, str | int]:
             at.fail(f"{value!r} is no name of a user; it has small letters, digits, - and _")
         return "user", value
     if not value or value.startswith("-") or not value.isprintable():
-        at.fail(f"{key} needs a value that does not begin with -; a value with blanks stands in double quotes")
+        at.fail(
+            f"{key} needs a value that does not begin with -; a value with blanks stands in double quotes"
+        )
     if key == "addr":
         literal = value[1:-1] if value.startswith("[") and value.endswith("]") else value
         try:
@@ -391,7 +432,9 @@ def _option(word: str, place: _Place) -> tuple[str, str | int]:
                 return key, str(ipaddress.ip_address(literal))
         except ValueError:
             pass
-        at.fail(f"{value!r} is no address for links between hosts; name one of this host's, such as addr=10.0.0.7 or addr=fd00::7")
+        at.fail(
+            f"{value!r} is no address for links between hosts; name one of this host's, such as addr=10.0.0.7 or addr=fd00::7"
+        )
     return key, value
 
 
@@ -406,7 +449,9 @@ def _numbers(inside: str) -> Iterator[str]:
     for part in inside.split(","):
         found = _RANGE.fullmatch(part.strip())
         if found is None:
-            raise ValueError(f"[{inside}] is no list of numbers and ranges; write for instance n[01-04,07]")
+            raise ValueError(
+                f"[{inside}] is no list of numbers and ranges; write for instance n[01-04,07]"
+            )
         first, last = found[1], found[2] or found[1]
         if int(last) < int(first):
             raise ValueError(f"the range {part} runs backwards; write {last}-{first}")
@@ -415,10 +460,12 @@ def _numbers(inside: str) -> Iterator[str]:
             yield f"{number:0{width}d}"
 
 
-# -- putting together -------------------------------------------------------------------------------------------------
+# -- putting together ------------------------------------------------------------------------------
 
 
-def _joined(named: list[tuple[Host, _Place]], removed: list[tuple[str, _Place]], source: str) -> Hosts:
+def _joined(
+    named: list[tuple[Host, _Place]], removed: list[tuple[str, _Place]], source: str
+) -> Hosts:
     """Return each host once: counts add up, and what was removed is gone."""
     hosts: dict[str, Host] = {}
     notices = []
@@ -434,18 +481,24 @@ def _joined(named: list[tuple[Host, _Place]], removed: list[tuple[str, _Place]],
                 place.fail(f"{what}; leave one away")
         both = {key: (getattr(before, key), getattr(host, key)) for key in Host._fields}
         merged = {key: new if old is None else old for key, (old, new) in both.items()}
-        merged["slots"] = (before.slots or 1) + (host.slots or 1)  # in node files of schedulers each line is a slot
+        merged["slots"] = (before.slots or 1) + (
+            host.slots or 1
+        )  # in node files of schedulers each line is a slot
         if before.max_slots is not None and host.max_slots is not None:
             merged["max_slots"] = before.max_slots + host.max_slots
         hosts[host.name] = Host(**merged)
-        notices.append(f"{host.name} is named again in {host.origin}: it has {merged['slots']} slots in all")
+        notices.append(
+            f"{host.name} is named again in {host.origin}: it has {merged['slots']} slots in all"
+        )
     for name, place in removed:
         if name not in hosts:
             place.fail(f"{name} is removed and is not among the hosts{nearest(name, hosts)}")
     gone = {name for name, _ in removed}
     kept = tuple(one for one in hosts.values() if one.name not in gone)
     if not kept:
-        raise HostfileError(source, 0, 1, "", "there is no host here; write a line for each, such as node1 slots=4")
+        raise HostfileError(
+            source, 0, 1, "", "there is no host here; write a line for each, such as node1 slots=4"
+        )
     return Hosts(kept, tuple(notices))
 
 

@@ -64,10 +64,19 @@ class HostRanks:
     """
 
     def __init__(self, order: Order, tallies: dict[str, bytes], call: bytes) -> None:
-        self.credit = {(one.rank, stream): FIRST_CREDIT for one in order.ranks for stream in ("out", "err")}
+        self.credit = {
+            (one.rank, stream): FIRST_CREDIT for one in order.ranks for stream in ("out", "err")
+        }
         self._order = order
         base = self._base()
-        self._beginning = plan_beginning(order.start_method, order.kind_of_target, order.target, len(order.ranks) - order.servers, order.cwd, base)
+        self._beginning = plan_beginning(
+            order.start_method,
+            order.kind_of_target,
+            order.target,
+            len(order.ranks) - order.servers,
+            order.cwd,
+            base,
+        )
         self._stopped: set[int] = set()
         self._begun: dict[int, int] = {}
         self.asked: dict[int, tuple[Asked, float]] = {}
@@ -91,14 +100,19 @@ class HostRanks:
                 self._stack.callback(self._server.close)
                 limit_s = order.ranks[0].environ.get(f"{PREFIX}RENDEZVOUS_TIMEOUT_S")
                 self._server.limit_s = float(limit_s or self._server.limit_s)
-                self._server.order(worker_arguments(order.kind_of_target, order.target, order.args), base)
+                self._server.order(
+                    worker_arguments(order.kind_of_target, order.target, order.args), base
+                )
             self.agent = Agent(directory.path, directory.lock, self._server)
             self._stack.callback(self.finish)
             with _private():
                 self.sharing = self._share(order, directory.path)
             self._stack.callback(self.sharing.close)
             self._stacks = Stacks(
-                self.agent, lambda _: str(directory.path), order.cwd, is_command=order.kind_of_target == "command"
+                self.agent,
+                lambda _: str(directory.path),
+                order.cwd,
+                is_command=order.kind_of_target == "command",
             )
             if self._server is None:
                 self._start_all()
@@ -109,10 +123,17 @@ class HostRanks:
     @staticmethod
     def _share(order: Order, folder: Path) -> Sharing:
         return Sharing(
-            order.job, order.arena_bytes, [len(order.ranks) - order.servers], [order.core_count], [folder],
-            why_not=order.why_no_arena, generation=order.generation, hands_over=order.hands_over, servers=[order.servers],
+            order.job,
+            order.arena_bytes,
+            [len(order.ranks) - order.servers],
+            [order.core_count],
+            [folder],
+            why_not=order.why_no_arena,
+            generation=order.generation,
+            hands_over=order.hands_over,
+            servers=[order.servers],
             first_host=int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"]),
-        )  # fmt: skip
+        )
 
     def writable(self) -> list[int]:
         """Return the descriptors to poll for writing: rank 0's standard input, while there is something for it."""
@@ -120,7 +141,9 @@ class HostRanks:
 
     def descriptors(self, *, is_full: bool) -> list[int]:
         """Return the descriptors to poll for reading."""
-        spoken = self.agent.descriptors(lambda rank, stream: not is_full and self.credit[rank, stream] > 0)
+        spoken = self.agent.descriptors(
+            lambda rank, stream: not is_full and self.credit[rank, stream] > 0
+        )
         watched = [*spoken, *self.sharing.descriptors()]
         return watched if self._server is None else [self._server.descriptor(), *watched]
 
@@ -138,7 +161,10 @@ class HostRanks:
     def look(self) -> dict[int, list[Any]]:
         """Return the state and the seconds of work of each worker that runs."""
         self.agent.look()
-        return {rank: [self.agent.state(rank), self.agent.busy_s(rank), self._stacks.pid(rank)] for rank in self.running()}
+        return {
+            rank: [self.agent.state(rank), self.agent.busy_s(rank), self._stacks.pid(rank)]
+            for rank in self.running()
+        }
 
     def running(self) -> list[int]:
         """Return the ranks whose processes have not ended."""
@@ -151,14 +177,20 @@ class HostRanks:
 
     def ask(self, number: int, rank: int, *, all_threads: bool) -> None:
         """Ask a rank where it stands."""
-        self.asked[number] = self._stacks.ask(rank, all_threads=all_threads), time.monotonic() + ANSWER_S
+        self.asked[number] = (
+            self._stacks.ask(rank, all_threads=all_threads),
+            time.monotonic() + ANSWER_S,
+        )
 
     def stood(self, now: float) -> Iterator[tuple[int, str, list[Any]]]:
         """Yield the answers that are there, each with its number; who does not answer in time is asked no more."""
         for number, (asked, until) in list(self.asked.items()):
             threads = self._stacks.answer(asked, is_last=now >= until)
             if threads is not None:
-                told = [[one.ident, one.is_main, [list(frame) for frame in one.frames]] for one in threads]
+                told = [
+                    [one.ident, one.is_main, [list(frame) for frame in one.frames]]
+                    for one in threads
+                ]
                 yield number, asked.instead, told
             if threads is not None or now >= until:
                 del self.asked[number]
@@ -222,7 +254,10 @@ class HostRanks:
 
     def records(self) -> Iterator[tuple[str, bytes]]:
         """Yield the flight records and the totals of calls that the ranks have left, each with its name."""
-        for path in (*sorted((self._folder / _FLIGHT).glob(RECORDS)), *sorted(self._folder.glob(TOTALS))):
+        for path in (
+            *sorted((self._folder / _FLIGHT).glob(RECORDS)),
+            *sorted(self._folder.glob(TOTALS)),
+        ):
             with contextlib.suppress(OSError):
                 data = path.read_bytes()
                 if len(data) <= _RECORD_MAX:
@@ -253,7 +288,10 @@ class HostRanks:
     def _base(self) -> dict[str, str]:
         """Return the variables of all ranks: this login's without settings of another job, and what was asked for."""
         own = inherited(os.environ, is_clear=self._order.is_clear)
-        return {**{name: value for name, value in own.items() if not name.startswith(PREFIX)}, **self._order.environ}
+        return {
+            **{name: value for name, value in own.items() if not name.startswith(PREFIX)},
+            **self._order.environ,
+        }
 
     def _command(self) -> list[str]:
         order = self._order
@@ -280,7 +318,9 @@ class HostRanks:
                 if serves:
                     argv = server_command(order.kind_of_target, order.target, one.rank - SERVER_0)
                 elif is_fresh:
-                    argv = worker_command(order.kind_of_target, order.target, order.args, is_forked=False)
+                    argv = worker_command(
+                        order.kind_of_target, order.target, order.args, is_forked=False
+                    )
                 stdin, outputs, source = null, None, -1
                 if one.terminal is not None:
                     source, self._input = open_terminal(one.terminal)
@@ -290,20 +330,35 @@ class HostRanks:
                 if one.has_input:
                     os.set_blocking(self._input_end, False)
                     stdin = self._input
-                own = {**base, **one.environ, "SYNCVAR_HOST_DIRECTORY": str(self._folder), "SYNCVAR_FLIGHT_DIR": str(self._folder / _FLIGHT)}
+                own = {
+                    **base,
+                    **one.environ,
+                    "SYNCVAR_HOST_DIRECTORY": str(self._folder),
+                    "SYNCVAR_FLIGHT_DIR": str(self._folder / _FLIGHT),
+                }
                 if self._results is not None:
-                    own |= {"SYNCVAR_CALL_FD": str(self._call[0]), "SYNCVAR_RESULT_DIR": str(self._results)}
+                    own |= {
+                        "SYNCVAR_CALL_FD": str(self._call[0]),
+                        "SYNCVAR_RESULT_DIR": str(self._results),
+                    }
                 if order.has_totals:
                     own["SYNCVAR_STATS_DIR"] = str(self._folder)
                 is_program = order.kind_of_target == "command" and not serves
                 if is_program:
                     own[KEY_FILE] = write_secret(order.secret, self._folder)
                 self.agent.start(
-                    one.rank, argv, own, Path(order.cwd), one.cores, stdin=stdin, outputs=outputs, source=source,
+                    one.rank,
+                    argv,
+                    own,
+                    Path(order.cwd),
+                    one.cores,
+                    stdin=stdin,
+                    outputs=outputs,
+                    source=source,
                     pass_fds=self._call,
                     named={} if is_program else {KEY_FD: secret},
                     is_fresh=is_fresh or serves,
-                )  # fmt: skip
+                )
                 self._begun[one.rank] = self.agent.workers[one.rank].process.pid
         except OSError as error:
             raise cannot_start(argv[0], error) from error

@@ -54,14 +54,21 @@ class Inquiries:
     """
 
     def __init__(
-        self, directory: Path, about: Callable[[], dict[str, Any]], stacks: Stacks | Agents, position: Callable[[int], str], processes: Sequence[int]
+        self,
+        directory: Path,
+        about: Callable[[], dict[str, Any]],
+        stacks: Stacks | Agents,
+        position: Callable[[int], str],
+        processes: Sequence[int],
     ) -> None:
         self._about = about
         self._stacks = stacks
         self._position = position
         self._processes = processes
         self._open: list[_Inquiry] = []
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._listener = socket.socket(
+            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
         with contextlib.suppress(OSError):  # then the job runs on, and cannot be asked
             path = str(directory / SOCKET)
             self._listener.bind(path)
@@ -90,7 +97,11 @@ class Inquiries:
 
     def due(self, now: float) -> float:
         """Return when `tick` is to be called, in seconds of the clock; infinite where nobody asks."""
-        return now + 0.005 if any(one.asked or one.answer for one in self._open) else min((one.until for one in self._open), default=float("inf"))
+        return (
+            now + 0.005
+            if any(one.asked or one.answer for one in self._open)
+            else min((one.until for one in self._open), default=float("inf"))
+        )
 
     def tick(self, now: float) -> None:
         """Answer who can be answered, and let go of who has been or does not take it."""
@@ -98,7 +109,14 @@ class Inquiries:
             if one.asked:
                 told = {rank: self._stacks.answer(asked) for rank, asked in one.asked.items()}
                 if now >= one.until or None not in told.values():
-                    self._finish(one, {"job": self._about(), "ranks": [self._told(rank, one.asked[rank]) for rank in told]}, now)
+                    self._finish(
+                        one,
+                        {
+                            "job": self._about(),
+                            "ranks": [self._told(rank, one.asked[rank]) for rank in told],
+                        },
+                        now,
+                    )
             if one.answer:
                 with contextlib.suppress(BlockingIOError):
                     try:
@@ -117,7 +135,7 @@ class Inquiries:
             self._drop(one)
         self._listener.close()
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _read(self, one: _Inquiry, now: float) -> None:
         try:
@@ -128,7 +146,9 @@ class Inquiries:
             return
         if question == "stacks":
             all_threads = bool(request.get("all_threads"))
-            one.asked = {rank: self._stacks.ask(rank, all_threads=all_threads) for rank in self._processes}
+            one.asked = {
+                rank: self._stacks.ask(rank, all_threads=all_threads) for rank in self._processes
+            }
             one.until = now + ANSWER_S
         else:
             self._finish(one, {"job": self._about()}, now)
@@ -145,7 +165,11 @@ class Inquiries:
             "pid": self._stacks.pid(rank),
             "position": self._position(rank),
             "instead": asked.instead,
-            "threads": None if threads is None else [[one.ident, one.is_main, [list(frame) for frame in one.frames]] for one in threads],
+            "threads": None
+            if threads is None
+            else [
+                [one.ident, one.is_main, [list(frame) for frame in one.frames]] for one in threads
+            ],
         }
 
     def _drop(self, one: _Inquiry) -> None:
@@ -154,5 +178,7 @@ class Inquiries:
 
 
 def _is_ours(end: socket.socket) -> bool:
-    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    _, user, _ = _CREDENTIALS.unpack(
+        end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
     return bool(user == os.getuid())

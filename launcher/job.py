@@ -46,7 +46,11 @@ class Job:
     """
 
     def __init__(
-        self, chosen: LaunchOptions, arguments: Sequence[str], environ: Mapping[str, str], fleet: Fleet | None = None
+        self,
+        chosen: LaunchOptions,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        fleet: Fleet | None = None,
     ) -> None:
         self.options = chosen
         self.arguments = list(arguments)
@@ -64,13 +68,28 @@ class Job:
         self.lost_files = LostFiles()
         self.usable = options.usable_cores()
         self.core_count = options.core_count()
-        self.binding = Binding((), "") if fleet is not None else plan_binding(
-            chosen.workers, self.usable, os.cpu_count() or 1, chosen.bind, chosen.cores_per_worker
+        self.binding = (
+            Binding((), "")
+            if fleet is not None
+            else plan_binding(
+                chosen.workers,
+                self.usable,
+                os.cpu_count() or 1,
+                chosen.bind,
+                chosen.cores_per_worker,
+            )
         )
         variables = {**self.base_environment(), **chosen.env}
-        self.beginning = plan_beginning(chosen.start_method, chosen.kind, chosen.target, chosen.workers, str(chosen.cwd), variables)
+        self.beginning = plan_beginning(
+            chosen.start_method,
+            chosen.kind,
+            chosen.target,
+            chosen.workers,
+            str(chosen.cwd),
+            variables,
+        )
 
-    # -- what a worker gets ---------------------------------------------------------------------------------------
+    # -- what a worker gets ------------------------------------------------------------------------
 
     def command(self) -> list[str]:
         """Return the command line of a worker, or of the process that workers are forked from."""
@@ -97,11 +116,18 @@ class Job:
 
     def mirrors(self) -> tuple[tuple[int, ...], ...]:
         """Return for each server those that hold copies of its variables."""
-        return tuple(mirrors_of(server, self.server_hosts, self.options.server_replicas) for server in range(self.options.servers))
+        return tuple(
+            mirrors_of(server, self.server_hosts, self.options.server_replicas)
+            for server in range(self.options.servers)
+        )
 
     def host_of(self, number: int) -> int:
         """Return the index of the host of a rank or server."""
-        return self.server_hosts[number - SERVER_0] if is_server(number) else self.hosts.host_of(number)
+        return (
+            self.server_hosts[number - SERVER_0]
+            if is_server(number)
+            else self.hosts.host_of(number)
+        )
 
     def binding_of(self, host: int) -> Binding:
         """Return the cores of the workers of a host of the fleet."""
@@ -128,7 +154,11 @@ class Job:
 
     def processor_of(self, host: int) -> str:
         """Return the kind of processor of a host, as `os.uname` names it."""
-        return os.uname().machine if self.fleet is None else str(self.fleet.sites[host].facts["processor"])
+        return (
+            os.uname().machine
+            if self.fleet is None
+            else str(self.fleet.sites[host].facts["processor"])
+        )
 
     def own_environment(
         self,
@@ -154,7 +184,11 @@ class Job:
         chosen = self.options
         host, serves = self.host_of(rank), is_server(rank)
         if torch:
-            torch = {**torch, "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": str(len(self.hosts.sizes))}
+            torch = {
+                **torch,
+                "GROUP_RANK": str(host),
+                "GROUP_WORLD_SIZE": str(len(self.hosts.sizes)),
+            }
         contract = RankEnvironment(
             rank=rank - SERVER_0 if serves else rank,
             world_size=chosen.workers,
@@ -171,12 +205,19 @@ class Job:
             host_directory=directory,
             host_address=self._address_of(host),
             restarts=restarts,
-            stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://")) if chosen.stats and self.fleet is None else "",
+            stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://"))
+            if chosen.stats and self.fleet is None
+            else "",
             servers=chosen.servers,
             server_replicas=chosen.server_replicas,
             incarnation=incarnation,
         )
-        return {**self._settings(host), **({} if serves else torch), **chosen.env, **contract.to_mapping()}
+        return {
+            **self._settings(host),
+            **({} if serves else torch),
+            **chosen.env,
+            **contract.to_mapping(),
+        }
 
     def _address_of(self, host: int) -> str:
         if len(self.hosts.sizes) == 1:
@@ -196,7 +237,10 @@ class Job:
         chosen = self.options
         workers, cores = chosen.workers, self.core_count
         if self.fleet is not None:
-            workers, cores = self.fleet.sites[host].workers, self.fleet.sites[host].facts["core_count"]
+            workers, cores = (
+                self.fleet.sites[host].workers,
+                self.fleet.sites[host].facts["core_count"],
+            )
         threads = blas_threads(workers, cores, chosen.cores_per_worker)
         return {
             **blas_environment(threads, {**self.environ, **chosen.env}),
@@ -210,18 +254,30 @@ class Job:
         from syncvar_launcher.sharing import sharing_of
         from syncvar_launcher.show import dry_run_text
 
-        torch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "<free port>"} if self.options.torch_env else {}
+        torch = (
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "<free port>"}
+            if self.options.torch_env
+            else {}
+        )
         hidden = {"SYNCVAR_JOB_ID": "<random>"}
         if self.options.log_dir is None:
             hidden["SYNCVAR_FLIGHT_DIR"] = "<private directory of the job>"
-        kept = self.base_environment() if self.options.env_clear else {}  # where all is inherited, only what is added tells something
+        kept = (
+            self.base_environment() if self.options.env_clear else {}
+        )  # where all is inherited, only what is added tells something
         environments = [
-            kept | self.own_environment(rank, "ipc://<private directory>/store", "<private directory>", torch) | hidden
+            kept
+            | self.own_environment(
+                rank, "ipc://<private directory>/store", "<private directory>", torch
+            )
+            | hidden
             for rank in range(self.options.workers)
         ]
         folder, _ = runtime_directory(self.environ)
         folders = [folder] * len(self.hosts.sizes)
-        _, transport = sharing_of(self.options, self.job_id, self.core_count, folders, hands_over=False).describe()
+        _, transport = sharing_of(
+            self.options, self.job_id, self.core_count, folders, hands_over=False
+        ).describe()
         return dry_run_text(
             self.options,
             self.binding.cores,
@@ -232,7 +288,10 @@ class Job:
             transport=transport,
             kernel=kernel.told(self.options.runtime.kernel),
             beginning=f"workers: {self._checked_beginning()}",
-            servers=[(self.host_name(one), mirrors, self.server_command(one)) for one, mirrors in zip(self.servers, self.mirrors(), strict=True)],
+            servers=[
+                (self.host_name(one), mirrors, self.server_command(one))
+                for one, mirrors in zip(self.servers, self.mirrors(), strict=True)
+            ],
         )
 
     def _checked_beginning(self) -> Beginning:
@@ -242,7 +301,7 @@ class Job:
         doubt = why_not_carried() if self.beginning.may_change else ""
         return Beginning(is_forked=False, reason=doubt) if doubt else self.beginning
 
-    # -- running --------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def run(self, ahead: ForkServer | None = None) -> int:
         """Start the workers, again where that is asked for and may help; return the exit code.
@@ -269,7 +328,9 @@ class Job:
         chosen = self.options
         is_needed = self.fleet is None and self.beginning.is_forked
         environ = {**self.base_environment(), **self._settings(), **chosen.env} if is_needed else {}
-        if ahead is not None and not (is_needed and ahead.suits(environ, chosen.cwd)):  # it has no descriptors to pass on, as there are none
+        if ahead is not None and not (
+            is_needed and ahead.suits(environ, chosen.cwd)
+        ):  # it has no descriptors to pass on, as there are none
             ahead.close()
             ahead = None
         if not is_needed:

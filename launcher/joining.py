@@ -58,7 +58,11 @@ _TRIES = 3  # handshakes that fail, one after another: a listener that is busy m
 _RECONNECT_MS = 200
 _END_S = 10.0
 _TELL_MS = 1000
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 def join(chosen: LaunchOptions) -> int:
@@ -88,7 +92,9 @@ def join(chosen: LaunchOptions) -> int:
 class _Host:
     """This host, while it joins and has joined."""
 
-    def __init__(self, chosen: LaunchOptions, address: str, port: int, secret: bytes, watch: Watch) -> None:
+    def __init__(
+        self, chosen: LaunchOptions, address: str, port: int, secret: bytes, watch: Watch
+    ) -> None:
         self._chosen = chosen
         self._watch = watch
         self._where = chosen.join or ""
@@ -101,19 +107,34 @@ class _Host:
         own = ""
         with contextlib.suppress(OSError):
             own = address_towards(address, port)
-        self._hello = HELLO + Hello(
-            socket.gethostname(), own, chosen.slots, None if chosen.origin["cwd"] == "default" else str(chosen.cwd),
-            syncvar.__version__, PROTOCOL_VERSION, platform.python_version(), sys.byteorder,
-        ).pack()  # fmt: skip
+        self._hello = (
+            HELLO
+            + Hello(
+                socket.gethostname(),
+                own,
+                chosen.slots,
+                None if chosen.origin["cwd"] == "default" else str(chosen.cwd),
+                syncvar.__version__,
+                PROTOCOL_VERSION,
+                platform.python_version(),
+                sys.byteorder,
+            ).pack()
+        )
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         place = tcp_endpoint(address, port)
         bound_messages(self._socket, CHUNK + 1, QUEUED)
         set_family(self._socket, place)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)  # not IMMEDIATE, with which a lost connection takes along what had come by it
+        self._socket.setsockopt(
+            zmq.RECONNECT_IVL, _RECONNECT_MS
+        )  # not IMMEDIATE, with which a lost connection takes along what had come by it
         link_keys(secret).connect(self._socket)
-        self._monitor = monitor_of(self._context, self._socket, _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = monitor_of(
+            self._context,
+            self._socket,
+            _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED,
+        )
         self._socket.connect(place)
 
     def serve(self) -> int:
@@ -126,9 +147,17 @@ class _Host:
             if self._watch.pending:
                 self._heed(self._watch.pending.popleft())
             elif not self._has_joined and time.monotonic() >= until:
-                raise HostUnreachable(f"no syncvar-launch --listen answers at {self._where} since {limit_s:g} s; is it running, and can it be reached?")
-            elif self._agent is None and self._has_joined and time.monotonic() - self._heard > self._chosen.runtime.host_silence_s:
-                self._lose(f"nothing has come from the launcher for {self._chosen.runtime.host_silence_s:g} s")
+                raise HostUnreachable(
+                    f"no syncvar-launch --listen answers at {self._where} since {limit_s:g} s; is it running, and can it be reached?"
+                )
+            elif (
+                self._agent is None
+                and self._has_joined
+                and time.monotonic() - self._heard > self._chosen.runtime.host_silence_s
+            ):
+                self._lose(
+                    f"nothing has come from the launcher for {self._chosen.runtime.host_silence_s:g} s"
+                )
         return self._code
 
     def close(self) -> None:
@@ -176,7 +205,9 @@ class _Host:
         self._send()
         is_cut = self._is_cut
         for _ in range(QUEUED):
-            if self._code is not None or (self._agent is not None and self._agent.sinks() and not is_cut):
+            if self._code is not None or (
+                self._agent is not None and self._agent.sinks() and not is_cut
+            ):
                 break
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
@@ -255,7 +286,10 @@ class _Host:
             status = self._agent.close(_END_S) if self._agent is not None else -number
             self._agent = None
             self._socket.setsockopt(zmq.LINGER, _TELL_MS)
-            self._unsent += [WORDS + f"it was ended there by {name}\n".encode(), ENDED + str(status).encode()]
+            self._unsent += [
+                WORDS + f"it was ended there by {name}\n".encode(),
+                ENDED + str(status).encode(),
+            ]
             self._send()
 
 

@@ -13,7 +13,16 @@ from syncvar.errors import ConfigError, HostUnreachable
 if TYPE_CHECKING:
     from syncvar_launcher.options import LaunchOptions
 
-__all__ = ["OF_LIMITS", "LimitTooLow", "TimePassed", "cannot_start", "check_limits", "needed_files", "needed_tasks", "tasks_left"]
+__all__ = [
+    "OF_LIMITS",
+    "LimitTooLow",
+    "TimePassed",
+    "cannot_start",
+    "check_limits",
+    "needed_files",
+    "needed_tasks",
+    "tasks_left",
+]
 
 # Counted in jobs of 2 to 10 ranks, with some to spare for what is open for a moment only.
 _FILES, _FILES_OF_A_RANK, _FILES_OF_A_LINK = 24, 5, 4
@@ -76,7 +85,10 @@ def tasks_left(groups: str | None = None, mounts: Path = Path("/sys/fs/cgroup"))
         group = top / path.lstrip("/")
         while group.is_relative_to(top):
             try:
-                allowed, current = ((group / name).read_text(encoding="ascii").strip() for name in ("pids.max", "pids.current"))
+                allowed, current = (
+                    (group / name).read_text(encoding="ascii").strip()
+                    for name in ("pids.max", "pids.current")
+                )
             except OSError:  # the topmost group has no limit
                 pass
             else:
@@ -93,7 +105,9 @@ def check_limits(options: LaunchOptions) -> None:
     """
     workers = options.workers
     are_linked = options.fake_hosts > 1 or options.runtime.transport == "zmq"
-    needed, whose = needed_files(workers, options.fake_hosts, has_logs=options.log_dir is not None, are_linked=are_linked)
+    needed, whose = needed_files(
+        workers, options.fake_hosts, has_logs=options.log_dir is not None, are_linked=are_linked
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _is_below(soft, needed):
         raise LimitTooLow(

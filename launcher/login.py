@@ -17,14 +17,30 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.hostfile import Host
 
-__all__ = ["AGENT", "SSH_OPTIONS", "agent_words", "remote_command", "ssh_command", "why_failed", "words_for"]
+__all__ = [
+    "AGENT",
+    "SSH_OPTIONS",
+    "agent_words",
+    "remote_command",
+    "ssh_command",
+    "why_failed",
+    "words_for",
+]
 
 AGENT = "syncvar_launcher.hostagent"
 """The module that serves a host."""
 
 SSH_OPTIONS = (
-    "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ClearAllForwardings=yes",
-)  # fmt: skip
+    "-T",
+    "-x",
+    "-a",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=10",
+    "-o",
+    "ClearAllForwardings=yes",
+)
 """No terminal, no question, no long wait; no display and no agent, whatever `--ssh` or the user's own file say."""
 
 _BEGIN = "from syncvar.begin import main; main()"
@@ -34,21 +50,38 @@ _LINES_SHOWN = 3
 
 _INSTALL = "install"  # `describe_installation` has the words
 _MEANINGS = (
-    (r"could not resolve|name or service not known|temporary failure in name", "its name is unknown",
-     "check the spelling, or name it in /etc/hosts or ~/.ssh/config"),
-    (r"connection refused", "nobody listens for ssh there", "start sshd, or give its port (port=N, --ssh-port)"),
-    (r"host key verification failed|no matching host key|host key is known",
-     "its host key is not known, or has changed",
-     "compare the key with what its administrator says, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts"),
-    (r"permission denied|too many authentication failures|no more authentication methods", "the login is refused",
-     "`ssh {host} true` must work without a password: ssh-copy-id {host}, or user= and a key in ssh-agent"),
-    (r"timed out|no route to host|network is unreachable|host is down", "it cannot be reached",
-     "check the network and `ssh {host} true`"),
-    (r"no module named '?syncvar", "syncvar is not installed for {python} there",
-     _INSTALL),
-    (r"no such file or directory|not found", "there is no {python} there",
-     "give python=PATH in the host file, or --remote-python"),
-)  # fmt: skip
+    (
+        r"could not resolve|name or service not known|temporary failure in name",
+        "its name is unknown",
+        "check the spelling, or name it in /etc/hosts or ~/.ssh/config",
+    ),
+    (
+        r"connection refused",
+        "nobody listens for ssh there",
+        "start sshd, or give its port (port=N, --ssh-port)",
+    ),
+    (
+        r"host key verification failed|no matching host key|host key is known",
+        "its host key is not known, or has changed",
+        "compare the key with what its administrator says, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
+    ),
+    (
+        r"permission denied|too many authentication failures|no more authentication methods",
+        "the login is refused",
+        "`ssh {host} true` must work without a password: ssh-copy-id {host}, or user= and a key in ssh-agent",
+    ),
+    (
+        r"timed out|no route to host|network is unreachable|host is down",
+        "it cannot be reached",
+        "check the network and `ssh {host} true`",
+    ),
+    (r"no module named '?syncvar", "syncvar is not installed for {python} there", _INSTALL),
+    (
+        r"no such file or directory|not found",
+        "there is no {python} there",
+        "give python=PATH in the host file, or --remote-python",
+    ),
+)
 
 
 def remote_command(python: str) -> str:
@@ -93,7 +126,9 @@ def ssh_command(ssh: Sequence[str], host: Host, port: int | None, python: str) -
     return [*ssh, *SSH_OPTIONS, *chosen, "--", host.login(), remote_command(host.python or python)]
 
 
-def why_failed(host: Host, status: int | None, words: str, python: str, program: str = "ssh") -> str:
+def why_failed(
+    host: Host, status: int | None, words: str, python: str, program: str = "ssh"
+) -> str:
     """Return in a sentence why no agent answers on a host, and what to do.
 
     Args:
@@ -110,10 +145,16 @@ def why_failed(host: Host, status: int | None, words: str, python: str, program:
     """
     is_ssh = program == "ssh"
     if status is None:
-        return "it does not answer in time; " + (f"check the network and `ssh {host.login()} true`" if is_ssh else f"does {program} start anything there?")
+        return "it does not answer in time; " + (
+            f"check the network and `ssh {host.login()} true`"
+            if is_ssh
+            else f"does {program} start anything there?"
+        )
     for pattern, what, remedy in _MEANINGS:
         is_of_remote = "python" in what
-        if (is_of_remote if not is_ssh else (status == _SSH_FAILED) is not is_of_remote) and re.search(pattern, words, re.IGNORECASE):
+        if (
+            is_of_remote if not is_ssh else (status == _SSH_FAILED) is not is_of_remote
+        ) and re.search(pattern, words, re.IGNORECASE):
             there = host.python or python
             is_missing = remedy is _INSTALL
             advice = describe_installation(there, host.login()) if is_missing else remedy
@@ -122,4 +163,6 @@ def why_failed(host: Host, status: int | None, words: str, python: str, program:
         return f"there is no {host.python or python} there; give python=PATH in the host file, or --remote-python"
     last = [line.strip() for line in words.splitlines() if line.strip()][-_LINES_SHOWN:]
     who = program if status == _SSH_FAILED or not is_ssh else "the agent"
-    return f"{who} ended with {status}" + (f": {' | '.join(last)}" if last else ", and said nothing")
+    return f"{who} ended with {status}" + (
+        f": {' | '.join(last)}" if last else ", and said nothing"
+    )

@@ -43,8 +43,13 @@ class LostFiles:
             record: The fields of `LostFile`.
         """
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            path, origin, reason = (str(record[name])[:4096] for name in ("path", "origin", "reason"))
-            self.add([LostFile(path, origin, reason, int(record["missing_nbytes"]))], process_name(number))
+            path, origin, reason = (
+                str(record[name])[:4096] for name in ("path", "origin", "reason")
+            )
+            self.add(
+                [LostFile(path, origin, reason, int(record["missing_nbytes"]))],
+                process_name(number),
+            )
 
     def lines(self, *, has_failed: bool) -> list[str]:
         """Return a sentence for each file.
@@ -54,12 +59,19 @@ class LostFiles:
         """
         shown = [
             f"{f'{where}: ' if where else ''}{lost}"
-            + ("; set XDG_STATE_HOME to a folder with free space" if lost.origin == EVIDENCE else "")
+            + (
+                "; set XDG_STATE_HOME to a folder with free space"
+                if lost.origin == EVIDENCE
+                else ""
+            )
             for (_, _, where), lost in self._lost.items()
             if has_failed or lost.origin != EVIDENCE
         ]
         rest = len(shown) - _SHOWN
-        return [*map(escape, shown[:_SHOWN]), *([f"{rest} more files could not be written"] if rest > 0 else [])]
+        return [
+            *map(escape, shown[:_SHOWN]),
+            *([f"{rest} more files could not be written"] if rest > 0 else []),
+        ]
 
     @property
     def has_result(self) -> bool:

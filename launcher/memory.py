@@ -37,7 +37,9 @@ class OutOfMemory:
         self._of_rank: dict[int, str] = {}
         self._counted: dict[str, int] = {}
         self._unexplained: dict[str, list[float]] = {}
-        self._count(self._file(read_file("/proc/self/cgroup")), now)  # workers begin in the launcher's own group
+        self._count(
+            self._file(read_file("/proc/self/cgroup")), now
+        )  # workers begin in the launcher's own group
 
     def look(self, pids: Mapping[int, int], now: float) -> None:
         """Note in which group each worker is, and what the groups have counted.
@@ -90,5 +92,7 @@ class OutOfMemory:
             return
         count = field_of(read_file(file), b"oom_kill")
         risen = count - self._counted.get(file, count)
-        self._counted[file] = max(count, self._counted.get(file, 0))  # a group that has been removed reads as 0
+        self._counted[file] = max(
+            count, self._counted.get(file, 0)
+        )  # a group that has been removed reads as 0
         self._unexplained.setdefault(file, []).extend([now] * max(0, risen))

@@ -17,9 +17,18 @@ import msgpack
 from syncvar.errors import WireError
 
 __all__ = [
-    "CALL_PART_NBYTES", "FIRST_CREDIT", "GREETING", "MESSAGE_NBYTES_MAX", "Message", "OneRank", "Order", "Reader",
-    "checked_facts", "checked_list", "pack",
-]  # fmt: skip
+    "CALL_PART_NBYTES",
+    "FIRST_CREDIT",
+    "GREETING",
+    "MESSAGE_NBYTES_MAX",
+    "Message",
+    "OneRank",
+    "Order",
+    "Reader",
+    "checked_facts",
+    "checked_list",
+    "pack",
+]
 
 GREETING = b"syncvar-agent 1\n"
 MESSAGE_NBYTES_MAX = 16 << 20
@@ -37,7 +46,12 @@ Message = dict[str, Any]
 _KINDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     # the launcher says
     "ask": {
-        "kind_of_target": str, "target": str, "cwd": str, "beat_s": float, "silence_s": float, "abort_grace_s": float,
+        "kind_of_target": str,
+        "target": str,
+        "cwd": str,
+        "beat_s": float,
+        "silence_s": float,
+        "abort_grace_s": float,
         "term_grace_s": float,
     },
     "listen": {"addresses": list, "token": bytes},
@@ -187,7 +201,14 @@ class Order(NamedTuple):
         if fields.keys() != set(cls._fields) or not isinstance(ranks, list):
             raise WireError("an order to start has other fields than it should")
         order = cls(**{**fields, "ranks": [OneRank.read(one) for one in ranks]})
-        texts = (order.job, order.kind_of_target, order.target, order.cwd, order.start_method, order.why_no_arena)
+        texts = (
+            order.job,
+            order.kind_of_target,
+            order.target,
+            order.cwd,
+            order.start_method,
+            order.why_no_arena,
+        )
         numbers = (order.generation, order.arena_bytes, order.core_count, order.servers)
         are_texts = all(isinstance(one, str) for one in (*texts, *order.args))
         if not are_texts or not all(type(one) is int and one >= 0 for one in numbers):
@@ -252,10 +273,25 @@ class Reader:
 
 
 _FACTS: dict[str, type] = {
-    "host": str, "machine": str, "python": str, "syncvar": str, "numpy": str, "protocol": int, "byte_order": str,
-    "cores": list, "cpu_count": int, "core_count": int, "processor": str, "interfaces": list, "launcher_at": str,
-    "reached_at": str, "has_folder": bool, "has_target": bool, "pid": int, "tasks_left": int,
-}  # fmt: skip
+    "host": str,
+    "machine": str,
+    "python": str,
+    "syncvar": str,
+    "numpy": str,
+    "protocol": int,
+    "byte_order": str,
+    "cores": list,
+    "cpu_count": int,
+    "core_count": int,
+    "processor": str,
+    "interfaces": list,
+    "launcher_at": str,
+    "reached_at": str,
+    "has_folder": bool,
+    "has_target": bool,
+    "pid": int,
+    "tasks_left": int,
+}
 _CORES_MAX = 1 << 14
 
 
@@ -265,14 +301,17 @@ def checked_facts(facts: Message) -> Message:
     Raises:
         WireError: It is not.
     """
-    if facts.keys() != _FACTS.keys() or any(type(facts[name]) is not kind for name, kind in _FACTS.items()):
+    if facts.keys() != _FACTS.keys() or any(
+        type(facts[name]) is not kind for name, kind in _FACTS.items()
+    ):
         raise WireError("what it says of its host has other fields than it should")
     cores, interfaces = facts["cores"], facts["interfaces"]
     counts = (facts["core_count"], facts["cpu_count"])
     if not all(1 <= count <= _CORES_MAX for count in counts) or len(cores) > _CORES_MAX:
         raise WireError("what it says of its cores cannot be")
     if not all(type(one) is int for one in cores) or not all(
-        isinstance(one, list) and len(one) == 2 and all(isinstance(part, str) for part in one) for one in interfaces
+        isinstance(one, list) and len(one) == 2 and all(isinstance(part, str) for part in one)
+        for one in interfaces
     ):
         raise WireError("what it says of its cores and interfaces has another form than it should")
     for one in (facts["launcher_at"], facts["reached_at"], *(address for _, address in interfaces)):
@@ -294,7 +333,11 @@ def checked_list(values: Any, kind: type, count: int) -> list[Any]:
     Raises:
         WireError: It is none.
     """
-    if not isinstance(values, list) or len(values) != count or any(type(one) is not kind for one in values):
+    if (
+        not isinstance(values, list)
+        or len(values) != count
+        or any(type(one) is not kind for one in values)
+    ):
         raise WireError(f"a list of {count} values was asked for, and something else came")
     return values
 
@@ -302,9 +345,16 @@ def checked_list(values: Any, kind: type, count: int) -> list[Any]:
 def _parsed(body: bytes) -> Message:
     try:
         found = msgpack.unpackb(
-            body, raw=False, strict_map_key=False, unicode_errors="surrogateescape", max_str_len=len(body),
-            max_bin_len=len(body), max_array_len=1 << 17, max_map_len=1 << 16, max_ext_len=0,
-        )  # fmt: skip
+            body,
+            raw=False,
+            strict_map_key=False,
+            unicode_errors="surrogateescape",
+            max_str_len=len(body),
+            max_bin_len=len(body),
+            max_array_len=1 << 17,
+            max_map_len=1 << 16,
+            max_ext_len=0,
+        )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise WireError(f"what came is no message: {type(error).__name__}") from None
     if not isinstance(found, dict) or not isinstance(found.get("kind"), str):

@@ -51,7 +51,16 @@ LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 _PROGRAM = "syncvar-launch"
 _CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
 _KNOBS = frozenset(PREFIX + name.upper() for name in RuntimeConfig.names())
-_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_WORDS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 _MOST = 1 << 16
 """The most ranks, fake hosts and cores: far more than a host can have, and no more than lists may be long."""
@@ -207,7 +216,13 @@ class _Option(NamedTuple):
         return self.kind == "switch"
 
 
-_RUN, _WORKERS, _HOSTS, _OUTPUT, _LIMITS = "What to run", "Workers", "Several hosts", "Output", "Limits"
+_RUN, _WORKERS, _HOSTS, _OUTPUT, _LIMITS = (
+    "What to run",
+    "Workers",
+    "Several hosts",
+    "Output",
+    "Limits",
+)
 _ASIDE = ""  # told in another line, or with the options for several hosts
 
 _OPTIONS = (
@@ -288,7 +303,9 @@ _OPTIONS = (
 _BY_FLAG = {flag: option for option in _OPTIONS for flag in option.flags}
 _OFF = {f"--no-{option.key.replace('_', '-')}": option for option in _OPTIONS if option.is_switch}
 _OTHER_FLAGS = ("-m", "--no-python", "-h", "--help", "--help-hosts", "--version")
-_IN_ENVIRONMENT = {LAUNCH_PREFIX + option.key.upper(): option for option in _OPTIONS if not option.knob}
+_IN_ENVIRONMENT = {
+    LAUNCH_PREFIX + option.key.upper(): option for option in _OPTIONS if not option.knob
+}
 _IN_FILE = {option.key: option for option in _OPTIONS if option.in_file and not option.knob}
 
 
@@ -350,14 +367,18 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
     base = Path(cwd)
     parser = _Parser()
     given, kind, rest = _split(parser, argv)
-    line = {key: value for key, value in vars(parser.parse_args(given)).items() if value is not None}
+    line = {
+        key: value for key, value in vars(parser.parse_args(given)).items() if value is not None
+    }
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     settings: dict[str, Any] = {}
 
     for name in environ:
         if name.startswith(LAUNCH_PREFIX) and name not in _IN_ENVIRONMENT:
-            raise ConfigError(f"unknown variable {name}{_knob_hint(name.removeprefix(LAUNCH_PREFIX).lower(), name, _IN_ENVIRONMENT)}")
+            raise ConfigError(
+                f"unknown variable {name}{_knob_hint(name.removeprefix(LAUNCH_PREFIX).lower(), name, _IN_ENVIRONMENT)}"
+            )
     for name, option in _IN_ENVIRONMENT.items():
         if name in environ:
             settings[option.key] = _checked(option, environ[name], name, is_text=True)
@@ -381,14 +402,21 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
                 origin |= {f"env.{name}": source for name in chosen}
 
     if values["server_replicas"] > 1:
-        raise ConfigError(f"--server-replicas {values['server_replicas']}: one copy on another server is kept, or none (0)")
+        raise ConfigError(
+            f"--server-replicas {values['server_replicas']}: one copy on another server is kept, or none (0)"
+        )
     if values["server_replicas"] and values["servers"] < 2:
-        raise ConfigError(f"--server-replicas 1: copies are kept on other servers, and there are {values['servers']}; give --servers 2 or more")
+        raise ConfigError(
+            f"--server-replicas 1: copies are kept on other servers, and there are {values['servers']}; give --servers 2 or more"
+        )
     if values["servers"] > _MOST:
         raise ConfigError(f"--servers {values['servers']}: at most {_MOST} are possible")
     host_count = None
     if values["join"] is not None or values["listen"] is not None:
-        from syncvar_launcher.joinoptions import check_join, check_listen  # only hosts that join need it
+        from syncvar_launcher.joinoptions import (
+            check_join,
+            check_listen,
+        )  # only hosts that join need it
 
         if values["join"] is not None:
             check_join(values, origin, rest)
@@ -411,7 +439,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         values["workers"] = 0  # all slots, as many as they turn out to be
     _apply_color_habits(values, origin, environ)
     runtime = _runtime(line, environ, knobs, origin)
-    paths: dict[str, Any] = {name: str(base / getattr(runtime, name)) for name in ("trace", "auto_log", "auto_replay") if getattr(runtime, name)}
+    paths: dict[str, Any] = {
+        name: str(base / getattr(runtime, name))
+        for name in ("trace", "auto_log", "auto_replay")
+        if getattr(runtime, name)
+    }
     runtime = runtime.replaced(**paths)
     try:
         output.shown_ranks(values["output"], values["workers"] or _MOST)
@@ -422,11 +454,17 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
         runtime = _debugged(runtime, origin)
 
     if hosts and values["fake_hosts"] > 1:
-        raise ConfigError("--fake-hosts poses, and --hostfile or -H name real hosts; leave one of them out")
+        raise ConfigError(
+            "--fake-hosts poses, and --hostfile or -H name real hosts; leave one of them out"
+        )
     if values["stage"] and origin["stage"] == "command line" and not has_hosts:
-        raise ConfigError("--stage copies the script to other hosts, and none are named: give --hostfile, -H or --listen, or leave it out")
+        raise ConfigError(
+            "--stage copies the script to other hosts, and none are named: give --hostfile, -H or --listen, or leave it out"
+        )
     if values["stage"] and values["cwd"] is not None:
-        raise ConfigError("--stage starts the ranks in the copy of the script's folder, and --cwd says otherwise: leave one of them out")
+        raise ConfigError(
+            "--stage starts the ranks in the copy of the script's folder, and --cwd says otherwise: leave one of them out"
+        )
     if not has_hosts:
         try:
             divided(values["workers"], values["fake_hosts"])
@@ -436,7 +474,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], cwd: str | Path) -> L
     folder = base / values["cwd"] if values["cwd"] is not None else base
     if not has_hosts and not folder.is_dir():  # elsewhere each host is asked
         if values["cwd"] is None:
-            raise ConfigError(f"the current folder {folder} has been removed: start in another one, or give --cwd")
+            raise ConfigError(
+                f"the current folder {folder} has been removed: start in another one, or give --cwd"
+            )
         raise ConfigError(f"--cwd {folder}: there is no such folder")
     if not rest and values["join"] is None:
         parser.error(
@@ -515,8 +555,17 @@ def _words(text: str) -> tuple[str, ...]:
 
 def _allocation(values: Mapping[str, Any], environ: Mapping[str, str]) -> Allocation | None:
     """Return the job of a scheduler whose hosts are to be used; None where there is none, or others start the processes in it."""
-    is_asked = values["allocation"] == "auto" and values["fake_hosts"] == 1 and values["listen"] is None and values["join"] is None
-    if not is_asked or not any(name in environ for name in _JOBS) or started_with_others(environ) is not None:
+    is_asked = (
+        values["allocation"] == "auto"
+        and values["fake_hosts"] == 1
+        and values["listen"] is None
+        and values["join"] is None
+    )
+    if (
+        not is_asked
+        or not any(name in environ for name in _JOBS)
+        or started_with_others(environ) is not None
+    ):
         return None
     import socket
 
@@ -525,7 +574,9 @@ def _allocation(values: Mapping[str, Any], environ: Mapping[str, str]) -> Alloca
     return allocation(environ, socket.gethostname(), lambda path: Path(path).read_text("utf-8"))
 
 
-def _hosts(values: Mapping[str, Any], base: Path, job: Allocation | None) -> tuple[tuple[Host, ...], tuple[str, ...]]:
+def _hosts(
+    values: Mapping[str, Any], base: Path, job: Allocation | None
+) -> tuple[tuple[Host, ...], tuple[str, ...]]:
     """Return the hosts of `--hostfile` or `-H`, or of a scheduler's job, without those that are not to be used, and what is to be said."""
     if job is not None and values["hostfile"] is None and values["hosts"] is None:
         from syncvar_launcher.hostfile import selected
@@ -534,12 +585,20 @@ def _hosts(values: Mapping[str, Any], base: Path, job: Allocation | None) -> tup
     if values["hostfile"] is None and values["hosts"] is None:
         given = [f"--{name}" for name in ("include", "exclude") if values[name] is not None]
         if given:
-            raise ConfigError(f"{given[0]} selects among the hosts of --hostfile or -H, and there are none")
+            raise ConfigError(
+                f"{given[0]} selects among the hosts of --hostfile or -H, and there are none"
+            )
         return (), ()
-    from syncvar_launcher.hostfile import parse_hostfile, parse_hosts, selected  # only several hosts need it
+    from syncvar_launcher.hostfile import (
+        parse_hostfile,
+        parse_hosts,
+        selected,
+    )  # only several hosts need it
 
     if values["hostfile"] is not None and values["hosts"] is not None:
-        raise ConfigError(f"--hostfile {values['hostfile']} and -H {values['hosts']} both name hosts; leave one out (--include selects)")
+        raise ConfigError(
+            f"--hostfile {values['hostfile']} and -H {values['hosts']} both name hosts; leave one out (--include selects)"
+        )
     if values["hosts"] is not None:
         found = parse_hosts(values["hosts"])
     else:
@@ -550,7 +609,9 @@ def _hosts(values: Mapping[str, Any], base: Path, job: Allocation | None) -> tup
         except OSError as error:
             raise ConfigError(f"--hostfile {path}: {error.strerror}") from None
         if len(content) > _HOSTFILE_MAX:
-            raise ConfigError(f"--hostfile {path}: it has more than {_HOSTFILE_MAX} bytes; is it a host file?")
+            raise ConfigError(
+                f"--hostfile {path}: it has more than {_HOSTFILE_MAX} bytes; is it a host file?"
+            )
         found = parse_hostfile(content, values["hostfile"])
     named, notices = selected(found.hosts, values["include"], values["exclude"]), found.notices
     if job is None:
@@ -577,7 +638,9 @@ class _Parser(argparse.ArgumentParser):
                 self.add_argument(off, dest=option.key, action="store_const", const=False)
             else:
                 action = "append" if option.kind == "variables" else "store"
-                self.add_argument(*option.flags, dest=option.key, action=action, type=_Reader(option))
+                self.add_argument(
+                    *option.flags, dest=option.key, action=action, type=_Reader(option)
+                )
 
     def error(self, message: str) -> NoReturn:
         self.exit(exits.USAGE, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
@@ -622,13 +685,23 @@ def _split(parser: _Parser, argv: Sequence[str]) -> tuple[list[str], str, list[s
             parser.exit(0)
         if argument == "--no-python":
             return given, "command", _without_dashes(argv[position:])
-        if name not in _BY_FLAG and name not in _OFF and name not in _OTHER_FLAGS and (text := _foreign(name)):
+        if (
+            name not in _BY_FLAG
+            and name not in _OFF
+            and name not in _OTHER_FLAGS
+            and (text := _foreign(name))
+        ):
             parser.error(f"unknown option {name}: {text}")
         if argument == "-m":
             return given, "module", list(argv[position:])
         if argument.startswith("-m") and argument[2:].replace(".", "").replace("_", "").isalnum():
             return given, "module", [argument[2:], *argv[position:]]
-        if name not in _BY_FLAG and name not in _OFF and argument[:2] in _BY_FLAG and argument[1] != "-":
+        if (
+            name not in _BY_FLAG
+            and name not in _OFF
+            and argument[:2] in _BY_FLAG
+            and argument[1] != "-"
+        ):
             name, equals, value = argument[:2], "=", argument[2:]  # -n4
         option = _BY_FLAG.get(name) or _OFF.get(name)
         if option is None:
@@ -674,7 +747,9 @@ def _check_script(parser: _Parser, script: str, folder: Path) -> None:
     except OSError:
         here = []
     hint = nearest(Path(script).name, here)
-    parser.error(f"there is no script {script} in {folder}{hint}; a module is started with -m, a command with --no-python")
+    parser.error(
+        f"there is no script {script} in {folder}{hint}; a module is started with -m, a command with --no-python"
+    )
 
 
 def _is_interpreter(path: Path) -> bool:
@@ -701,11 +776,15 @@ def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
         return word
     if kind == "choice":
         if value not in option.choices:
-            raise ConfigError(f"must be one of {', '.join(option.choices)}, not {value!r}{nearest(str(value), option.choices)}")
+            raise ConfigError(
+                f"must be one of {', '.join(option.choices)}, not {value!r}{nearest(str(value), option.choices)}"
+            )
         return value
     if kind == "stats":
         word = _WORDS.get(value.lower()) if is_text else value
-        if not isinstance(word, bool) and (not isinstance(value, str) or not value or "\0" in value):
+        if not isinstance(word, bool) and (
+            not isinstance(value, str) or not value or "\0" in value
+        ):
             raise ConfigError(f"must be yes, no or a path, not {value!r}")
         return word if isinstance(word, bool) else value
     if kind == "output":
@@ -721,7 +800,9 @@ def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
         return value
     if kind == "signals":
         if not isinstance(value, str):
-            raise ConfigError(f"must be names of signals, such as {signals.DEFAULT!r}, or 'none', not {value!r}")
+            raise ConfigError(
+                f"must be names of signals, such as {signals.DEFAULT!r}, or 'none', not {value!r}"
+            )
         signals.forwarded(value)
         return value
     if kind in ("text", "address"):
@@ -742,11 +823,17 @@ def _read(option: _Option, value: Any, *, is_text: bool) -> Any:
         return _read_whole(value, is_text=is_text, low=1, high=65535, also="")
     if kind in ("rank", "many"):
         return _read_whole(value, is_text=is_text, low=0, high=None, also="")
-    return _read_whole(value, is_text=is_text, low=1, high=_MOST, also="auto or " if kind == "workers" else "")
+    return _read_whole(
+        value, is_text=is_text, low=1, high=_MOST, also="auto or " if kind == "workers" else ""
+    )
 
 
 def _read_whole(value: Any, *, is_text: bool, low: int, high: int | None, also: str) -> int:
-    number = int(value) if is_text and value.isascii() and value.isdigit() and len(value) < 100 else value
+    number = (
+        int(value)
+        if is_text and value.isascii() and value.isdigit() and len(value) < 100
+        else value
+    )
     if isinstance(number, bool) or not isinstance(number, int) or number < low:
         raise ConfigError(f"must be {also}a whole number of at least {low}, not {value!r}")
     if high is not None and number > high:
@@ -760,7 +847,9 @@ def _read_seconds(value: Any, *, is_text: bool, above_zero: bool) -> float:
         with contextlib.suppress(ValueError, OverflowError):
             number = float(value)
     if math.isnan(number) or number < 0 or (above_zero and number == 0):
-        raise ConfigError(f"must be seconds {'above 0' if above_zero else 'of at least 0'}, not {value!r}")
+        raise ConfigError(
+            f"must be seconds {'above 0' if above_zero else 'of at least 0'}, not {value!r}"
+        )
     return number
 
 
@@ -809,7 +898,9 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(f"{path}: {error}") from None
     for name, table in document.items():
         if name not in ("launch", "runtime"):
-            raise ConfigError(f"{path}: unknown table [{name}]{nearest(name, ('launch', 'runtime'))}")
+            raise ConfigError(
+                f"{path}: unknown table [{name}]{nearest(name, ('launch', 'runtime'))}"
+            )
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: {name} must be a table")
     launch: dict[str, Any] = {}
@@ -817,12 +908,18 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         option = _IN_FILE.get(key)
         if option is None:
             known = "" if key in RuntimeConfig.names() else _knob_hint(key, key, _IN_FILE)
-            raise ConfigError(f"{path}: unknown key {key!r} in [launch]{known or ': it belongs to [runtime]'}")
+            raise ConfigError(
+                f"{path}: unknown key {key!r} in [launch]{known or ': it belongs to [runtime]'}"
+            )
         launch[key] = _checked(option, value, f"{path}: {key} in [launch]", is_text=False)
     knobs: dict[str, Any] = {}
     for key, value in document.get("runtime", {}).items():
         if key not in RuntimeConfig.names():
-            hint = ": it belongs to [launch]" if key in _IN_FILE else _knob_hint(key, key, dict.fromkeys(RuntimeConfig.names()))
+            hint = (
+                ": it belongs to [launch]"
+                if key in _IN_FILE
+                else _knob_hint(key, key, dict.fromkeys(RuntimeConfig.names()))
+            )
             raise ConfigError(f"{path}: unknown key {key!r} in [runtime]{hint}")
         knobs[key] = _checked_knob(key, value, f"{path}: [runtime]")
     return launch, knobs
@@ -840,7 +937,10 @@ def _checked_knob(name: str, value: Any, where: str) -> Any:
 
 
 def _runtime(
-    line: Mapping[str, Any], environ: Mapping[str, str], knobs: Mapping[str, Any], origin: dict[str, str]
+    line: Mapping[str, Any],
+    environ: Mapping[str, str],
+    knobs: Mapping[str, Any],
+    origin: dict[str, str],
 ) -> RuntimeConfig:
     values = dict(knobs)
     origin |= dict.fromkeys(RuntimeConfig.names(), "default") | dict.fromkeys(knobs, "file")
@@ -848,7 +948,9 @@ def _runtime(
         variable = PREFIX + name.upper()
         if variable in environ:
             try:
-                values[name] = getattr(RuntimeConfig.from_mapping({variable: environ[variable]}), name)
+                values[name] = getattr(
+                    RuntimeConfig.from_mapping({variable: environ[variable]}), name
+                )
             except ConfigError as error:
                 raise ConfigError(f"{variable}: {error}") from None
             origin[name] = "environment"
@@ -858,7 +960,9 @@ def _runtime(
             values[option.knob], origin[option.knob] = value, "command line"
     runtime = RuntimeConfig(**values).consistent()
     if runtime.uses_mpi:
-        raise ConfigError(f"transport {runtime.transport} is for processes of MPI, and syncvar-launch starts none: start the script with mpirun")
+        raise ConfigError(
+            f"transport {runtime.transport} is for processes of MPI, and syncvar-launch starts none: start the script with mpirun"
+        )
     return runtime
 
 
@@ -881,7 +985,9 @@ def _debugged(runtime: RuntimeConfig, origin: dict[str, str]) -> RuntimeConfig:
     return runtime.replaced(**values)
 
 
-def _apply_color_habits(values: dict[str, Any], origin: dict[str, str], environ: Mapping[str, str]) -> None:
+def _apply_color_habits(
+    values: dict[str, Any], origin: dict[str, str], environ: Mapping[str, str]
+) -> None:
     # As no-color.org asks: the variables count where nothing more particular was said on the line or in ours.
     if origin["color"] in ("command line", "environment"):
         return
@@ -942,7 +1048,11 @@ def hosts_help_text() -> str:
         "in -H, as for mpirun, one for each time that the host is named.",
         "",
         f"{_HOSTS}:",
-        *(_help_line(option) for option in _OPTIONS if option.group == _HOSTS or option.key == "fake_hosts"),
+        *(
+            _help_line(option)
+            for option in _OPTIONS
+            if option.group == _HOSTS or option.key == "fake_hosts"
+        ),
         "",
         "Each host is logged in to by ssh, without a password (with --listen none is: each",
         "runs --join), and needs this version of syncvar for the same Python, the script at",
@@ -962,5 +1072,11 @@ def _help_line(option: _Option) -> str:
         text += f" [{option.default}]"
     if option.knob:
         default = next(item.default for item in RuntimeConfig.knobs() if item.name == option.knob)
-        text += "" if option.is_switch else f" [{default}]" if isinstance(default, str) else f" [{default:g} s]"
+        text += (
+            ""
+            if option.is_switch
+            else f" [{default}]"
+            if isinstance(default, str)
+            else f" [{default:g} s]"
+        )
     return f"  {names:<27}{text}"

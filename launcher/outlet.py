@@ -56,7 +56,9 @@ class Outlet:
         self.taken = self.dropped = 0
         self._queue = bytearray()
         self._is_given_up = False
-        self._seen: tuple[int, float] | None = None  # how many bytes had been taken, and since when no more
+        self._seen: tuple[int, float] | None = (
+            None  # how many bytes had been taken, and since when no more
+        )
         self._most = _PIECE_NBYTES
         self._polls = False
         self._socket: socket.socket | None = None
@@ -232,7 +234,11 @@ def patience_s(config: RuntimeConfig) -> float:
 
 
 def await_readers(
-    forwarder: OutputForwarder, outlets: Outlets, watch: Watch, is_enough: Callable[[], bool], limit: float
+    forwarder: OutputForwarder,
+    outlets: Outlets,
+    watch: Watch,
+    is_enough: Callable[[], bool],
+    limit: float,
 ) -> None:
     """Wait until the readers have taken enough, or are given up: after the patience, at once for a signal or at the limit.
 
@@ -259,7 +265,9 @@ def wait(forwarder: OutputForwarder, outlets: Outlets, watch: Watch, seconds: fl
         poller.register(descriptor, select.POLLOUT)
     for descriptor in watch.descriptors():
         poller.register(descriptor, select.POLLIN)
-    for descriptor, _ in poller.poll(None if seconds == float("inf") else int(max(0.0, seconds) * 1000) + 1):
+    for descriptor, _ in poller.poll(
+        None if seconds == float("inf") else int(max(0.0, seconds) * 1000) + 1
+    ):
         watch.readable(descriptor)
     if watch.is_to_stop:
         watch.stop()

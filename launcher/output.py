@@ -26,9 +26,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
-    "IDLE_S", "LINE_NBYTES", "MODES", "PROGRESS_S", "TAIL_LINES", "OutputForwarder", "Sink", "Stream", "escape",
+    "IDLE_S",
+    "LINE_NBYTES",
+    "MODES",
+    "PROGRESS_S",
+    "TAIL_LINES",
+    "OutputForwarder",
+    "Sink",
+    "Stream",
+    "escape",
     "shown_ranks",
-]  # fmt: skip
+]
 
 Stream = Literal["out", "err"]
 
@@ -101,9 +109,17 @@ class _Source:
     """
 
     __slots__ = (
-        "changed", "closed", "continued", "held", "pending", "progressed", "rank", "returned", "shown",
+        "changed",
+        "closed",
+        "continued",
+        "held",
+        "pending",
+        "progressed",
+        "rank",
+        "returned",
+        "shown",
         "stream",
-    )  # fmt: skip
+    )
 
     def __init__(self, rank: int, stream: Stream) -> None:
         self.rank = rank
@@ -198,7 +214,9 @@ class OutputForwarder:
     ) -> None:
         self.broken = False
         self._is_one = is_one
-        self._recent: deque[tuple[int, Stream]] = deque(maxlen=TAIL_LINES)  # whose lines went to the sinks last
+        self._recent: deque[tuple[int, Stream]] = deque(
+            maxlen=TAIL_LINES
+        )  # whose lines went to the sinks last
         self._sinks: dict[Stream, Sink] = {"out": stdout, "err": stderr}
         self._dead: set[Stream] = set()
         self._shown = shown
@@ -267,7 +285,9 @@ class OutputForwarder:
             stream: Where.
             text: Whole lines. Others may come between them.
         """
-        self._concealed[rank, stream] = deque(text.encode("utf-8", "backslashreplace").split(b"\n")[:-1])
+        self._concealed[rank, stream] = deque(
+            text.encode("utf-8", "backslashreplace").split(b"\n")[:-1]
+        )
 
     def tick(self, now: float) -> float | None:
         """Show unfinished lines that have been idle for 0.2 s, such as prompts, on a terminal.
@@ -308,7 +328,11 @@ class OutputForwarder:
         recent = [one for one in self._recent if self._is_one or one[1] == "err"][-len(lines) :]
         is_all = len(recent) == len(lines) > 0 and all(who == rank for who, _ in recent)
         is_seen = self._is_one or all(stream == "err" for stream, _, _ in lines)
-        return is_all and is_seen and not any(source.pending for source in self._sources.values() if source.rank == rank)
+        return (
+            is_all
+            and is_seen
+            and not any(source.pending for source in self._sources.values() if source.rank == rank)
+        )
 
     def begin(self, mark: str) -> None:
         """Begin anew: the ranks have ended, and are started again with the same names.
@@ -437,7 +461,14 @@ class OutputForwarder:
             self._write(source.stream, self._head(source, source.stream) + line)
 
     def _line(
-        self, source: _Source, sink: Sink, text: bytes, end: bytes, live: bool, *, progress: bool = False
+        self,
+        source: _Source,
+        sink: Sink,
+        text: bytes,
+        end: bytes,
+        live: bool,
+        *,
+        progress: bool = False,
     ) -> bytes:
         lines = self._tails.setdefault(source.rank, deque(maxlen=TAIL_LINES))
         if lines and lines[-1][0] == source.stream and lines[-1][2]:
@@ -477,7 +508,10 @@ class OutputForwarder:
         else:  # another rank's line has wiped it off
             self._write(
                 source.stream,
-                self._head(source, source.stream) + self._prefix(source, sink) + _safe(text, True) + b"\n",
+                self._head(source, source.stream)
+                + self._prefix(source, sink)
+                + _safe(text, True)
+                + b"\n",
             )
 
     def _show_prompt(self, source: _Source) -> None:
@@ -525,8 +559,12 @@ class OutputForwarder:
             if stream == "out":
                 self.broken = getattr(error, "errno", None) == errno.EPIPE
                 if not self.broken:
-                    self._lost_output.append(LostFile("the standard output", "the launcher", why_unwritten(error)))
-                    self._warn(f"cannot write to the standard output: {why_unwritten(error)}; the job goes on without it")
+                    self._lost_output.append(
+                        LostFile("the standard output", "the launcher", why_unwritten(error))
+                    )
+                    self._warn(
+                        f"cannot write to the standard output: {why_unwritten(error)}; the job goes on without it"
+                    )
 
     def _warn(self, text: str) -> None:
         self.say(f"syncvar: {text}\n")
@@ -563,8 +601,16 @@ class _Logs:
 
     def open(self, rank: int, stream: Stream, mark: bytes = b"") -> None:
         """Open a file: a fresh one, or with a mark that is written after what is there."""
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mark else os.O_TRUNC) | os.O_NOFOLLOW | os.O_CLOEXEC
-        flags |= os.O_NONBLOCK  # nothing to a file; a pipe that stands there under this name must not block us
+        flags = (
+            os.O_WRONLY
+            | os.O_CREAT
+            | (os.O_APPEND if mark else os.O_TRUNC)
+            | os.O_NOFOLLOW
+            | os.O_CLOEXEC
+        )
+        flags |= (
+            os.O_NONBLOCK
+        )  # nothing to a file; a pipe that stands there under this name must not block us
         try:
             self._files[rank, stream] = os.open(self._path(rank, stream), flags, REQUESTED)
         except OSError as error:
@@ -600,7 +646,9 @@ class _Logs:
     def _count_lost(self, rank: int, stream: Stream, nbytes: int) -> None:
         lost = self._lost.get((rank, stream))
         if lost is not None:
-            self._lost[rank, stream] = lost._replace(missing_nbytes=max(0, lost.missing_nbytes) + nbytes)
+            self._lost[rank, stream] = lost._replace(
+                missing_nbytes=max(0, lost.missing_nbytes) + nbytes
+            )
 
     def _path(self, rank: int, stream: Stream) -> Path:
         return self._folder / f"{process_name(rank).replace(' ', '-')}.{stream}"
@@ -610,7 +658,9 @@ class _Logs:
         self._lost.setdefault((rank, stream), lost)
         if not self._warned:
             self._warned = True
-            self._warn(f"cannot write {self._path(rank, stream)}: {why_unwritten(error)}; the job goes on without this log")
+            self._warn(
+                f"cannot write {self._path(rank, stream)}: {why_unwritten(error)}; the job goes on without this log"
+            )
 
 
 def _cut(text: bytes) -> int:

@@ -60,7 +60,11 @@ def placed(rooms: Sequence[Room], workers: int | None, map_by: str = "slot") -> 
     limits = [one.slots for one in rooms]
     given = _dealt(limits, min(workers, soft), map_by)
     if workers > soft:
-        more = _dealt([limit - slots for limit, slots in zip(most, limits, strict=True)], workers - soft, map_by)
+        more = _dealt(
+            [limit - slots for limit, slots in zip(most, limits, strict=True)],
+            workers - soft,
+            map_by,
+        )
         given = [first + second for first, second in zip(given, more, strict=True)]
     return tuple(given)
 

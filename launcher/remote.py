@@ -25,7 +25,9 @@ NOT_UNDERSTOOD = "its agent is not understood"
 
 _CHUNK = 1 << 18
 _WORDS_MAX = 8192
-_TAKEN_AT_ONCE = 8  # reads, so that a host that says much does not keep the launcher from the others
+_TAKEN_AT_ONCE = (
+    8  # reads, so that a host that says much does not keep the launcher from the others
+)
 
 
 class Leading(Protocol):
@@ -53,7 +55,9 @@ class Leading(Protocol):
         """End it."""
 
 
-def started(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def started(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start what leads to an agent, or an agent.
 
     Args:
@@ -89,7 +93,9 @@ class RemoteHost:
         is_ended: It was the launcher that ended the way, so that the exit status of what led there says nothing.
     """
 
-    def __init__(self, host: Host, process: Leading, known: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, host: Host, process: Leading, known: Mapping[str, Any] | None = None
+    ) -> None:
         self.host = host
         self.process = process
         self.known = dict(known or {})

@@ -169,7 +169,9 @@ def failure_sentence(failure: Failure) -> str:
     return _what(failure).removeprefix("syncvar: ")
 
 
-def interrupted_block(name: str, places: Sequence[Other], raised: Sequence[Raised] = (), *, is_whole: bool = False) -> str:
+def interrupted_block(
+    name: str, places: Sequence[Other], raised: Sequence[Raised] = (), *, is_whole: bool = False
+) -> str:
     """Say that somebody has ended the job, and where its ranks were then.
 
     Args:
@@ -261,7 +263,9 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
         start = next((one for one in ("--env=", "-x=", "-x") if argument.startswith(one)), "")
         name, equals, _ = argument.removeprefix(start).partition("=")
         given = start or (index > 0 and arguments[index - 1] in ("--env", "-x"))
-        result.append(f"{start}{name}=***" if given and equals and _SECRET.search(name) else argument)
+        result.append(
+            f"{start}{name}=***" if given and equals and _SECRET.search(name) else argument
+        )
     return result
 
 
@@ -283,7 +287,9 @@ def _what(failure: Failure) -> str:
 
 def _evidence(failure: Failure, alike: Sequence[Raised], is_whole: bool) -> list[str]:
     if failure.traceback.strip():
-        return _traceback(alike or [Raised(failure.rank, failure.traceback)], _limit(_EVIDENCE_LINES, is_whole))
+        return _traceback(
+            alike or [Raised(failure.rank, failure.traceback)], _limit(_EVIDENCE_LINES, is_whole)
+        )
     if failure.last_lines:
         lines = list(failure.last_lines[-_EVIDENCE_LINES:])
         title = "last line" if len(lines) == 1 else f"last {len(lines)} lines"
@@ -347,9 +353,13 @@ def _traceback(group: Sequence[Raised], limit: int) -> list[str]:
         known = message.split("\n")
         for some in different[:_MESSAGES]:
             own = _split(some[0].traceback)[1].split("\n")
-            lines.append(f"{_ranks(some)}: {next((line for line in own if line not in known), own[0])}")
+            lines.append(
+                f"{_ranks(some)}: {next((line for line in own if line not in known), own[0])}"
+            )
         if len(different) > _MESSAGES:
-            lines.append(f"{_ranks([one for some in different[_MESSAGES:] for one in some])}: other messages")
+            lines.append(
+                f"{_ranks([one for some in different[_MESSAGES:] for one in some])}: other messages"
+            )
     return [title, *_shown(lines)]
 
 
@@ -392,4 +402,6 @@ def _commands(
         options.append(["--debug", str(rank)])
     if not log_dir:
         options.append(["--log-dir", "logs"])
-    return [shlex.join(["syncvar-launch", *option, *mask_arguments(arguments)]) for option in options]
+    return [
+        shlex.join(["syncvar-launch", *option, *mask_arguments(arguments)]) for option in options
+    ]

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["main", "program"]
 
 
-_EARLY = (signal.SIGUSR1, signal.SIGUSR2)  # the launcher passes them on by default; unhandled they kill
+_EARLY = (
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # the launcher passes them on by default; unhandled they kill
 _SPARE_S = 2.0  # whoever has a deadline of its own meets that first
 
 
@@ -44,12 +47,16 @@ def program() -> NoReturn:
 def main(argv: list[str] | None = None) -> int:
     """Run `syncvar-launch`; returns its exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
+        if (
+            number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        ):  # ignored under nohup
             signal.signal(number, _end)
     for number in _EARLY:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _drop)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as some daemons leave it, no end of a rank could be told
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # ignored, as some daemons leave it, no end of a rank could be told
     _open_streams()
     clock.read_limits(os.environ)
     clock.enter("starts the process that workers are forked from")
@@ -151,7 +158,11 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
             f"syncvar-launch without that launcher (SYNCVAR_WORLD_SIZE=1 says that they are meant)\n"
         )
     if chosen.dry_run:
-        sys.stdout.write(several.dry_run(chosen) if chosen.has_hosts else Job(chosen, arguments, os.environ).dry_run())
+        sys.stdout.write(
+            several.dry_run(chosen)
+            if chosen.has_hosts
+            else Job(chosen, arguments, os.environ).dry_run()
+        )
         return 0
     for number in set(_EARLY).difference(forwarded(chosen.forward_signals)):
         if signal.getsignal(number) != signal.SIG_IGN:
@@ -160,7 +171,9 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
         sys.stderr.write(f"syncvar-launch: {sentence}\n")
     if chosen.runtime.opened and (chosen.has_hosts or chosen.fake_hosts > 1):
         words = f"syncvar-launch: {chosen.runtime.opened}"
-        sys.stderr.write(f"\x1b[31m{words}\x1b[0m\n" if chosen.color_on(sys.stderr.isatty()) else f"{words}\n")
+        sys.stderr.write(
+            f"\x1b[31m{words}\x1b[0m\n" if chosen.color_on(sys.stderr.isatty()) else f"{words}\n"
+        )
     if chosen.has_hosts:
         return several.launch(chosen, arguments)
     clock.enter("looks for cores, and for the limits of the system")
@@ -178,7 +191,10 @@ def _end(number: int, _frame: object) -> None:
 
 def _drop(number: int, _frame: object) -> None:
     """Do nothing: no rank is there that could get it."""
-    os.write(2, f"syncvar-launch: {signal.Signals(number).name} came before the ranks began, and is dropped\n".encode())
+    os.write(
+        2,
+        f"syncvar-launch: {signal.Signals(number).name} came before the ranks began, and is dropped\n".encode(),
+    )
 
 
 def _open_streams() -> None:
@@ -187,6 +203,9 @@ def _open_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free, which is this one
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # the lowest number that is free, which is this one
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False, encoding="utf-8"))  # noqa: PTH123, SIM115
+            stream = open(number, "w" if number else "r", closefd=False, encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, stream)

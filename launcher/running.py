@@ -51,7 +51,9 @@ def run(job: Job, server: ForkServer | None) -> int:
     clock.enter("looks at the files that it is to write")
     check_requested_files(chosen, is_local=job.fleet is None)
     for host, size in enumerate(job.hosts.sizes):
-        why_no_arena(chosen, job.processor_of(host), size)  # raises where the settings do not fit together
+        why_no_arena(
+            chosen, job.processor_of(host), size
+        )  # raises where the settings do not fit together
     with contextlib.closing(_outlets()) as outlets:
         return _run(job, server, outlets)
 
@@ -64,12 +66,28 @@ def _run(job: Job, server: ForkServer | None, outlets: Outlets) -> int:
         return _started(job, server, outlets, forwarder, events)
 
 
-def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: OutputForwarder, events: EventLog) -> int:
+def _started(
+    job: Job,
+    server: ForkServer | None,
+    outlets: Outlets,
+    forwarder: OutputForwarder,
+    events: EventLog,
+) -> int:
     chosen = job.options
     events.add(
-        "job_start", version=syncvar.__version__, host=job.host, hosts=len(job.hosts.sizes), workers=chosen.workers, servers=chosen.servers, kind=chosen.kind,
-        target=chosen.target, start_method=chosen.start_method, max_restarts=chosen.max_restarts, options=_digest(chosen), pid=os.getpid(),
-    )  # fmt: skip
+        "job_start",
+        version=syncvar.__version__,
+        host=job.host,
+        hosts=len(job.hosts.sizes),
+        workers=chosen.workers,
+        servers=chosen.servers,
+        kind=chosen.kind,
+        target=chosen.target,
+        start_method=chosen.start_method,
+        max_restarts=chosen.max_restarts,
+        options=_digest(chosen),
+        pid=os.getpid(),
+    )
     job.records.remove()  # of an earlier job with the same folder for its output
     restarting = Restarting(chosen.max_restarts, job.config.restart_delay_s)
     number, had_met, code = 0, False, exits.RENDEZVOUS
@@ -92,7 +110,10 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
                     number_of_signal = watch.pending[0]
                     code = 128 + number_of_signal
                     name = exits.signal_name(number_of_signal)
-                    culprit = {"rank": None, "why": f"{name} while the launcher waited for the lock of the runtime directory"}
+                    culprit = {
+                        "rank": None,
+                        "why": f"{name} while the launcher waited for the lock of the runtime directory",
+                    }
                     forwarder.say(f"syncvar: interrupted by {culprit['why']}\n")
                     break
                 stack.callback(directory.remove)
@@ -106,7 +127,19 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
                     forwarder.say(f"syncvar: the ranks cannot be started again: {error}\n")
                     break
                 clock.enter("prepares sockets and shared memory")
-                generation = Generation(job, forwarder, events, outlets, directory, watch, number, restarting.number, began, server, had_met=had_met)
+                generation = Generation(
+                    job,
+                    forwarder,
+                    events,
+                    outlets,
+                    directory,
+                    watch,
+                    number,
+                    restarting.number,
+                    began,
+                    server,
+                    had_met=had_met,
+                )
                 outcome = generation.run()
                 tallies = take_tallies(directory.path)
                 if chosen.stats:
@@ -121,9 +154,16 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
                 if decision.reason and not outcome.interrupted:
                     forwarder.say(f"syncvar: not started again: {decision.reason}\n")
                 break
-            forwarder.say(f"syncvar: {decision.reason}, in {decision.pause_s:g} s, as generation {number}\n")
+            forwarder.say(
+                f"syncvar: {decision.reason}, in {decision.pause_s:g} s, as generation {number}\n"
+            )
             events.add(
-                "restart", number=restarting.number, reason=decision.reason, pause_s=decision.pause_s, generation=number, **culprit
+                "restart",
+                number=restarting.number,
+                reason=decision.reason,
+                pause_s=decision.pause_s,
+                generation=number,
+                **culprit,
             )
             ended = _pause(forwarder, outlets, watch, decision.pause_s, began, chosen.timeout_s)
             if ended is not None:
@@ -133,7 +173,9 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
                 break
             dropped = outlets.renew()
             if dropped:
-                forwarder.say(f"syncvar: {dropped} bytes of output were dropped, for nobody read them\n")
+                forwarder.say(
+                    f"syncvar: {dropped} bytes of output were dropped, for nobody read them\n"
+                )
             forwarder.begin(f"syncvar: {decision.reason}, generation {number}")
         for line in restarting.summary():
             forwarder.say(f"syncvar: {line}\n" if not line.startswith(" ") else f"{line}\n")
@@ -146,7 +188,9 @@ def _started(job: Job, server: ForkServer | None, outlets: Outlets, forwarder: O
         await_readers(forwarder, outlets, watch, outlets.are_empty, began + chosen.timeout_s)
         if watch.is_orphan:  # whose folder for the results of its workers nobody else removes now
             shutil.rmtree(job.environ.get("SYNCVAR_RESULT_DIR", ""), ignore_errors=True)
-        if outlets.dropped and not code:  # all ranks ended in order, but not all that they wrote could be written
+        if (
+            outlets.dropped and not code
+        ):  # all ranks ended in order, but not all that they wrote could be written
             code = 128 + watch.pending[0] if watch.pending else exits.TIMEOUT
         events.add("job_end", exit_code=code, elapsed_s=watch.now() - began, **culprit)
         events.close(0.0 if watch.pending else patience_s(job.config))
@@ -161,7 +205,9 @@ class _StartInterrupted(Exception):  # noqa: N818  (nothing has gone wrong)
 
 
 def _raise_if_signalled(watch: Watch) -> None:
-    clock.enter("waits for the lock of the runtime directory")  # which has words and a deadline of its own
+    clock.enter(
+        "waits for the lock of the runtime directory"
+    )  # which has words and a deadline of its own
     if watch.pending:
         clock.stop()
         raise _StartInterrupted
@@ -180,7 +226,9 @@ def _name_lost_files(job: Job, forwarder: OutputForwarder, events: EventLog, cod
         forwarder.say(f"syncvar: {line}\n")
     if code or not lost.has_result or _has_caller(job):
         return code
-    forwarder.say(f"syncvar: all ranks succeeded, and files are lost: exit code {exits.LOST_FILE}\n")
+    forwarder.say(
+        f"syncvar: all ranks succeeded, and files are lost: exit code {exits.LOST_FILE}\n"
+    )
     return exits.LOST_FILE
 
 
@@ -195,9 +243,16 @@ def _tell_totals(
         return []
     import json
 
-    told: dict[str, Any] = {"workers": chosen.workers, "missing": [number for number in missing if not is_server(number)], "rows": rows}
+    told: dict[str, Any] = {
+        "workers": chosen.workers,
+        "missing": [number for number in missing if not is_server(number)],
+        "rows": rows,
+    }
     if chosen.servers:
-        told |= {"servers": chosen.servers, "missing_servers": [number - SERVER_0 for number in missing if is_server(number)]}
+        told |= {
+            "servers": chosen.servers,
+            "missing_servers": [number - SERVER_0 for number in missing if is_server(number)],
+        }
     try:
         chosen.stats.write_text(json.dumps(told, indent=1) + "\n")
     except OSError as error:
@@ -226,7 +281,12 @@ def _digest(chosen: LaunchOptions) -> str:
 
 
 def _pause(
-    forwarder: OutputForwarder, outlets: Outlets, watch: Watch, pause_s: float, began: float, timeout_s: float
+    forwarder: OutputForwarder,
+    outlets: Outlets,
+    watch: Watch,
+    pause_s: float,
+    began: float,
+    timeout_s: float,
 ) -> tuple[int, str] | None:
     """Wait before a restart; return exit code and words where the job ends meanwhile."""
     until = watch.now() + pause_s
@@ -234,14 +294,19 @@ def _pause(
     while True:
         if watch.pending:
             number = watch.pending.popleft()
-            return 128 + number, f"syncvar: interrupted by {exits.signal_name(number)} before the restart\n"
+            return (
+                128 + number,
+                f"syncvar: interrupted by {exits.signal_name(number)} before the restart\n",
+            )
         drop_passing(forwarder, watch, "between two starts of the ranks")
         now = watch.now()
         if now >= limit:
             failure = Failure(
-                rank=-1, status=None, elapsed_s=now - began,
+                rank=-1,
+                status=None,
+                elapsed_s=now - began,
                 reason=f"the time limit of {timeout_s:g} s passed before the restart",
-            )  # fmt: skip
+            )
             return exits.TIMEOUT, failure_block(failure)
         if now >= until:
             return None

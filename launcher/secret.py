@@ -24,7 +24,17 @@ KEY_FILE = "SYNCVAR_KEY_FILE"
 
 _FILE_NAME = "key"
 
-WITHHELD = frozenset((KEY_FD, "SYNCVAR_KEY", "SYNCVAR_STATUS_FD", "SYNCVAR_PROCESS", "SYNCVAR_PASS_FDS", "SYNCVAR_PARENT_FD", "SYNCVAR_OUTCOME_FILE"))
+WITHHELD = frozenset(
+    (
+        KEY_FD,
+        "SYNCVAR_KEY",
+        "SYNCVAR_STATUS_FD",
+        "SYNCVAR_PROCESS",
+        "SYNCVAR_PASS_FDS",
+        "SYNCVAR_PARENT_FD",
+        "SYNCVAR_OUTCOME_FILE",
+    )
+)
 """Variables of the launcher itself, and of whoever started it: no worker gets them."""
 
 
@@ -39,7 +49,9 @@ def secret_descriptor(secret: bytes, directory: Path) -> int:
         descriptor = os.memfd_create("syncvar-key", os.MFD_CLOEXEC)
     except (AttributeError, OSError):
         path = directory / "nameless-key"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+        )
         path.unlink()
     os.write(descriptor, secret)
     return descriptor

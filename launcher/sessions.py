@@ -22,7 +22,9 @@ _STAT_MAX = 4096  # numbers, and a name of at most 64 bytes
 
 def _fields(pid: int) -> list[str]:
     try:
-        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # a third of the system calls of open()
+        descriptor = os.open(
+            f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC
+        )  # a third of the system calls of open()
     except OSError:
         return []
     try:
@@ -112,7 +114,11 @@ def signal_sessions(sessions: dict[int, int], number: int) -> set[int]:
     """
     reached: set[int] = set()
     for _ in range(20):
-        new = [pid for pid in members(sessions) if pid not in reached and (number != _STOP or process_state(pid) != "T")]
+        new = [
+            pid
+            for pid in members(sessions)
+            if pid not in reached and (number != _STOP or process_state(pid) != "T")
+        ]
         if not new:
             break
         for pid in new:

@@ -53,7 +53,9 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
         workers = sum(one.workers for one in fleet.sites)
         output.shown_ranks(chosen.output, workers)
         check_debugged(chosen.debug, workers)
-        fleet.exit_code = Job(chosen._replace(workers=workers, fake_hosts=1), arguments, os.environ, fleet).run()
+        fleet.exit_code = Job(
+            chosen._replace(workers=workers, fake_hosts=1), arguments, os.environ, fleet
+        ).run()
         return fleet.exit_code
 
 
@@ -64,10 +66,16 @@ def _import_the_rest() -> None:
 
 def _check_files(chosen: LaunchOptions) -> None:
     hosts = len(chosen.hosts) or chosen.host_count or chosen.workers
-    needed = _FILES + hosts * _FILES_OF_A_HOST * (1 + (chosen.listen is not None)) + 2 * (chosen.workers or hosts) * (chosen.log_dir is not None)
+    needed = (
+        _FILES
+        + hosts * _FILES_OF_A_HOST * (1 + (chosen.listen is not None))
+        + 2 * (chosen.workers or hosts) * (chosen.log_dir is not None)
+    )
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
-        raise LimitTooLow(f"the launcher needs {needed} open files for {hosts} hosts, and {soft} are allowed: ulimit -n {needed}")
+        raise LimitTooLow(
+            f"the launcher needs {needed} open files for {hosts} hosts, and {soft} are allowed: ulimit -n {needed}"
+        )
 
 
 def _say(sentence: str) -> None:
@@ -86,36 +94,68 @@ def dry_run(chosen: LaunchOptions) -> str:
             slots += f", at most {host.max_slots}" if host.max_slots is not None else ""
             rows.append((host.name, slots, host.origin, shlex.join(fleet.command(host))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     if chosen.stage:
         lines += ["", f"--stage copies to each host {collected(chosen).describe()}"]
     known = [Room(one.name, one.slots or 1, one.max_slots) for one in chosen.hosts]
     if all(one.slots is not None for one in chosen.hosts):
         sizes = placed(known, chosen.workers or None, chosen.map_by)
-        lines += ["", *(f"{one.name}: {rank_list(range(first, first + size))}" for one, first, size in _spans(known, sizes))]
+        lines += [
+            "",
+            *(
+                f"{one.name}: {rank_list(range(first, first + size))}"
+                for one, first, size in _spans(known, sizes)
+            ),
+        ]
     else:
-        lines += ["", f"workers: {chosen.workers or 'one for each core'}, placed by {chosen.map_by} when the hosts have told their cores"]
+        lines += [
+            "",
+            f"workers: {chosen.workers or 'one for each core'}, placed by {chosen.map_by} when the hosts have told their cores",
+        ]
     if chosen.servers:
-        copies = f", {chosen.server_replicas} cop{'ies' if chosen.server_replicas > 1 else 'y'} of each on others" if chosen.server_replicas else ""
+        copies = (
+            f", {chosen.server_replicas} cop{'ies' if chosen.server_replicas > 1 else 'y'} of each on others"
+            if chosen.server_replicas
+            else ""
+        )
         lines += [f"servers: {chosen.servers}, in turns on the hosts that have workers{copies}"]
     job = chosen.scheduled
     if job is not None:
         others = f"all hosts but {job.here}" if job.here else "all hosts"
-        lines += [f"{job.name}: {job.starter.program} starts the agents on {others}; --ssh CMD does it otherwise, --allocation off takes no host from the job"]
-    network = "by which all reach each other" if job is not None else "of the network by which ssh goes"
-    lines += [f"addresses: asked for when the job starts, {'by --iface ' + chosen.iface if chosen.iface else network}"]
+        lines += [
+            f"{job.name}: {job.starter.program} starts the agents on {others}; --ssh CMD does it otherwise, --allocation off takes no host from the job"
+        ]
+    network = (
+        "by which all reach each other" if job is not None else "of the network by which ssh goes"
+    )
+    lines += [
+        f"addresses: asked for when the job starts, {'by --iface ' + chosen.iface if chosen.iface else network}"
+    ]
     lines += [f"workers are {ON_HOSTS[chosen.start_method]}"]
     lines += [f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"]
     lines += [chosen.runtime.opened] if chosen.runtime.opened else []
-    return "".join(f"{escape(line)}\n" for line in (*chosen.notices, *lines, "", "settings:", *columns(settings_rows(chosen))))
+    return "".join(
+        f"{escape(line)}\n"
+        for line in (*chosen.notices, *lines, "", "settings:", *columns(settings_rows(chosen)))
+    )
 
 
 def _dry_run_joined(chosen: LaunchOptions) -> str:
     """Return what a launch on hosts that join would do; nothing listens."""
-    from syncvar_launcher.gathering import join_command, listen_address  # brings sockets for hosts that join
+    from syncvar_launcher.gathering import (
+        join_command,
+        listen_address,
+    )  # brings sockets for hosts that join
 
     address, port = listen_address(chosen.listen or "")
-    whom = f"{chosen.host_count} hosts" if chosen.host_count is not None else f"as many hosts as have {chosen.workers} slots together"
+    whom = (
+        f"{chosen.host_count} hosts"
+        if chosen.host_count is not None
+        else f"as many hosts as have {chosen.workers} slots together"
+    )
     is_there = chosen.key_file.exists()
     lines = [
         f"waits at {address}, port {port or 'chosen by the system'}, for {whom}, up to {chosen.runtime.rendezvous_timeout_s:g} s; each runs:",
@@ -125,7 +165,9 @@ def _dry_run_joined(chosen: LaunchOptions) -> str:
         f"workers: {chosen.workers or 'one for each slot that is offered'}, placed by {chosen.map_by} when all have joined",
         f"workers are {ON_HOSTS[chosen.start_method]}",
     ]
-    return "".join(f"{escape(line)}\n" for line in (*lines, "", "settings:", *columns(settings_rows(chosen))))
+    return "".join(
+        f"{escape(line)}\n" for line in (*lines, "", "settings:", *columns(settings_rows(chosen)))
+    )
 
 
 def _spans(rooms: Sequence[Room], sizes: Sequence[int]) -> Iterator[tuple[Room, int, int]]:

@@ -23,7 +23,13 @@ __all__ = ["Sharing", "sharing_of", "why_no_arena"]
 
 
 def sharing_of(
-    options: LaunchOptions, job_id: str, core_count: int, directories: Sequence[Path], *, generation: int = 0, hands_over: bool = True
+    options: LaunchOptions,
+    job_id: str,
+    core_count: int,
+    directories: Sequence[Path],
+    *,
+    generation: int = 0,
+    hands_over: bool = True,
 ) -> Sharing:
     """Return the memory of the hosts as which this machine poses, by what was asked for.
 
@@ -37,12 +43,19 @@ def sharing_of(
     """
     sizes = divided(options.workers, options.fake_hosts)
     return Sharing(
-        job_id, options.runtime.arena_bytes, sizes, [max(1, core_count * size // options.workers) for size in sizes], directories,
-        why_not=why_no_arena(options, os.uname().machine, sizes[0]), generation=generation,
+        job_id,
+        options.runtime.arena_bytes,
+        sizes,
+        [max(1, core_count * size // options.workers) for size in sizes],
+        directories,
+        why_not=why_no_arena(options, os.uname().machine, sizes[0]),
+        generation=generation,
         between_hosts=options.runtime.between_hosts,
         hands_over=hands_over and options.runtime.transport != "zmq",
-        servers=[server_hosts(options.servers, len(sizes)).count(host) for host in range(len(sizes))],
-    )  # fmt: skip
+        servers=[
+            server_hosts(options.servers, len(sizes)).count(host) for host in range(len(sizes))
+        ],
+    )
 
 
 def why_no_arena(options: LaunchOptions, machine: str, size: int) -> str:
@@ -117,10 +130,14 @@ class Sharing:
                 for host, size in enumerate(self._sizes):
                     if size > 1:
                         path = arena_path(str(directories[host]))
-                        self._handings[host] = Handing(path, job_id, size, partial(self.make, host), generation)
+                        self._handings[host] = Handing(
+                            path, job_id, size, partial(self.make, host), generation
+                        )
             except OSError as error:
                 self.close()
-                self._why_not = f"unix sockets; no arena because it cannot be handed over ({error.strerror})"
+                self._why_not = (
+                    f"unix sockets; no arena because it cannot be handed over ({error.strerror})"
+                )
                 self._said.append(f"no shared memory: it cannot be handed over ({error.strerror})")
 
         if hands_over and any(servers) and not why_not_here(os.uname().machine):
@@ -129,17 +146,28 @@ class Sharing:
                     make = partial(self._create, host, count + sizes[host])
                     with contextlib.suppress(OSError):  # then their arrays go through sockets
                         path = servers_arena_path(str(directories[host]))
-                        self._of_servers.append(Handing(path, job_id, count + sizes[host], make, generation))
+                        self._of_servers.append(
+                            Handing(path, job_id, count + sizes[host], make, generation)
+                        )
 
     def describe(self) -> tuple[str, str]:
         """Return what serves, in two words and as a whole line that says why. Makes an arena, to know."""
         hosts = len(self._sizes)
-        between = f"; {self._between_hosts} on loopback between {hosts} fake hosts" if hosts > 1 else ""
+        between = (
+            f"; {self._between_hosts} on loopback between {hosts} fake hosts" if hosts > 1 else ""
+        )
         if self._why_not:
             return f"unix sockets{between}", f"transport zmq: {self._why_not}{between}"
-        arena, reason = self._handings[0].prepare(self._generation) if 0 in self._handings else self.make(0, self._generation)
+        arena, reason = (
+            self._handings[0].prepare(self._generation)
+            if 0 in self._handings
+            else self.make(0, self._generation)
+        )
         if arena is None:
-            return f"unix sockets{between}", f"transport zmq: unix sockets; no arena because {reason}{between}"
+            return (
+                f"unix sockets{between}",
+                f"transport zmq: unix sockets; no arena because {reason}{between}",
+            )
         if not self._handings:
             arena.close()
         size = bytes_in_words(self._arena_bytes)
@@ -153,7 +181,11 @@ class Sharing:
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to poll for reading."""
-        return [descriptor for handing in (*self._handings.values(), *self._of_servers) for descriptor in handing.descriptors()]
+        return [
+            descriptor
+            for handing in (*self._handings.values(), *self._of_servers)
+            for descriptor in handing.descriptors()
+        ]
 
     def readable(self, descriptor: int) -> None:
         """Handle a descriptor that poll reported; others are not looked at."""
@@ -187,4 +219,6 @@ class Sharing:
 
     def _create(self, host: int, size: int, generation: int) -> tuple[CreatedArena | None, str]:
         folder = str(self._directories[host])
-        return create(self._arena_bytes, size, self._cores[host], generation, folder, self._first_host + host)
+        return create(
+            self._arena_bytes, size, self._cores[host], generation, folder, self._first_host + host
+        )

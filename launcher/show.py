@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["columns", "dry_run_text", "settings_rows"]
 
 _FIELDS = {"timeout": "timeout_s"}
-_TOLD_OTHERWISE = ("env", "hostfile", "include", "exclude")  # what they name is in `env` and `hosts`
+_TOLD_OTHERWISE = (
+    "env",
+    "hostfile",
+    "include",
+    "exclude",
+)  # what they name is in `env` and `hosts`
 _UNITS = {"timeout": "s"}
 
 
@@ -57,19 +62,35 @@ def dry_run_text(
     """
     table = [("rank", "host", "cores", "BLAS threads")]
     for rank, (own, environ) in enumerate(zip(cores, environments, strict=True)):
-        table.append((str(rank), escape(environ.get("SYNCVAR_HOST", host)), "any" if own is None else _cores(own), _threads(environ)))
+        table.append(
+            (
+                str(rank),
+                escape(environ.get("SYNCVAR_HOST", host)),
+                "any" if own is None else _cores(own),
+                _threads(environ),
+            )
+        )
     lines = columns(table)
     if servers:
-        rows = [(str(index), escape(host), rank_spans(mirrors) or "none") for index, (host, mirrors, _) in enumerate(servers)]
+        rows = [
+            (str(index), escape(host), rank_spans(mirrors) or "none")
+            for index, (host, mirrors, _) in enumerate(servers)
+        ]
         lines += ["", *columns([("server", "host", "copies on"), *rows]), ""]
     lines += [line for line in (binding, transport, kernel, beginning) if line]
     lines += [f"folder {escape(str(options.cwd))}", "", "command:", f"  {escape(shlex.join(argv))}"]
     if servers:
         lines += ["", "command of server 0:", f"  {escape(shlex.join(servers[0][2]))}"]
     if environments:
-        lines += ["", f"environment {'of rank 0, and nothing else' if options.env_clear else 'set for rank 0'}:"]
+        lines += [
+            "",
+            f"environment {'of rank 0, and nothing else' if options.env_clear else 'set for rank 0'}:",
+        ]
         masked = mask_environment(environments[0])
-        lines += [f"  {escape(name)}={escape(shlex.quote(value))}" for name, value in sorted(masked.items())]
+        lines += [
+            f"  {escape(name)}={escape(shlex.quote(value))}"
+            for name, value in sorted(masked.items())
+        ]
     lines += ["", "settings:", *(f"  {line}" for line in columns(settings_rows(options)))]
     return "".join(f"{line}\n" for line in lines)
 
@@ -87,7 +108,11 @@ def settings_rows(options: LaunchOptions) -> list[tuple[str, str, str]]:
         for name, value in mask_environment(options.env).items()
     ]
     rows += [
-        (item.name, _value(getattr(options.runtime, item.name), item.unit), options.origin[item.name])
+        (
+            item.name,
+            _value(getattr(options.runtime, item.name), item.unit),
+            options.origin[item.name],
+        )
         for item in RuntimeConfig.knobs()
     ]
     return rows
@@ -97,7 +122,16 @@ def _value(value: object, unit: str) -> str:
     if value is None:
         return "none"
     if isinstance(value, tuple):
-        return escape(" ".join(value if all(isinstance(one, str) for one in value) else [one.name for one in value])) or "none"
+        return (
+            escape(
+                " ".join(
+                    value
+                    if all(isinstance(one, str) for one in value)
+                    else [one.name for one in value]
+                )
+            )
+            or "none"
+        )
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
@@ -119,4 +153,7 @@ def _threads(environ: Mapping[str, str]) -> str:
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return rows as lines whose cells stand below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -25,8 +25,21 @@ _NOT_PASSED_ON: dict[int, str] = {
     signal.SIGTSTP: "it stops the launcher, which stops all ranks",
     signal.SIGTTIN: "it stops who reads from a terminal in the background",
     signal.SIGTTOU: "it stops who writes to a terminal in the background",
-    **dict.fromkeys((MAIN_THREAD, ALL_THREADS, WITHOUT_PYTHON), "a rank writes its Python stack when it gets it"),
-    **dict.fromkeys((signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS), _FAULT),
+    **dict.fromkeys(
+        (MAIN_THREAD, ALL_THREADS, WITHOUT_PYTHON), "a rank writes its Python stack when it gets it"
+    ),
+    **dict.fromkeys(
+        (
+            signal.SIGSEGV,
+            signal.SIGBUS,
+            signal.SIGILL,
+            signal.SIGFPE,
+            signal.SIGABRT,
+            signal.SIGTRAP,
+            signal.SIGSYS,
+        ),
+        _FAULT,
+    ),
 }
 
 
@@ -43,7 +56,11 @@ def forwarded(text: str) -> tuple[int, ...]:
         >>> forwarded("USR1,SIGUSR2,18"), forwarded("none")
         ((10, 12, 18), ())
     """
-    return () if text == "none" else tuple(dict.fromkeys(_number(one.strip()) for one in text.split(",")))
+    return (
+        ()
+        if text == "none"
+        else tuple(dict.fromkeys(_number(one.strip()) for one in text.split(",")))
+    )
 
 
 def _number(text: str) -> int:
@@ -53,7 +70,11 @@ def _number(text: str) -> int:
         named = signal.Signals.__members__.get("SIG" + text.upper().removeprefix("SIG"))
         number = 0 if named is None else int(named)
     if number not in signal.valid_signals():
-        raise ConfigError(f"{text!r} is no signal: give names or numbers, such as {DEFAULT}, or none")
+        raise ConfigError(
+            f"{text!r} is no signal: give names or numbers, such as {DEFAULT}, or none"
+        )
     if number in _NOT_PASSED_ON:
-        raise ConfigError(f"{signal_name(number) or number} cannot be passed on: {_NOT_PASSED_ON[number]}")
+        raise ConfigError(
+            f"{signal_name(number) or number} cannot be passed on: {_NOT_PASSED_ON[number]}"
+        )
     return number

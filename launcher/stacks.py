@@ -77,7 +77,9 @@ class Stacks:
         places: Where each rank that has told it stood when it was noted, in one line.
     """
 
-    def __init__(self, agent: Agent, directory: Callable[[int], str], folder: str, *, is_command: bool) -> None:
+    def __init__(
+        self, agent: Agent, directory: Callable[[int], str], folder: str, *, is_command: bool
+    ) -> None:
         self._agent = agent
         self._directory = directory
         self._folder = folder
@@ -85,7 +87,7 @@ class Stacks:
         self._noted: dict[int, Asked] = {}
         self.places: dict[int, str] = {}
 
-    # -- at the end of a job --------------------------------------------------------------------------------------
+    # -- at the end of a job -----------------------------------------------------------------------
 
     def note(self, ranks: Iterable[int]) -> None:
         """Ask ranks for what is said of them at the end; who has been asked before stood there when it mattered."""
@@ -96,7 +98,10 @@ class Stacks:
     def await_noted(self, limit_s: float) -> None:
         """Wait until all answers are there: whoever is ended now answers no more."""
         until = time.monotonic() + limit_s
-        while any(self.answer(asked) is None for asked in self._noted.values()) and time.monotonic() < until:
+        while (
+            any(self.answer(asked) is None for asked in self._noted.values())
+            and time.monotonic() < until
+        ):
             time.sleep(_PAUSE_S)
 
     def read_noted(self) -> None:
@@ -112,7 +117,7 @@ class Stacks:
             time.sleep(_PAUSE_S)
         return self.line(asked) if asked.start >= 0 else ""
 
-    # -- at any time ----------------------------------------------------------------------------------------------
+    # -- at any time -------------------------------------------------------------------------------
 
     def ask(self, rank: int, *, all_threads: bool = False) -> Asked:
         """Ask a rank; its answer comes a little later."""
@@ -128,7 +133,9 @@ class Stacks:
         path = stack_path(self._directory(rank), rank)
         start = _size_if_held(pid, path) if _has(status, "SigCgt", number) else -1
         if start < 0:
-            return Asked(rank, -1, "it shows no stack: its script has not begun, or has taken the means away")
+            return Asked(
+                rank, -1, "it shows no stack: its script has not begun, or has taken the means away"
+            )
         asked = Asked(rank, start, "", all_threads, time.monotonic(), _main_thread(pid)[1])
         self._agent.send([rank], number)
         return asked
@@ -168,7 +175,9 @@ class Stacks:
         if state in ("S", "D") or ticks - asked.ticks >= _INSIST_TICKS:
             asked.insisted = True
             status = _status(pid)
-            if _has(status, "SigCgt", WITHOUT_PYTHON) and not _has(status, "SigPnd", WITHOUT_PYTHON):
+            if _has(status, "SigCgt", WITHOUT_PYTHON) and not _has(
+                status, "SigPnd", WITHOUT_PYTHON
+            ):
                 # Twice: a handler is not interrupted by its own signal.
                 self._agent.send([asked.rank, asked.rank], WITHOUT_PYTHON)
 
@@ -192,14 +201,20 @@ class Stacks:
 
 def _main_thread(pid: int) -> tuple[str, int]:
     """Return the state of a process's main thread, and how many clock ticks it has used a core."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file,
+    ):
         fields = file.read().rpartition(")")[2].split()
         return fields[0], int(fields[11]) + int(fields[12])
     return "", 0
 
 
 def _status(pid: int) -> dict[str, str]:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file,
+    ):
         return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
     return {}
 

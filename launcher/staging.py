@@ -26,7 +26,19 @@ __all__ = ["FILES_MAX", "NBYTES_MAX", "Collection", "collected", "place_there", 
 NBYTES_MAX = 100 << 20
 FILES_MAX = 10_000
 _CHUNK = 1 << 18
-_SKIPPED = frozenset((".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".tox", ".nox"))
+_SKIPPED = frozenset(
+    (
+        ".git",
+        ".hg",
+        ".svn",
+        "__pycache__",
+        ".mypy_cache",
+        ".ruff_cache",
+        ".pytest_cache",
+        ".tox",
+        ".nox",
+    )
+)
 _OF_ENVIRONMENTS = ("pyvenv.cfg", "conda-meta")
 _SHOWN = 3
 _UNSENT_MAX = 2 << 20
@@ -51,7 +63,11 @@ class Collection(NamedTuple):
     def describe(self) -> str:
         """Return in words how much is copied, and what is not."""
         files = sum(kind == "file" for _, kind, _, _ in self.entries)
-        size = f"{self.nbytes / 1024:.1f} KiB" if self.nbytes < 1 << 20 else f"{self.nbytes / (1 << 20):.1f} MiB"
+        size = (
+            f"{self.nbytes / 1024:.1f} KiB"
+            if self.nbytes < 1 << 20
+            else f"{self.nbytes / (1 << 20):.1f} MiB"
+        )
         words = f"{files} file{'s' * (files != 1)} ({size}) of {self.folder}"
         if self.left_out:
             more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
@@ -72,7 +88,9 @@ class Collection(NamedTuple):
                         while data := file.read(_CHUNK):
                             yield {"kind": "stage_data", "data": data}
                 except OSError as error:
-                    raise ConfigError(f"--stage: {self.folder / path} cannot be read: {error.strerror}") from None
+                    raise ConfigError(
+                        f"--stage: {self.folder / path} cannot be read: {error.strerror}"
+                    ) from None
         yield {"kind": "stage_end"}
 
 
@@ -85,7 +103,9 @@ def _source_of(options: LaunchOptions) -> Path:
         return options.cwd
     path = options.cwd / options.target
     if not path.is_file() or (options.kind == "command" and "/" not in options.target):
-        raise ConfigError(f"--stage copies the folder of a script, and there is no file {options.target} in {options.cwd}")
+        raise ConfigError(
+            f"--stage copies the folder of a script, and there is no file {options.target} in {options.cwd}"
+        )
     return path.parent
 
 
@@ -114,7 +134,9 @@ def collected(options: LaunchOptions) -> Collection:
             left_out.append(f"{inner}/ (an environment)")
             continue
         if inner.parts:
-            folders.append((str(inner), "folder", stat.S_IMODE(os.stat(root / inner).st_mode) & 0o777, ""))
+            folders.append(
+                (str(inner), "folder", stat.S_IMODE(os.stat(root / inner).st_mode) & 0o777, "")
+            )
         for one in entries:
             path = inner / one.name
             status = one.stat(follow_symlinks=False)
@@ -160,7 +182,10 @@ def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, st
     waiting = list(remotes)
     while waiting:
         for one in waiting:
-            while one.unsent_nbytes < _UNSENT_MAX and (message := next(sources[one.host.name], None)) is not None:
+            while (
+                one.unsent_nbytes < _UNSENT_MAX
+                and (message := next(sources[one.host.name], None)) is not None
+            ):
                 moved[one.host.name] = time.monotonic()
                 one.send(**message)
         said, _ = polled(waiting, 0.0 if any(one.why_gone for one in waiting) else 1.0)
@@ -168,8 +193,16 @@ def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, st
             for message in messages:
                 if message["kind"] == "staged":
                     one.staged = message["folder"]
-                    why |= {one.host.name: f"the copy cannot be made: {message['reason']}"} if message["reason"] else {}
-            if not one.staged and not one.why_gone and time.monotonic() - moved[one.host.name] > _PROGRESS_S:
+                    why |= (
+                        {one.host.name: f"the copy cannot be made: {message['reason']}"}
+                        if message["reason"]
+                        else {}
+                    )
+            if (
+                not one.staged
+                and not one.why_gone
+                and time.monotonic() - moved[one.host.name] > _PROGRESS_S
+            ):
                 one.end(f"it has taken nothing of the copy for {_PROGRESS_S:g} s")
             if one.why_gone:
                 why[one.host.name] = one.words() or one.why_gone

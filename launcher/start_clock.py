@@ -84,12 +84,18 @@ class StartClock:
         if not is_over and self._waited_s < self._next_s:
             return
         self._next_s = 2 * self._waited_s
-        place = "" if frame is None else f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        place = (
+            ""
+            if frame is None
+            else f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+        )
         stands = f"the launcher {self._step}{place}"
         waited = f"the start has made no progress for {self._waited_s:.0f} s"
         if is_over:
             write_error(f"{waited}, and is given up: {stands}")
-            os._exit(_EXIT_CODE)  # the guardian ends what has been started, and removes the private directory
+            os._exit(
+                _EXIT_CODE
+            )  # the guardian ends what has been started, and removes the private directory
         write_error(f"{waited}: {stands}")
 
 

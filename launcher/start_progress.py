@@ -41,7 +41,9 @@ class Overdue(NamedTuple):
         has = "has not reached its" if len(self.missing) == 1 else "have not reached their"
         shown = list(states)[:_SHOWN]
         more = [f"{len(self.missing) - _SHOWN} more"] if len(self.missing) > _SHOWN else []
-        waiting = f"; {process_list(joined)} {'waits' if len(joined) == 1 else 'wait'}" if joined else ""
+        waiting = (
+            f"; {process_list(joined)} {'waits' if len(joined) == 1 else 'wait'}" if joined else ""
+        )
         given_up = ", and is given up" if self.has_failed else ""
         return (
             f"the start has made no progress for {self.waited_s:.0f} s{given_up}: {process_list(self.missing)} {has} script "
@@ -59,7 +61,9 @@ class StartProgress:
         now: Seconds of a clock that stands while the launcher is stopped.
     """
 
-    def __init__(self, processes: Iterable[int], notice_s: float, limit_s: float, now: float) -> None:
+    def __init__(
+        self, processes: Iterable[int], notice_s: float, limit_s: float, now: float
+    ) -> None:
         self.missing = set(processes)
         self._notice_s, self._limit_s = notice_s, limit_s
         self._restart(now)

@@ -27,10 +27,26 @@ if TYPE_CHECKING:
 
     from syncvar.config import RuntimeConfig
 
-__all__ = ["Action", "Announce", "Cause", "DoWithout", "Kill", "Outcome", "Restart", "Supervisor", "Terminate"]
+__all__ = [
+    "Action",
+    "Announce",
+    "Cause",
+    "DoWithout",
+    "Kill",
+    "Outcome",
+    "Restart",
+    "Supervisor",
+    "Terminate",
+]
 
 _TERM, _KILL = 15, 9
-_TERMINATED = (0, -_TERM, -_KILL, 128 + _TERM, 128 + _KILL)  # 0: it has a handler of its own for SIGTERM
+_TERMINATED = (
+    0,
+    -_TERM,
+    -_KILL,
+    128 + _TERM,
+    128 + _KILL,
+)  # 0: it has a handler of its own for SIGTERM
 """The statuses of who has done what we told it."""
 
 
@@ -150,9 +166,15 @@ class Supervisor:
     job_cause: Cause | None = None
     interrupted: int = 0
     lost: set[int] = field(default_factory=set)  # servers, by number, without which the job goes on
-    copies: dict[int, set[int]] = field(default_factory=dict)  # of a server's variables that were made since: on which servers
-    restarted: dict[int, int] = field(default_factory=dict)  # how often each worker was started again alone
-    _awaited: dict[int, tuple[float, str]] = field(default_factory=dict)  # workers to be started again, when and why
+    copies: dict[int, set[int]] = field(
+        default_factory=dict
+    )  # of a server's variables that were made since: on which servers
+    restarted: dict[int, int] = field(
+        default_factory=dict
+    )  # how often each worker was started again alone
+    _awaited: dict[int, tuple[float, str]] = field(
+        default_factory=dict
+    )  # workers to be started again, when and why
     _may_go: bool = False  # the servers have been told to end
     _said_goodbye: set[int] = field(default_factory=set)
     _save_first: set[int] = field(default_factory=set)
@@ -166,7 +188,7 @@ class Supervisor:
         self.running = {*range(self.workers), *map(server_number, range(len(self.mirrors)))}
         self._began = self.now
 
-    # -- events ---------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def goodbye(self, rank: int) -> None:
         """Note that a worker's script has ended in order; its process is about to end."""
@@ -183,7 +205,9 @@ class Supervisor:
         else:
             self._save_first.discard(rank)
 
-    def failed(self, rank: int, record: Mapping[str, str | int], now: float, *, joined: bool = True) -> list[Action]:
+    def failed(
+        self, rank: int, record: Mapping[str, str | int], now: float, *, joined: bool = True
+    ) -> list[Action]:
         """Note what a worker said of its own failure, before its process ends.
 
         Args:
@@ -193,7 +217,11 @@ class Supervisor:
             joined: It is a member of the job that has not left; who is none can be started again alone.
         """
         error = str(record["error"])
-        reason = f"uncaught {error}: {record['message']}" if error != "SystemExit" else f"exited with status {record['exit_code']}"
+        reason = (
+            f"uncaught {error}: {record['message']}"
+            if error != "SystemExit"
+            else f"exited with status {record['exit_code']}"
+        )
         exit_code = int(record["exit_code"])
         if error == "SystemExit" and exit_code == PREEMPTED:
             self._end_at(now + self.config.preempt_grace_s)
@@ -203,14 +231,26 @@ class Supervisor:
         if self._can_do_without(rank):
             return [DoWithout(rank, reason)]
         weight = max(weight_of(error), self._weight_of_end(exit_code))
-        if weight is Weight.OWN and not joined and error not in HOPELESS_ERRORS and self._may_restart(rank):
+        if (
+            weight is Weight.OWN
+            and not joined
+            and error not in HOPELESS_ERRORS
+            and self._may_restart(rank)
+        ):
             self._awaited[rank] = now, reason  # its process has not ended yet, see `exited`
             return []
         text = str(record["traceback"])
-        actions = self._fail(Cause(rank, weight, None, exit_code, reason, error, text, str(record.get("brief", text))), now)
+        actions = self._fail(
+            Cause(
+                rank, weight, None, exit_code, reason, error, text, str(record.get("brief", text))
+            ),
+            now,
+        )
         return [] if error in _TELL_THEMSELVES else [*actions]
 
-    def exited(self, rank: int, status: int, now: float, *, joined: bool, beyond: str = "") -> list[Action]:
+    def exited(
+        self, rank: int, status: int, now: float, *, joined: bool, beyond: str = ""
+    ) -> list[Action]:
         """Note the end of a process.
 
         Args:
@@ -223,7 +263,9 @@ class Supervisor:
         actions = self._exited(rank, status, now, joined=joined, beyond=beyond)
         return [*actions, *self._let_servers_go(now)]
 
-    def _exited(self, rank: int, status: int, now: float, *, joined: bool, beyond: str) -> list[Action]:
+    def _exited(
+        self, rank: int, status: int, now: float, *, joined: bool, beyond: str
+    ) -> list[Action]:
         self.running.discard(rank)
         if rank in self.lost:
             return []
@@ -251,13 +293,18 @@ class Supervisor:
         if status == 0:
             reason, code = "left with status 0 before shutdown", INTERNAL
         elif status < 0:
-            reason, code = f"signal {-status}" + (f": {beyond}" if beyond else ""), exit_code_of(status)
+            reason, code = (
+                f"signal {-status}" + (f": {beyond}" if beyond else ""),
+                exit_code_of(status),
+            )
         else:
             reason, code = describe_exit(status), status
         if self._can_do_without(rank):
             return [DoWithout(rank, reason)]
         is_hopeless = code in HOPELESS_CODES
-        if rank in self._awaited or (weight is Weight.OWN and not joined and not is_hopeless and self._may_restart(rank)):
+        if rank in self._awaited or (
+            weight is Weight.OWN and not joined and not is_hopeless and self._may_restart(rank)
+        ):
             _, why = self._awaited.get(rank, (now, reason))
             self._awaited[rank] = now + self.config.restart_delay_s, why
             return []
@@ -271,7 +318,10 @@ class Supervisor:
         serves_nobody = bool(self.causes) and all(map(is_server, self.running))
         if not serves_nobody and self._can_do_without(rank):
             return [DoWithout(rank, reason)]
-        return [*self._fail(Cause(rank, Weight.OWN, None, code, reason), now), *self._let_servers_go(now)]
+        return [
+            *self._fail(Cause(rank, Weight.OWN, None, code, reason), now),
+            *self._let_servers_go(now),
+        ]
 
     def silent(self, rank: int, reason: str, now: float) -> list[Action]:
         """Note that a rank gives no sign of life. A server that others replace is ended: it must not wake and serve."""
@@ -279,11 +329,16 @@ class Supervisor:
             return []
         if self._can_do_without(rank):
             return [DoWithout(rank, reason), Kill((rank,))]
-        return [replace(one, has_ended=False) for one in self._fail(Cause(rank, Weight.OWN, None, INTERNAL, reason), now)]
+        return [
+            replace(one, has_ended=False)
+            for one in self._fail(Cause(rank, Weight.OWN, None, INTERNAL, reason), now)
+        ]
 
     def did_not_meet(self, reason: str, now: float) -> list[Action]:
         """Note that the ranks did not all meet."""
-        self.job_cause = self.job_cause or Cause(-1, Weight.DISAGREEMENT, None, RENDEZVOUS, reason, at=now)
+        self.job_cause = self.job_cause or Cause(
+            -1, Weight.DISAGREEMENT, None, RENDEZVOUS, reason, at=now
+        )
         self._end_at(now + self.config.abort_grace_s)
         return []
 
@@ -304,7 +359,12 @@ class Supervisor:
 
     def tick(self, now: float) -> list[Action]:
         """Look at the clock."""
-        if now - self._began >= self.timeout_s and self.job_cause is None and self.running and self._term_at is None:
+        if (
+            now - self._began >= self.timeout_s
+            and self.job_cause is None
+            and self.running
+            and self._term_at is None
+        ):
             limit = f"the time limit of {self.timeout_s:g} s passed"
             self.job_cause = Cause(-1, Weight.OWN, None, TIMEOUT, limit, at=now)
             return self._terminate(now)
@@ -314,7 +374,7 @@ class Supervisor:
             return self._terminate(now)
         return self._start_again(now)
 
-    # -- answers --------------------------------------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
@@ -328,10 +388,20 @@ class Supervisor:
 
     def next_due(self) -> float:
         """Return when `tick` must be called next, in seconds of the clock."""
-        due = [self._began + self.timeout_s if self.job_cause is None and self._term_at is None else float("inf")]
+        due = [
+            self._began + self.timeout_s
+            if self.job_cause is None and self._term_at is None
+            else float("inf")
+        ]
         if not self._killed:
-            due += [at for at in (self._kill_at, None if self._terminated else self._term_at) if at is not None]
-        return min([*due, *(at for rank, (at, _) in self._awaited.items() if rank not in self.running)])
+            due += [
+                at
+                for at in (self._kill_at, None if self._terminated else self._term_at)
+                if at is not None
+            ]
+        return min(
+            [*due, *(at for rank, (at, _) in self._awaited.items() if rank not in self.running)]
+        )
 
     def grace_s(self, now: float) -> float | None:
         """Return after how many seconds the launcher kills what still runs; None if it kills nothing."""
@@ -341,26 +411,37 @@ class Supervisor:
         """Return how the job ended, by cause and not by clock."""
         causes = list(self.causes.values())
         have_stopped = bool(causes) and all(cause.exit_code == PREEMPTED for cause in causes)
-        if self.interrupted:  # a notice, if the workers took it for one: they have saved and ask to be run again
-            return Outcome(PREEMPTED if have_stopped else 128 + self.interrupted, None, self.interrupted)
+        if (
+            self.interrupted
+        ):  # a notice, if the workers took it for one: they have saved and ask to be run again
+            return Outcome(
+                PREEMPTED if have_stopped else 128 + self.interrupted, None, self.interrupted
+            )
         if have_stopped and self.job_cause is None:
             return Outcome(PREEMPTED, None, 0)
         if self.job_cause is not None:
             causes.insert(0, self.job_cause)
         if not causes:
             return Outcome(0, None, 0)
-        first = min(causes, key=lambda cause: cause.weight)  # the first one of the lowest weight: dicts keep order
+        first = min(
+            causes, key=lambda cause: cause.weight
+        )  # the first one of the lowest weight: dicts keep order
         return Outcome(first.exit_code or INTERNAL, first, 0)
 
     def will_restart(self, rank: int) -> bool:
         """Return whether a worker has ended and is to be started again alone."""
         return rank in self._awaited
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _let_servers_go(self, now: float) -> list[Action]:
         """End the servers when the last worker has ended."""
-        if self._may_go or not self.running or self._awaited or any(not is_server(rank) for rank in self.running):
+        if (
+            self._may_go
+            or not self.running
+            or self._awaited
+            or any(not is_server(rank) for rank in self.running)
+        ):
             return []
         self._may_go = True
         if self._kill_at is None:
@@ -372,7 +453,10 @@ class Supervisor:
         if not is_server(rank) or rank in self.causes or rank in self.lost or self._terminated:
             return False
         gone = {one - server_number(0) for one in {*self.lost, rank}}
-        if any({server, *mirrors, *self.copies.get(server, ())} <= gone for server, mirrors in enumerate(self.mirrors)):
+        if any(
+            {server, *mirrors, *self.copies.get(server, ())} <= gone
+            for server, mirrors in enumerate(self.mirrors)
+        ):
             return False
         self.lost.add(rank)
         return True
@@ -380,7 +464,9 @@ class Supervisor:
     def _may_restart(self, rank: int) -> bool:
         is_ending = self._term_at is not None or self._terminated
         count = len(self._awaited) + sum(self.restarted.values())
-        return bool(self.mirrors) and not is_server(rank) and not is_ending and count < self.restarts
+        return (
+            bool(self.mirrors) and not is_server(rank) and not is_ending and count < self.restarts
+        )
 
     def _start_again(self, now: float) -> list[Action]:
         """Start workers again whose time has come."""
@@ -422,8 +508,14 @@ class Supervisor:
         self._term_at = now
         self._kill_at = now + self.config.term_grace_s
         self._awaited.clear()
-        workers = tuple(sorted(rank for rank in self.running if not is_server(rank)))  # which may have something to save there
-        return [Terminate(workers), *self._let_servers_go(now)] if workers or not self.mirrors else self._let_servers_go(now)
+        workers = tuple(
+            sorted(rank for rank in self.running if not is_server(rank))
+        )  # which may have something to save there
+        return (
+            [Terminate(workers), *self._let_servers_go(now)]
+            if workers or not self.mirrors
+            else self._let_servers_go(now)
+        )
 
     def _kill(self) -> list[Action]:
         self._terminated = self._killed = True

@@ -42,11 +42,19 @@ class Input:
         self._descriptor = descriptor
         self._is_over = False
         self._before: list[int | list[bytes | int]] | None = None
-        self.size = _size(descriptor) if is_debugged and os.isatty(descriptor) and os.isatty(screen) else None
+        self.size = (
+            _size(descriptor)
+            if is_debugged and os.isatty(descriptor) and os.isatty(screen)
+            else None
+        )
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to poll for reading."""
-        return [self._descriptor] if not self._is_over and self.unfed < _UNFED_MAX and self._is_ours() else []
+        return (
+            [self._descriptor]
+            if not self._is_over and self.unfed < _UNFED_MAX and self._is_ours()
+            else []
+        )
 
     def is_at(self, descriptor: int) -> bool:
         """Return whether a descriptor that poll reported is the one to read."""
@@ -59,7 +67,9 @@ class Input:
         except BlockingIOError:
             return None
         except OSError as error:
-            if error.errno == errno.EIO and os.isatty(self._descriptor):  # the shell has the terminal again
+            if error.errno == errno.EIO and os.isatty(
+                self._descriptor
+            ):  # the shell has the terminal again
                 return None
             data = b""
         self.unfed += len(data)
@@ -122,7 +132,11 @@ def open_terminal(size: Sequence[int]) -> tuple[int, int]:
 def resize(terminal: int, size: Sequence[int]) -> None:
     """Give a terminal so many rows and columns."""
     with contextlib.suppress(OSError):
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *(max(0, min(one, 0xFFFF)) for one in size[:2]), 0, 0))
+        fcntl.ioctl(
+            terminal,
+            termios.TIOCSWINSZ,
+            struct.pack("HHHH", *(max(0, min(one, 0xFFFF)) for one in size[:2]), 0, 0),
+        )
 
 
 def _size(terminal: int) -> tuple[int, int]:

@@ -30,7 +30,12 @@ def read_totals(folder: Path) -> dict[int, list[dict[str, Any]]]:
             if path.stat().st_size > _FILE_NBYTES_MAX:
                 continue
             told = json.loads(path.read_bytes())
-            rows = [row for row in told["rows"] if all(type(row[n]) is str for n in _TEXTS) and all(type(row[n]) is int for n in _NUMBERS)]
+            rows = [
+                row
+                for row in told["rows"]
+                if all(type(row[n]) is str for n in _TEXTS)
+                and all(type(row[n]) is int for n in _NUMBERS)
+            ]
             found.setdefault(int(told["rank"]), []).extend(rows)
     return found
 
@@ -67,13 +72,23 @@ def merged(told: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         is_known = all(row["nbytes"] >= 0 for row in rows) and nbytes > 0 and mean > 0
         rate = nbytes / mean / 1e9 if is_known else None
         factor = bus_factor(call.partition("(")[0], size)
-        result.append({
-            "call": call, "ranks": ranks, "size": size, "class": end, "calls": max(row["calls"] for row in rows),
-            "nbytes": nbytes if is_known else None, "min_s": min(times), "mean_s": mean, "max_s": max(times),
-            "waiting": (1 - min(times) / mean if mean > 0 else 0.0) if len(rows) > 1 else None,
-            "algbw": rate if factor else None, "busbw": rate * factor if rate is not None and factor else None,
-            "failed": sum(row["failed"] for row in rows),
-        })  # fmt: skip
+        result.append(
+            {
+                "call": call,
+                "ranks": ranks,
+                "size": size,
+                "class": end,
+                "calls": max(row["calls"] for row in rows),
+                "nbytes": nbytes if is_known else None,
+                "min_s": min(times),
+                "mean_s": mean,
+                "max_s": max(times),
+                "waiting": (1 - min(times) / mean if mean > 0 else 0.0) if len(rows) > 1 else None,
+                "algbw": rate if factor else None,
+                "busbw": rate * factor if rate is not None and factor else None,
+                "failed": sum(row["failed"] for row in rows),
+            }
+        )
     return sorted(result, key=lambda row: -row["mean_s"])
 
 
@@ -88,15 +103,40 @@ def table(rows: Sequence[dict[str, Any]], missing: Sequence[int] = ()) -> str:
         return f"syncvar: no totals: {process_list(missing)} ended before writing them\n"
     if not rows:
         return "syncvar: no calls to add up\n"
-    head = ("call", "size", "ranks", "calls", "bytes", "mean", "min", "max", "waiting", "algbw", "busbw")
+    head = (
+        "call",
+        "size",
+        "ranks",
+        "calls",
+        "bytes",
+        "mean",
+        "min",
+        "max",
+        "waiting",
+        "algbw",
+        "busbw",
+    )
     cells = [head] + [_cells(row) for row in rows[:_ROWS_MAX]]
     rest = rows[_ROWS_MAX:]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["syncvar: totals of all calls; time in seconds over the ranks, bandwidth in GB/s by the mean"]
-    lines += ["  " + "  ".join(f"{cell:<{w}}" if i < 3 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(line, widths, strict=True))).rstrip() for line in cells]
+    lines = [
+        "syncvar: totals of all calls; time in seconds over the ranks, bandwidth in GB/s by the mean"
+    ]
+    lines += [
+        "  "
+        + "  ".join(
+            f"{cell:<{w}}" if i < 3 else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
     if rest:
-        lines.append(f"  {len(rest)} more kinds: {sum(row['calls'] for row in rest)} calls, {sum(row['mean_s'] for row in rest):.3f} s (--stats=FILE has all)")
-    lines.append("  waiting: share of the mean time beyond that of the rank that took least, a lower bound")
+        lines.append(
+            f"  {len(rest)} more kinds: {sum(row['calls'] for row in rest)} calls, {sum(row['mean_s'] for row in rest):.3f} s (--stats=FILE has all)"
+        )
+    lines.append(
+        "  waiting: share of the mean time beyond that of the rank that took least, a lower bound"
+    )
     if missing:
         lines.append(f"  {process_list(missing)} told nothing")
     return "".join(f"{line}\n" for line in lines)
@@ -110,7 +150,17 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     total = "-" if row["nbytes"] is None else _bytes(row["nbytes"])
     times = (f"{row[name]:.3f}" for name in ("mean_s", "min_s", "max_s"))
     size = "-" if row["nbytes"] is None else f"<= {_bytes(row['class'])}"
-    return (escape(row["call"])[:40], size, escape(row["ranks"])[:20], str(row["calls"]), total, *times, share, rate(row["algbw"]), rate(row["busbw"]))
+    return (
+        escape(row["call"])[:40],
+        size,
+        escape(row["ranks"])[:20],
+        str(row["calls"]),
+        total,
+        *times,
+        share,
+        rate(row["algbw"]),
+        rate(row["busbw"]),
+    )
 
 
 def _bytes(nbytes: float) -> str:

@@ -48,7 +48,11 @@ class Watch:
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         # A hangup that was ignored at the start, as under nohup, stays ignored, and so does all but the plain request to end.
         wanted = (*_SIGNALS, *self._forwarded)
-        chosen = [one for one in wanted if one in _NEVER_IGNORED or signal.getsignal(one) != signal.SIG_IGN]
+        chosen = [
+            one
+            for one in wanted
+            if one in _NEVER_IGNORED or signal.getsignal(one) != signal.SIG_IGN
+        ]
         self._before = {number: signal.signal(number, self._signalled) for number in chosen}
         self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         return self
@@ -90,7 +94,9 @@ class Watch:
         signal.signal(signal.SIGTSTP, self._signalled)
         lasted = time.monotonic() - began
         self._stopped_s += lasted
-        while signal.SIGCONT in self.passing:  # it was for us, and who stopped the ranks lets them go on
+        while (
+            signal.SIGCONT in self.passing
+        ):  # it was for us, and who stopped the ranks lets them go on
             self.passing.remove(signal.SIGCONT)
         return lasted
 

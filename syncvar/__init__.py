@@ -280,7 +280,11 @@ def __getattr__(name: str) -> Any:
 
 def _is_module(name: str) -> bool:
     """Return whether a module of this package is asked for before it is imported, as `from syncvar import testing` does."""
-    return any(os.path.exists(os.path.join(folder, name + ending)) for folder in __path__ for ending in ("", ".py"))
+    return any(
+        os.path.exists(os.path.join(folder, name + ending))
+        for folder in __path__
+        for ending in ("", ".py")
+    )
 
 
 def __dir__() -> list[str]:

@@ -65,10 +65,14 @@ def unpack_call(descriptor: int) -> bytes:
 def main() -> None:
     """Call `main` of the module that the first argument names; the others are left to it."""
     if not sys.flags.safe_path:
-        del sys.path[0]  # the folder of this file; whoever runs a script puts that script's folder there
+        del sys.path[
+            0
+        ]  # the folder of this file; whoever runs a script puts that script's folder there
     if "syncvar" not in sys.modules:
         here = os.path.dirname(os.path.abspath(__file__))
-        spec = importlib.util.spec_from_file_location("syncvar", os.path.join(here, "__init__.py"), submodule_search_locations=[here])
+        spec = importlib.util.spec_from_file_location(
+            "syncvar", os.path.join(here, "__init__.py"), submodule_search_locations=[here]
+        )
         assert spec is not None
         assert spec.loader is not None
         sys.modules["syncvar"] = package = importlib.util.module_from_spec(spec)

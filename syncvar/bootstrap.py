@@ -36,9 +36,13 @@ if TYPE_CHECKING:
 __all__ = ["Failure", "add_folder", "failure_of", "main", "work"]
 
 _FINDERS = (
-    runpy.__file__, importlib.util.__file__, "<frozen runpy>", "<frozen importlib.util>", "<frozen importlib._bootstrap>",
+    runpy.__file__,
+    importlib.util.__file__,
+    "<frozen runpy>",
+    "<frozen importlib.util>",
+    "<frozen importlib._bootstrap>",
     "<frozen importlib._bootstrap_external>",
-)  # fmt: skip
+)
 _MARK = "<frames of syncvar>"
 _FOLD = re.compile(rf'  File "{_MARK}", line (\d+), in folded\n')
 _CONSEQUENCES = ("PeerLost", "GroupBroken")
@@ -70,16 +74,26 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
         if word.is_open and directory:
             with contextlib.suppress(OSError):  # then it cannot be asked where it stands
                 rank = int(os.environ["SYNCVAR_RANK"])
-                stacks.listen(stacks.stack_path(directory, rank if run is None else server_number(rank)))
+                stacks.listen(
+                    stacks.stack_path(directory, rank if run is None else server_number(rank))
+                )
     word.announce_start()
-    register_exit(word.goodbye)  # registered first, so it runs last: after the user's handlers and after shutdown
+    register_exit(
+        word.goodbye
+    )  # registered first, so it runs last: after the user's handlers and after shutdown
     try:
         _settled(run or _run)
     except SystemExit as request:
         if os.getpid() == process:
             failure = failure_of(request)
             _let_go(f"SystemExit: {failure.message}", request)
-            word.failed("SystemExit", failure.message, failure.text, failure.exit_code, written=f"{failure.text}\n" if failure.text else "")
+            word.failed(
+                "SystemExit",
+                failure.message,
+                failure.text,
+                failure.exit_code,
+                written=f"{failure.text}\n" if failure.text else "",
+            )
             if isinstance(request.code, int) and failure.text:
                 sys.stderr.write(f"{failure.text}\n")
                 raise SystemExit(failure.exit_code) from None
@@ -105,7 +119,12 @@ def _settled(run: Callable[[list[str]], None]) -> None:
 def add_folder(arguments: list[str]) -> None:
     """Put the folder in which a script or module first looks for what it imports where Python has it, if it has it."""
     if not sys.flags.safe_path:  # PYTHONSAFEPATH: whoever sets it wants no such folder
-        sys.path.insert(0, os.getcwd() if arguments[0] == "-m" else os.path.dirname(os.path.realpath(arguments[0])))
+        sys.path.insert(
+            0,
+            os.getcwd()
+            if arguments[0] == "-m"
+            else os.path.dirname(os.path.realpath(arguments[0])),
+        )
 
 
 def _run(arguments: list[str]) -> None:
@@ -114,7 +133,13 @@ def _run(arguments: list[str]) -> None:
         sys.argv[:] = arguments[1:]
         code, spec = _module_code(arguments[1])
         sys.argv[0] = spec.origin or arguments[1]
-        origin = {"__spec__": spec, "__loader__": spec.loader, "__file__": spec.origin, "__cached__": spec.cached, "__package__": spec.parent}
+        origin = {
+            "__spec__": spec,
+            "__loader__": spec.loader,
+            "__file__": spec.origin,
+            "__cached__": spec.cached,
+            "__package__": spec.parent,
+        }
     else:
         sys.argv[:] = arguments
         path = arguments[0]
@@ -123,7 +148,13 @@ def _run(arguments: list[str]) -> None:
             return
         code = _script_code(path)
         loader = importlib.machinery.SourceFileLoader("__main__", path)
-        origin = {"__spec__": None, "__loader__": loader, "__file__": path, "__cached__": None, "__package__": None}
+        origin = {
+            "__spec__": None,
+            "__loader__": loader,
+            "__file__": path,
+            "__cached__": None,
+            "__package__": None,
+        }
     main = ModuleType("__main__")
     vars(main).update(origin)
     sys.modules["__main__"] = main
@@ -144,7 +175,9 @@ def _module_code(name: str) -> tuple[CodeType, importlib.machinery.ModuleSpec]:
     try:
         spec = importlib.util.find_spec(name)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ImportError(f"Error while finding the module {name!r} ({type(error).__name__}: {error})") from error
+        raise ImportError(
+            f"Error while finding the module {name!r} ({type(error).__name__}: {error})"
+        ) from error
     if spec is None or spec.loader is None:
         raise ImportError(f"No module named {name}")
     if spec.submodule_search_locations is not None:
@@ -196,7 +229,10 @@ def failure_of(error: BaseException) -> Failure:
         text = "" if error.code is None or isinstance(error.code, int) else str(error.code)
         status = code & 0xFF
         if code and not status:  # the system would report success
-            status, text = 1, f"sys.exit({code}): an exit code has 8 bits, and the lowest 8 of this number are 0; it counts as 1. Use 1 to 255"
+            status, text = (
+                1,
+                f"sys.exit({code}): an exit code has 8 bits, and the lowest 8 of this number are 0; it counts as 1. Use 1 to 255",
+            )
         return Failure(name, str(error.code), text, text, status)
     code = 130 if isinstance(error, KeyboardInterrupt) else error_exit_code(error)
     text, brief = _traceback_texts(error)
@@ -232,13 +268,19 @@ def _call_hook(error: BaseException) -> None:
     try:
         sys.excepthook(type(error), error, _own_part(error.__traceback__))
     except Exception as another:  # noqa: BLE001  (likewise)
-        sys.stderr.write(f"Error in sys.excepthook:\n{_traceback_texts(another)[0]}\nOriginal exception was:\n{_traceback_texts(error)[0]}")
+        sys.stderr.write(
+            f"Error in sys.excepthook:\n{_traceback_texts(another)[0]}\nOriginal exception was:\n{_traceback_texts(error)[0]}"
+        )
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback without our frames before those of the script."""
     first = trace
-    while first is not None and first.tb_next is not None and _is_around(first.tb_frame.f_code.co_filename):
+    while (
+        first is not None
+        and first.tb_next is not None
+        and _is_around(first.tb_frame.f_code.co_filename)
+    ):
         first = first.tb_next
     return first
 
@@ -282,7 +324,11 @@ def _folded(stack: traceback.StackSummary) -> traceback.StackSummary:
     frames: list[traceback.FrameSummary] = []
     for is_ours, run in itertools.groupby(stack[:-1], lambda frame: _is_inside(frame.filename)):
         together = list(run)
-        frames += [traceback.FrameSummary(_MARK, len(together), "folded", line="")] if is_ours else together
+        frames += (
+            [traceback.FrameSummary(_MARK, len(together), "folded", line="")]
+            if is_ours
+            else together
+        )
     return traceback.StackSummary.from_list([*frames, *stack[-1:]])
 
 

@@ -18,15 +18,33 @@ if TYPE_CHECKING:
 __all__ = ["Knob", "RuntimeConfig", "doubtful_variables", "nearest"]
 
 _INTERNAL = frozenset(
-    PREFIX + name for name in (
-        "KEY", "KEY_FD", "KEY_FILE", "STATUS_FD", "PASS_FDS", "PARENT_FD", "OUTCOME_FILE", "RESULT_DIR", "CALL_FD", "PROCESS", "FORK_FD",
-        "FULL_TRACEBACK", "MEETING_DIR",
+    PREFIX + name
+    for name in (
+        "KEY",
+        "KEY_FD",
+        "KEY_FILE",
+        "STATUS_FD",
+        "PASS_FDS",
+        "PARENT_FD",
+        "OUTCOME_FILE",
+        "RESULT_DIR",
+        "CALL_FD",
+        "PROCESS",
+        "FORK_FD",
+        "FULL_TRACEBACK",
+        "MEETING_DIR",
     )
-)  # fmt: skip
+)
 
-_BETWEEN_HOSTS = {"required": "encrypted tcp", "control-only": "unencrypted tcp with encrypted control", "off": "unencrypted tcp"}
+_BETWEEN_HOSTS = {
+    "required": "encrypted tcp",
+    "control-only": "unencrypted tcp with encrypted control",
+    "off": "unencrypted tcp",
+}
 _FIRST_PAUSE_S = 0.4  # of TCP: 0.2 s and the time of a round
-_OPENED = "whoever reaches the ports of this job can read and change what its hosts send, and end it"
+_OPENED = (
+    "whoever reaches the ports of this job can read and change what its hosts send, and end it"
+)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -59,7 +77,16 @@ class Knob:
 
     __slots__ = ("choices", "default", "is_shared", "low", "name", "text", "unit")
 
-    def __init__(self, default: Any, unit: str, text: str, low: float, choices: tuple[str, ...], *, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        default: Any,
+        unit: str,
+        text: str,
+        low: float,
+        choices: tuple[str, ...],
+        *,
+        is_shared: bool = False,
+    ) -> None:
         self.name = ""
         self.default = default
         self.unit = unit
@@ -75,18 +102,35 @@ class Knob:
         """Refuse a value that it cannot have, with a ConfigError that names it."""
         if self.choices:
             if value not in self.choices:
-                raise ConfigError(f"{self.name} must be one of {', '.join(self.choices)}, not {value!r}")
+                raise ConfigError(
+                    f"{self.name} must be one of {', '.join(self.choices)}, not {value!r}"
+                )
         elif isinstance(self.default, str):
             if not isinstance(value, str):
                 raise ConfigError(f"{self.name} must be a text, not {value!r}")
         elif isinstance(self.default, int) and isinstance(value, float):
             raise ConfigError(f"{self.name} must be a whole number of {self.unit}, not {value!r}")
-        elif isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value < self.low:
+        elif (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or math.isnan(value)
+            or value < self.low
+        ):
             least = f"{self.low:g}" if isinstance(self.low, float) else str(self.low)
-            raise ConfigError(f"{self.name} must be a number of at least {least} {self.unit}, not {value!r}")
+            raise ConfigError(
+                f"{self.name} must be a number of at least {least} {self.unit}, not {value!r}"
+            )
 
 
-def _knob(unit: str, text: str, low: float = 0.0, choices: tuple[str, ...] = (), *, default: Any, is_shared: bool = False) -> Any:
+def _knob(
+    unit: str,
+    text: str,
+    low: float = 0.0,
+    choices: tuple[str, ...] = (),
+    *,
+    default: Any,
+    is_shared: bool = False,
+) -> Any:
     return Knob(default, unit, text, low, choices, is_shared=is_shared)
 
 
@@ -134,55 +178,143 @@ class RuntimeConfig(_Settings):
     """
 
     rendezvous_timeout_s: float = _knob("s", "longest wait for all ranks to meet", default=300.0)
-    handshake_timeout_s: float = _knob("s", "longest wait for a link to open; a rank that has joined has lost_after_s at least", default=10.0)
-    roll_call_s: float = _knob("s", "how often the ranks still missing are named while others wait", 0.05, default=5.0)
-    heartbeat_interval_s: float = _knob("s", "time between signs of life on a link", 0.01, default=1.0)
-    suspect_after_s: float = _knob("s", "silence after which a rank is suspected", default=5.0)
-    lost_after_s: float = _knob("s", "silence after which a rank is lost, also one that does not answer a new link", default=15.0)
-    stall_warning_s: float = _knob("s", "wait after which one sentence says who waits for whom, and what those do; again after 6 and 30 times as long", default=10.0)
-    report_after_s: float = _knob("s", "wait after which a rank reports its call to the arbiter", 0.01, default=0.1)
-    collective_timeout_s: float = _knob("s", "longest wait of a call that is given no timeout", default=1800.0)
-    abort_grace_s: float = _knob("s", "time for survivors to end by themselves after a failure", default=2.0)
-    term_grace_s: float = _knob("s", "time between SIGTERM and SIGKILL", default=10.0)
-    preempt_grace_s: float = _knob("s", "time that ranks which take SIGTERM as a notice get to save and end", default=20.0)
-    restart_delay_s: float = _knob("s", "pause before the first restart; each further one waits twice as long, up to 30 s", default=1.0)
-    shutdown_timeout_s: float = _knob("s", "longest wait for the peers' goodbye at the end", default=2.0)
-    window_bytes: int = _knob("B", "unconsumed bytes allowed on a link for each group", 4096, default=64 << 20)
-    segment_bytes: int = _knob("B", "largest payload of one frame, which is also what a stranger at a port can make a rank hold", 1024, default=1 << 20)
-    arena_bytes: int = _knob("B", "virtual size of the memory that the processes of one host share", 16 << 20, default=1 << 40)
-    algorithm: str = _knob("list", "algorithms demanded for the whole job, such as all_reduce:ring,broadcast:tree", default="", is_shared=True)
-    eager_bytes: int = _knob("B", "longest message of send that does not wait for its receiver", 0, default=65536)
-    log_level: str = _knob("", "what workers log on standard error", choices=("warning", "info", "debug"), default="warning")
-    trace: str = _knob("path", "folder for the flight record of every rank, written at the end of every run", default="")
-    transport: str = _knob(
-        "", "data path: memory that the processes of a host share, and ZeroMQ (auto); ZeroMQ alone (zmq); or, under mpirun, MPI in place "
-        "of ZeroMQ (mpi), or MPI alone (mpi-only)",
-        choices=("auto", "zmq", "mpi", "mpi-only"), default="auto",
-    )  # fmt: skip
-    encryption: str = _knob(
-        "", "links between hosts: all encrypted, those of the launcher only, or none (which needs insecure)",
-        choices=("required", "control-only", "off"), default="required", is_shared=True,
-    )  # fmt: skip
-    insecure: str = _knob("", "encryption may be off: for networks that nobody else reaches", choices=("off", "on"), default="off")
-    single_copy: str = _knob(
-        "", "read arrays where they lie in another worker's memory, where the system allows it", choices=("auto", "off"), default="auto"
+    handshake_timeout_s: float = _knob(
+        "s",
+        "longest wait for a link to open; a rank that has joined has lost_after_s at least",
+        default=10.0,
     )
-    kernel: str = _knob("", "what runs prepared calls: the C kernel where there is one, or Python", choices=("auto", "c", "python"), default="auto")
+    roll_call_s: float = _knob(
+        "s", "how often the ranks still missing are named while others wait", 0.05, default=5.0
+    )
+    heartbeat_interval_s: float = _knob(
+        "s", "time between signs of life on a link", 0.01, default=1.0
+    )
+    suspect_after_s: float = _knob("s", "silence after which a rank is suspected", default=5.0)
+    lost_after_s: float = _knob(
+        "s",
+        "silence after which a rank is lost, also one that does not answer a new link",
+        default=15.0,
+    )
+    stall_warning_s: float = _knob(
+        "s",
+        "wait after which one sentence says who waits for whom, and what those do; again after 6 and 30 times as long",
+        default=10.0,
+    )
+    report_after_s: float = _knob(
+        "s", "wait after which a rank reports its call to the arbiter", 0.01, default=0.1
+    )
+    collective_timeout_s: float = _knob(
+        "s", "longest wait of a call that is given no timeout", default=1800.0
+    )
+    abort_grace_s: float = _knob(
+        "s", "time for survivors to end by themselves after a failure", default=2.0
+    )
+    term_grace_s: float = _knob("s", "time between SIGTERM and SIGKILL", default=10.0)
+    preempt_grace_s: float = _knob(
+        "s", "time that ranks which take SIGTERM as a notice get to save and end", default=20.0
+    )
+    restart_delay_s: float = _knob(
+        "s",
+        "pause before the first restart; each further one waits twice as long, up to 30 s",
+        default=1.0,
+    )
+    shutdown_timeout_s: float = _knob(
+        "s", "longest wait for the peers' goodbye at the end", default=2.0
+    )
+    window_bytes: int = _knob(
+        "B", "unconsumed bytes allowed on a link for each group", 4096, default=64 << 20
+    )
+    segment_bytes: int = _knob(
+        "B",
+        "largest payload of one frame, which is also what a stranger at a port can make a rank hold",
+        1024,
+        default=1 << 20,
+    )
+    arena_bytes: int = _knob(
+        "B",
+        "virtual size of the memory that the processes of one host share",
+        16 << 20,
+        default=1 << 40,
+    )
+    algorithm: str = _knob(
+        "list",
+        "algorithms demanded for the whole job, such as all_reduce:ring,broadcast:tree",
+        default="",
+        is_shared=True,
+    )
+    eager_bytes: int = _knob(
+        "B", "longest message of send that does not wait for its receiver", 0, default=65536
+    )
+    log_level: str = _knob(
+        "",
+        "what workers log on standard error",
+        choices=("warning", "info", "debug"),
+        default="warning",
+    )
+    trace: str = _knob(
+        "path",
+        "folder for the flight record of every rank, written at the end of every run",
+        default="",
+    )
+    transport: str = _knob(
+        "",
+        "data path: memory that the processes of a host share, and ZeroMQ (auto); ZeroMQ alone (zmq); or, under mpirun, MPI in place "
+        "of ZeroMQ (mpi), or MPI alone (mpi-only)",
+        choices=("auto", "zmq", "mpi", "mpi-only"),
+        default="auto",
+    )
+    encryption: str = _knob(
+        "",
+        "links between hosts: all encrypted, those of the launcher only, or none (which needs insecure)",
+        choices=("required", "control-only", "off"),
+        default="required",
+        is_shared=True,
+    )
+    insecure: str = _knob(
+        "",
+        "encryption may be off: for networks that nobody else reaches",
+        choices=("off", "on"),
+        default="off",
+    )
+    single_copy: str = _knob(
+        "",
+        "read arrays where they lie in another worker's memory, where the system allows it",
+        choices=("auto", "off"),
+        default="auto",
+    )
+    kernel: str = _knob(
+        "",
+        "what runs prepared calls: the C kernel where there is one, or Python",
+        choices=("auto", "c", "python"),
+        default="auto",
+    )
     check_arena: str = _knob(
-        "", "compare every use of shared memory with what has been given out, to find bugs of this library", choices=("off", "on"), default="off"
+        "",
+        "compare every use of shared memory with what has been given out, to find bugs of this library",
+        choices=("off", "on"),
+        default="off",
     )
     check_every: int = _knob(
         "runs",
         "every variable that is kept equal is compared once in so many runs (outside runs: steps, as the variable written most often "
         "counts them), a MiB of them, or one larger variable, at a time; 0 for never",
-        0, default=100, is_shared=True,
-    )  # fmt: skip
-    check_finite: str = _knob(
-        "", "what to do about NaN and infinity in what a rank brings to a reduction or writes to a variable",
-        choices=("off", "warn", "raise"), default="off", is_shared=True,
+        0,
+        default=100,
+        is_shared=True,
     )
-    auto_log: str = _knob("path", "file to which AUTO's decisions are added, as JSON lines", default="")
-    auto_replay: str = _knob("path", "file of such decisions, which AUTO follows instead of deciding", default="")
+    check_finite: str = _knob(
+        "",
+        "what to do about NaN and infinity in what a rank brings to a reduction or writes to a variable",
+        choices=("off", "warn", "raise"),
+        default="off",
+        is_shared=True,
+    )
+    auto_log: str = _knob(
+        "path", "file to which AUTO's decisions are added, as JSON lines", default=""
+    )
+    auto_replay: str = _knob(
+        "path", "file of such decisions, which AUTO follows instead of deciding", default=""
+    )
 
     def consistent(self) -> RuntimeConfig:
         """Return these settings if they fit together; each alone has been checked already.
@@ -250,7 +382,9 @@ class RuntimeConfig(_Settings):
     @property
     def between_hosts(self) -> str:
         """What goes between hosts, in words."""
-        return "MPI (not encrypted by syncvar)" if self.uses_mpi else _BETWEEN_HOSTS[self.encryption]
+        return (
+            "MPI (not encrypted by syncvar)" if self.uses_mpi else _BETWEEN_HOSTS[self.encryption]
+        )
 
     @property
     def opened(self) -> str:
@@ -267,7 +401,9 @@ class RuntimeConfig(_Settings):
         return tuple(item.name for item in cls.knobs())
 
     @classmethod
-    def from_mapping(cls, environ: Mapping[str, str], base: Mapping[str, Any] | None = None) -> RuntimeConfig:
+    def from_mapping(
+        cls, environ: Mapping[str, str], base: Mapping[str, Any] | None = None
+    ) -> RuntimeConfig:
         """Build the settings from an environment laid over `base` (already parsed values, for instance of a file).
 
         Raises:
@@ -296,7 +432,9 @@ def _parse(name: str, text: str, kind: type) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ConfigError(f"{PREFIX}{name.upper()}={text!r} is not {'an integer' if kind is int else 'a number'}") from None
+        raise ConfigError(
+            f"{PREFIX}{name.upper()}={text!r} is not {'an integer' if kind is int else 'a number'}"
+        ) from None
 
 
 def doubtful_variables(environ: Mapping[str, str]) -> list[str]:
@@ -313,8 +451,17 @@ def doubtful_variables(environ: Mapping[str, str]) -> list[str]:
     known = {*settings, *contract, *_INTERNAL}
     said = []
     for name in environ:
-        if name.startswith(PREFIX) and not name.startswith(PREFIX + "LAUNCH_") and name not in known:
+        if (
+            name.startswith(PREFIX)
+            and not name.startswith(PREFIX + "LAUNCH_")
+            and name not in known
+        ):
             # Without what all of them begin with, which would make any two alike.
-            close = nearest(name.removeprefix(PREFIX), [one.removeprefix(PREFIX) for one in (*settings, *_INTERNAL)])
-            said += [f"{name} is no setting{close.replace('mean ', 'mean ' + PREFIX)}"] if close else []
+            close = nearest(
+                name.removeprefix(PREFIX),
+                [one.removeprefix(PREFIX) for one in (*settings, *_INTERNAL)],
+            )
+            said += (
+                [f"{name} is no setting{close.replace('mean ', 'mean ' + PREFIX)}"] if close else []
+            )
     return said

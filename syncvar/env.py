@@ -30,7 +30,13 @@ _INTEGERS = {
     "server_replicas": "SERVER_REPLICAS",
     "incarnation": "INCARNATION",
 }
-_MAY_BE_ABSENT = {"host_count": "1", "restarts": "0", "servers": "0", "server_replicas": "0", "incarnation": "0"}
+_MAY_BE_ABSENT = {
+    "host_count": "1",
+    "restarts": "0",
+    "servers": "0",
+    "server_replicas": "0",
+    "incarnation": "0",
+}
 _TEXTS = {
     "rendezvous": "RENDEZVOUS",
     "job_id": "JOB_ID",
@@ -126,7 +132,9 @@ class RankEnvironment(NamedTuple):
         for field, name in _TEXTS.items():
             text = environ.get(PREFIX + name)
             if text is None and field in ("rendezvous", "job_id"):
-                raise ConfigError(f"{PREFIX}{name} is not set: start the script with syncvar-launch")
+                raise ConfigError(
+                    f"{PREFIX}{name} is not set: start the script with syncvar-launch"
+                )
             if text is not None:
                 values[field] = text
         result = cls(**values)  # type: ignore[arg-type]
@@ -135,13 +143,17 @@ class RankEnvironment(NamedTuple):
                 raise ConfigError(f"{PREFIX}RANK={result.rank} is outside {result.servers} servers")
             return result
         if result.rank >= result.world_size:
-            raise ConfigError(f"{PREFIX}RANK={result.rank} is outside a world of {result.world_size}")
+            raise ConfigError(
+                f"{PREFIX}RANK={result.rank} is outside a world of {result.world_size}"
+            )
         if result.local_rank >= result.local_world_size:
             raise ConfigError(
                 f"{PREFIX}LOCAL_RANK={result.local_rank} is outside a host of {result.local_world_size} ranks"
             )
         if PREFIX + "HOST_COUNT" in environ and result.host_index >= result.host_count:
-            raise ConfigError(f"{PREFIX}HOST_INDEX={result.host_index} is outside a job of {result.host_count} hosts")
+            raise ConfigError(
+                f"{PREFIX}HOST_INDEX={result.host_index} is outside a job of {result.host_count} hosts"
+            )
         return result
 
     def to_mapping(self) -> dict[str, str]:
@@ -152,7 +164,9 @@ class RankEnvironment(NamedTuple):
             >>> RankEnvironment.from_mapping(me.to_mapping()) == me
             True
         """
-        result = {PREFIX + name: str(getattr(self, field)) for field, name in (_INTEGERS | _TEXTS).items()}
+        result = {
+            PREFIX + name: str(getattr(self, field)) for field, name in (_INTEGERS | _TEXTS).items()
+        }
         for name in _PLAIN:
             result[name] = result[PREFIX + name]
         return result

@@ -108,7 +108,9 @@ class PeerLost(TransportError):
         self.detail = detail
         where = f" on {host}" if host else ""
         what = f": {reason}" if reason else ""
-        super().__init__(f"{process_name(rank)}{where} was lost{what}" + (f" ({detail})" if detail else ""))
+        super().__init__(
+            f"{process_name(rank)}{where} was lost{what}" + (f" ({detail})" if detail else "")
+        )
 
 
 class DeadlineExceeded(TransportError, TimeoutError):
@@ -172,7 +174,9 @@ class Corrupt(CheckpointError):
         self.actual = actual
         self.detail = detail
         where = f" ({detail})" if detail else ""
-        super().__init__(f"{key} is damaged: expected {expected}, found {actual}{where}; restore another checkpoint")
+        super().__init__(
+            f"{key} is damaged: expected {expected}, found {actual}{where}; restore another checkpoint"
+        )
 
 
 class RendezvousError(SyncvarError):

@@ -69,7 +69,11 @@ def state_folder(environ: Mapping[str, str]) -> StateFolder:
         refusal = f"{usual} is not used: {why}"
     spare = _spare(environ)
     why = _why_not(spare)
-    return StateFolder(None, f"{refusal}; {spare} neither: {why}") if why else StateFolder(spare, refusal)
+    return (
+        StateFolder(None, f"{refusal}; {spare} neither: {why}")
+        if why
+        else StateFolder(spare, refusal)
+    )
 
 
 def job_name(job_id: str) -> str:
@@ -95,7 +99,11 @@ def job_folders(folder: Path) -> list[Path]:
         for entry in entries:
             with contextlib.suppress(OSError):
                 told = entry.stat(follow_symlinks=False)
-                if _JOB.fullmatch(entry.name) and stat.S_ISDIR(told.st_mode) and told.st_uid == os.geteuid():
+                if (
+                    _JOB.fullmatch(entry.name)
+                    and stat.S_ISDIR(told.st_mode)
+                    and told.st_uid == os.geteuid()
+                ):
                     last = _last_record(entry.path)
                     if last:
                         found.append((last, entry.name))
@@ -110,8 +118,15 @@ def find_job(environ: Mapping[str, str], job: str = "") -> Path | None:
         job: The first eight digits of its identity.
     """
     usual = _usual(environ)
-    places = [place for place in (usual, _spare(environ)) if place is not None and not _why_not(place)]
-    found = [path for place in places for path in job_folders(place) if not job or path.name == job_name(job)]
+    places = [
+        place for place in (usual, _spare(environ)) if place is not None and not _why_not(place)
+    ]
+    found = [
+        path
+        for place in places
+        for path in job_folders(place)
+        if not job or path.name == job_name(job)
+    ]
     return max(found, key=_last_record, default=None)
 
 
@@ -124,7 +139,13 @@ def keep_newest(folder: Path, count: int = JOBS_KEPT) -> None:
 def remove_job(path: Path) -> None:
     """Remove the records in a folder, also what a killed worker has left of one, and the folder if it is a job's and empty."""
     with contextlib.suppress(OSError):
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if _JOB.fullmatch(path.name) else 0))
+        directory = os.open(
+            path,
+            os.O_RDONLY
+            | os.O_DIRECTORY
+            | os.O_CLOEXEC
+            | (os.O_NOFOLLOW if _JOB.fullmatch(path.name) else 0),
+        )
         try:
             for name in os.listdir(directory):
                 if _RECORD.fullmatch(name):
@@ -207,7 +228,11 @@ def _why_not(folder: Path) -> str:
         return f"it belongs to user {told.st_uid}; remove it, or set XDG_STATE_HOME"
     if told.st_mode & 0o022:
         return f"others may write to it (mode {told.st_mode & 0o777:o}); chmod 700 {folder}"
-    return "" if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written to; set XDG_STATE_HOME to a folder that can"
+    return (
+        ""
+        if os.access(folder, os.W_OK | os.X_OK)
+        else "it cannot be written to; set XDG_STATE_HOME to a folder that can"
+    )
 
 
 def _why_not_within(folder: Path) -> str:

@@ -13,7 +13,18 @@ from syncvar.config import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["WORDS", "Word", "explained", "group_hint", "missing", "object_hint", "op_hint", "op_of", "unexpected", "words_text"]
+__all__ = [
+    "WORDS",
+    "Word",
+    "explained",
+    "group_hint",
+    "missing",
+    "object_hint",
+    "op_hint",
+    "op_of",
+    "unexpected",
+    "words_text",
+]
 
 SEVERAL_HOSTS = (
     "syncvar-launch logs in to other hosts by itself: write --hostfile FILE, with lines such as node1 slots=4, or -H node1:4,node2:4 "
@@ -370,10 +381,15 @@ WORDS = (
 )  # fmt: skip
 
 _PLACES = {
-    "op": "op", "option": "option of the launcher", "keyword": "keyword", "coming-from": "`syncvar coming-from`",
-}  # fmt: skip
+    "op": "op",
+    "option": "option of the launcher",
+    "keyword": "keyword",
+    "coming-from": "`syncvar coming-from`",
+}
 _TEXTS = {(word.place, name): word.text for word in WORDS for name in word.names}
-_OPS = {name: "mean" for word in WORDS if word.place == "op" and word.is_accepted for name in word.names}
+_OPS = {
+    name: "mean" for word in WORDS if word.place == "op" and word.is_accepted for name in word.names
+}
 
 
 def explained(place: str, name: str) -> str:
@@ -415,7 +431,9 @@ def missing(place: str, name: str, known: Iterable[str]) -> AttributeError:
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name, obj=None)
 
 
-def unexpected(function: Callable[..., Any], foreign: Iterable[str], known: Iterable[str] = ()) -> TypeError:
+def unexpected(
+    function: Callable[..., Any], foreign: Iterable[str], known: Iterable[str] = ()
+) -> TypeError:
     """Return the error for keywords that a function does not have.
 
     Args:
@@ -512,7 +530,10 @@ def words_text() -> str:
     lines = ["| word | where | here |", "|---|---|---|"]
     for word in WORDS:
         names = ", ".join(f"`{name}`" for name in word.names)
-        where = _PLACES.get(word.place) or f"{'keyword of' if word.place.endswith('()') else 'of'} `{word.place}`"
+        where = (
+            _PLACES.get(word.place)
+            or f"{'keyword of' if word.place.endswith('()') else 'of'} `{word.place}`"
+        )
         text = ("accepted: " if word.is_accepted else "") + word.text
         lines.append(f"| {names} | {where} | {text} |")
     return "\n".join(lines) + "\n"

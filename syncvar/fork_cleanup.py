@@ -30,12 +30,22 @@ if TYPE_CHECKING:
 
     ExceptionHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
-__all__ = ["enable_fault_handler", "handle_signal", "hook_exceptions", "register_exit", "register_fault_dump", "release_signal", "unregister_exit"]
+__all__ = [
+    "enable_fault_handler",
+    "handle_signal",
+    "hook_exceptions",
+    "register_exit",
+    "register_fault_dump",
+    "release_signal",
+    "unregister_exit",
+]
 
 _SIGSET_BYTES = 128  # sizeof(sigset_t) on Linux
 _STDERR = 2
 
-_handlers: list[tuple[int, Any, Any]] = []  # signal, our handler, what the signal had before; oldest first
+_handlers: list[
+    tuple[int, Any, Any]
+] = []  # signal, our handler, what the signal had before; oldest first
 _exit_handlers: list[Callable[..., None]] = []
 _exception_hooks: list[tuple[ExceptionHook, ExceptionHook]] = []  # ours, and the one before
 _fault_dumps: list[int] = []  # signals to which the fault handler writes stacks
@@ -138,13 +148,18 @@ def _undo() -> None:
         kept.clear()
 
 
-_ours, _saved = ctypes.create_string_buffer(_SIGSET_BYTES), ctypes.create_string_buffer(_SIGSET_BYTES)
+_ours, _saved = (
+    ctypes.create_string_buffer(_SIGSET_BYTES),
+    ctypes.create_string_buffer(_SIGSET_BYTES),
+)
 _forking = threading.RLock()  # one thread forks at a time: `_saved` is its mask
 _restore = functools.partial(libc.pthread_sigmask, int(signal.SIG_SETMASK), _saved, None)
 
 libc.sigemptyset(_ours)
 # Those before a fork run last registered first, those after it in the order of their registration.
-os.register_at_fork(before=functools.partial(libc.pthread_sigmask, int(signal.SIG_BLOCK), _ours, _saved))
+os.register_at_fork(
+    before=functools.partial(libc.pthread_sigmask, int(signal.SIG_BLOCK), _ours, _saved)
+)
 os.register_at_fork(before=_forking.acquire, after_in_child=_undo)
 os.register_at_fork(after_in_child=_restore, after_in_parent=_restore)
 os.register_at_fork(after_in_child=_forking.release, after_in_parent=_forking.release)

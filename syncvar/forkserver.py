@@ -33,9 +33,17 @@ __all__ = ["main"]
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _IMPORTED = (
-    "numpy", "syncvar.transports.zeromq", "syncvar.transports.control", "syncvar.transports.addresses", "syncvar.arena.handing",
-    "syncvar.collectives", "syncvar.identity", "syncvar.config", "syncvar.joining.connecting", "hashlib",
-)  # fmt: skip
+    "numpy",
+    "syncvar.transports.zeromq",
+    "syncvar.transports.control",
+    "syncvar.transports.addresses",
+    "syncvar.arena.handing",
+    "syncvar.collectives",
+    "syncvar.identity",
+    "syncvar.config",
+    "syncvar.joining.connecting",
+    "hashlib",
+)
 """What a worker needs up to its first collective."""
 
 _REQUEST_MAX = 1 << 20
@@ -66,8 +74,14 @@ def main() -> None:
     doubt = why_not_carried() or _foreign_threads()
     preloaded.hide()
     gc.freeze()  # a collection in a worker leaves these pages alone, so that they stay shared
-    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
-    cannot = f"the process that workers are forked from has threads ({', '.join(others)}), which a forked worker would not have" if others else ""
+    others = [
+        thread.name for thread in threading.enumerate() if thread is not threading.current_thread()
+    ]
+    cannot = (
+        f"the process that workers are forked from has threads ({', '.join(others)}), which a forked worker would not have"
+        if others
+        else ""
+    )
     end.send(msgpack.packb({"cannot": cannot, "doubt": doubt}))
     request, descriptors, begin = _serve(end)
     end.close()
@@ -97,7 +111,11 @@ def _await_order(end: socket.socket) -> None:
 def _foreign_threads() -> str:
     """Return that there are threads which no Python code has started; empty where there are none."""
     count = len(os.listdir("/proc/self/task")) - threading.active_count()
-    return f"the process that workers are forked from has {count} threads beside those of Python, which a forked worker would not have" if count > 0 else ""
+    return (
+        f"the process that workers are forked from has {count} threads beside those of Python, which a forked worker would not have"
+        if count > 0
+        else ""
+    )
 
 
 def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int], int]:
@@ -111,7 +129,9 @@ def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int], int]:
             os._exit(0)
         request = msgpack.unpackb(data, unicode_errors="surrogateescape")
         answer: dict[str, Any] = {}
-        if not request:  # that was all: each worker is to lead its session, by which the launcher knows it
+        if (
+            not request
+        ):  # that was all: each worker is to lead its session, by which the launcher knows it
             os.close(leads)
             os.read(led, 1)
             os.write(begins, b"." * count)
@@ -156,9 +176,20 @@ def _open_stream(name: str) -> None:
     writes = name != "stdin"
     raw = io.FileIO(_STREAMS[name], "w" if writes else "r", closefd=False)
     raw.name = f"<{name}>"
-    buffer: Any = raw if writes and old.write_through else io.BufferedWriter(raw) if writes else io.BufferedReader(raw)
+    buffer: Any = (
+        raw
+        if writes and old.write_through
+        else io.BufferedWriter(raw)
+        if writes
+        else io.BufferedReader(raw)
+    )
     made: Any = io.TextIOWrapper(
-        buffer, old.encoding, old.errors, newline="\n", line_buffering=old.line_buffering, write_through=old.write_through
+        buffer,
+        old.encoding,
+        old.errors,
+        newline="\n",
+        line_buffering=old.line_buffering,
+        write_through=old.write_through,
     )
     made.mode = "w" if writes else "r"
     for place in (name, f"__{name}__"):

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from syncvar.joining.process import current
 
-__all__ = ["host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count", "world_size"]
+__all__ = [
+    "host_count",
+    "host_index",
+    "local_rank",
+    "local_world_size",
+    "rank",
+    "restart_count",
+    "world_size",
+]
 
 
 def rank() -> int:

@@ -36,12 +36,26 @@ __all__ = ["finding", "run"]
 
 _GRACE_S = 30.0
 _NOT_INHERITED = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HOST_INDEX", "HOST_COUNT", "RENDEZVOUS", "JOB_ID",
-    "ROLE", "GENERATION", "RESTARTS", "HOST", "STATUS_FD", "FLIGHT_DIR",
-)  # fmt: skip
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "HOST_INDEX",
+    "HOST_COUNT",
+    "RENDEZVOUS",
+    "JOB_ID",
+    "ROLE",
+    "GENERATION",
+    "RESTARTS",
+    "HOST",
+    "STATUS_FD",
+    "FLIGHT_DIR",
+)
 
 _UNGUARDED = "unguarded"
-_finding: list[tuple[str, Path | None]] = []  # the file or module that a worker imports just now, to find its function
+_finding: list[
+    tuple[str, Path | None]
+] = []  # the file or module that a worker imports just now, to find its function
 
 
 @contextlib.contextmanager
@@ -159,9 +173,15 @@ def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
     if not callable(fn):
         raise ConfigError(f"fn must be a function, not {type(fn).__name__}")
     if isinstance(args, str | bytes) or not hasattr(args, "__iter__"):
-        raise ConfigError(f"args must be a tuple or list of positional arguments, such as args=(x,), not {args!r:.100}")
-    if kwargs is not None and not (hasattr(kwargs, "keys") and all(isinstance(name, str) for name in kwargs)):
-        raise ConfigError(f"kwargs must be a dict of arguments by name, such as kwargs={{'x': 1}}, not {kwargs!r:.100}")
+        raise ConfigError(
+            f"args must be a tuple or list of positional arguments, such as args=(x,), not {args!r:.100}"
+        )
+    if kwargs is not None and not (
+        hasattr(kwargs, "keys") and all(isinstance(name, str) for name in kwargs)
+    ):
+        raise ConfigError(
+            f"kwargs must be a dict of arguments by name, such as kwargs={{'x': 1}}, not {kwargs!r:.100}"
+        )
     if _finding:
         place, results = _finding[0]
         sentence = (
@@ -271,7 +291,13 @@ def _describe(fn: Callable[..., Any], *, has_files: bool) -> tuple[Any, ...]:
         main = sys.modules["__main__"]
         spec = getattr(main, "__spec__", None)
         if spec is not None and spec.name != "__main__":
-            return ("module", spec.name.removesuffix(".__main__") if spec.name.endswith(".__main__") else spec.name, name)
+            return (
+                "module",
+                spec.name.removesuffix(".__main__")
+                if spec.name.endswith(".__main__")
+                else spec.name,
+                name,
+            )
         path = getattr(main, "__file__", None)
         if has_files and path and Path(path).is_file():
             return ("file", str(Path(path).resolve()), name)

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["ClassWithHints", "Taught", "attributes_of", "explained_attribute", "object_named", "unexpected"]
+__all__ = [
+    "ClassWithHints",
+    "Taught",
+    "attributes_of",
+    "explained_attribute",
+    "object_named",
+    "unexpected",
+]
 
 
 def explained_attribute(kind: type[Any], name: str) -> str:
@@ -42,7 +49,9 @@ class Taught:
             if not name.startswith("_") and (text := explained_attribute(type(self), name)):
                 message = f"{type(self).__name__!r} object has no attribute {name!r}: {text}"
                 raise AttributeError(message, name=name, obj=None)
-            return object.__getattribute__(self, name)  # raises what it raised, also what a property raised
+            return object.__getattribute__(
+                self, name
+            )  # raises what it raised, also what a property raised
 
 
 def object_named(module: str, name: str) -> Any:

@@ -36,7 +36,13 @@ _WORD = np.dtype(np.uint64)
 _LINE_BYTES = 64
 
 
-def shared_array(shape: Any, dtype: DTypeLike = np.float64, *, group: Group | None = None, timeout: float | None = None) -> NDArray[Any]:
+def shared_array(
+    shape: Any,
+    dtype: DTypeLike = np.float64,
+    *,
+    group: Group | None = None,
+    timeout: float | None = None,
+) -> NDArray[Any]:
     """Return an array of zeros that is one and the same memory on all ranks of the group. Collective.
 
     Every rank reads and writes it as any array, without a message, a lock or a copy, and sees at once what the others write. What
@@ -82,7 +88,11 @@ def shared_array(shape: Any, dtype: DTypeLike = np.float64, *, group: Group | No
         lengths, kind = checked_kind(shape, dtype)
         _require_one_host(context, communicator)
         asked.append((lengths, kind))
-        return Wanted(f"shared_array({list(lengths)}, {kind.name})", (lengths, kind.str), int(np.prod(lengths, dtype=object)) * kind.itemsize)
+        return Wanted(
+            f"shared_array({list(lengths)}, {kind.name})",
+            (lengths, kind.str),
+            int(np.prod(lengths, dtype=object)) * kind.itemsize,
+        )
 
     if communicator.size == 1:
         return zeros(shape, dtype)
@@ -110,7 +120,11 @@ class Wanted(NamedTuple):
 
 
 def memory_in_common(
-    context: Context, communicator: Communicator, name: str, check: Callable[[], Wanted], timeout: float | None
+    context: Context,
+    communicator: Communicator,
+    name: str,
+    check: Callable[[], Wanted],
+    timeout: float | None,
 ) -> NDArray[np.uint8] | ArenaFull:
     """Return memory that all ranks of a group see, or on all ranks why there is none. Collective; the group shares an arena.
 
@@ -132,7 +146,9 @@ def memory_in_common(
         wanted.append(one)
         reference = bytes(REFERENCE_NBYTES)  # of no memory
         if rank == 0:
-            kept[:] = [each for each in kept if not each.marks.all()]  # what all ranks have let go of
+            kept[:] = [
+                each for each in kept if not each.marks.all()
+            ]  # what all ranks have let go of
             try:
                 assert context.arena is not None
                 kept.append(_allocated(context.arena, size, head, one))
@@ -151,7 +167,13 @@ def memory_in_common(
     ((what, _, nbytes, _),) = wanted
     if not any(found):
         first = communicator.members[0]
-        return refused[0] if refused else ArenaFull(f"{what}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory")
+        return (
+            refused[0]
+            if refused
+            else ArenaFull(
+                f"{what}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory"
+            )
+        )
     arena = context.arena
     assert arena is not None
     offset = arena.resolve(SharedMemoryReference.unpack(found))
@@ -176,8 +198,11 @@ class _Hold:
         self._ground = arena.view(offset, nbytes, np.uint8)  # keeps the mapping
         self._process = os.getpid()
         self.__array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (arena.address + offset, False), "version": 3,
-        }  # fmt: skip
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (arena.address + offset, False),
+            "version": 3,
+        }
 
     def __del__(self) -> None:
         if os.getpid() == self._process:  # a forked copy has let go of nothing
@@ -219,4 +244,6 @@ def _require_one_host(context: Context, communicator: Communicator) -> None:
             f"shared_array: the ranks {list(communicator.members)} are on {len(hosts)} hosts, which share no memory: pass a group of the "
             f"ranks of one host, sv.new_group([…]), or use sv.Variable, whose writes travel"
         )
-    raise ConfigError(f"shared_array: the ranks {list(communicator.members)} share no memory: {context.without_arena}")
+    raise ConfigError(
+        f"shared_array: the ranks {list(communicator.members)} share no memory: {context.without_arena}"
+    )

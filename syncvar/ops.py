@@ -21,7 +21,19 @@ if TYPE_CHECKING:
 
     Combiner = Callable[..., Any]  # (left, right, out=array): a ufunc, or a function of ours
 
-__all__ = ["OPS", "Combiner", "Reduction", "divided", "finish", "identity", "op_name", "quiet", "quiet_caller", "reduction", "register_op"]
+__all__ = [
+    "OPS",
+    "Combiner",
+    "Reduction",
+    "divided",
+    "finish",
+    "identity",
+    "op_name",
+    "quiet",
+    "quiet_caller",
+    "reduction",
+    "register_op",
+]
 
 OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor", "minloc", "maxloc")
 _UFUNCS: dict[str, np.ufunc] = {
@@ -61,7 +73,9 @@ def quiet_caller() -> Callable[..., Any]:
                 return function(*arguments)
 
         return call
-    context = contextvars.Context()  # an empty one: a copy would keep alive what the program has set
+    context = (
+        contextvars.Context()
+    )  # an empty one: a copy would keep alive what the program has set
     context.run(np.seterr, all="ignore")
     return context.run
 
@@ -154,24 +168,32 @@ def register_op(
         (5, 2, 2)
     """
     if not isinstance(name, str) or not name.isidentifier():
-        raise ConfigError(f"the name of an op must be letters, digits and underscores, not {name!r}")
+        raise ConfigError(
+            f"the name of an op must be letters, digits and underscores, not {name!r}"
+        )
     name = name.lower()
     if name in OPS:
         raise ConfigError(f"{name!r} is a built-in op: register yours under another name")
     from syncvar.foreign_names import op_of
 
     if op_of(name) != name:  # calls with it may have been prepared
-        raise ConfigError(f"{name!r} is accepted for the built-in op {op_of(name)!r}: register yours under another name")
+        raise ConfigError(
+            f"{name!r} is accepted for the built-in op {op_of(name)!r}: register yours under another name"
+        )
     if not callable(function):
         raise ConfigError(f"an op must be a function of two arrays, not {type(function).__name__}")
     try:
         shape = tuple(operator.index(length) for length in element_shape)
     except TypeError:
-        raise ConfigError(f"element_shape must be a tuple of lengths, not {element_shape!r}") from None
+        raise ConfigError(
+            f"element_shape must be a tuple of lengths, not {element_shape!r}"
+        ) from None
     if any(length < 1 for length in shape):
         raise ConfigError(f"element_shape must have lengths of at least 1, not {element_shape!r}")
     if name in _registered and not replace:
-        raise ConfigError(f"the op {name!r} is registered already; pass replace=True to put another in its place")
+        raise ConfigError(
+            f"the op {name!r} is registered already; pass replace=True to put another in its place"
+        )
     _registered[name] = _Registered(function, bool(commutative), shape)
     _reduction.cache_clear()
 
@@ -185,15 +207,31 @@ def _registered_reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
     function, commutes, shape = _registered[name]
     if not shape:
         combine = function if isinstance(function, np.ufunc) else _wrapped(name, function)
-        _try_out(name, combine, np.dtype(dtype), "one by one; an op is given any piece of an array: where its elements are arrays, "
-                 "register it with element_shape=, for instance (2, 2)")  # fmt: skip
+        _try_out(
+            name,
+            combine,
+            np.dtype(dtype),
+            "one by one; an op is given any piece of an array: where its elements are arrays, "
+            "register it with element_shape=, for instance (2, 2)",
+        )
         return Reduction(name, dtype.name, combine, dtype, dtype, is_mean=False, commutes=commutes)
     element = np.dtype([(_ELEMENT, dtype, shape)])
     if element.itemsize > _ELEMENT_BYTES_MAX:
-        raise ConfigError(f"an element of the op {name!r} has {element.itemsize} bytes, which is more than {_ELEMENT_BYTES_MAX}")
+        raise ConfigError(
+            f"an element of the op {name!r} has {element.itemsize} bytes, which is more than {_ELEMENT_BYTES_MAX}"
+        )
     combine = _wrapped(name, function)
     _try_out(name, combine, element, "one by one")
-    return Reduction(name, dtype.name, combine, element, dtype, is_mean=False, commutes=commutes, element_shape=shape)
+    return Reduction(
+        name,
+        dtype.name,
+        combine,
+        element,
+        dtype,
+        is_mean=False,
+        commutes=commutes,
+        element_shape=shape,
+    )
 
 
 _ELEMENT = "element"
@@ -226,29 +264,49 @@ def _wrapped(name: str, function: Callable[[NDArray[Any], NDArray[Any]], Any]) -
 
 
 def _goes_into(one: np.dtype[Any], other: np.dtype[Any]) -> bool:
-    return one == other or np.can_cast(one, other, "same_kind") or (one.kind in "fV" and other.kind in "fV")
+    return (
+        one == other
+        or np.can_cast(one, other, "same_kind")
+        or (one.kind in "fV" and other.kind in "fV")
+    )
 
 
 def _try_out(name: str, combine: Combiner, dtype: np.dtype[Any], alone: str) -> None:
     """Refuse an op that makes something else of three elements than of each of them."""
-    plain = dtype if dtype.subdtype is None and dtype.names is None else dtype.fields[_ELEMENT][0].base  # type: ignore[index]
+    plain = dtype
+    if dtype.subdtype is not None or dtype.names is not None:
+        plain = dtype.fields[_ELEMENT][0].base  # type: ignore[index]
     count = 3 * dtype.itemsize // plain.itemsize
     draw = np.random.default_rng(0)
-    values = [draw.integers(1, 4, count) % (2 if plain.kind == "b" else 4) + draw.random(count) * (plain.kind in "fVc") for _ in (0, 1)]
+    values = [
+        draw.integers(1, 4, count) % (2 if plain.kind == "b" else 4)
+        + draw.random(count) * (plain.kind in "fVc")
+        for _ in (0, 1)
+    ]
     left, right = (value.astype(plain).view(dtype) for value in values)
     together, apart = np.empty(3, dtype), np.empty(3, dtype)
     try:
         with quiet():
             combine(left, right, out=together)
             for place in range(3):
-                combine(left[place : place + 1], right[place : place + 1], out=apart[place : place + 1])
+                combine(
+                    left[place : place + 1], right[place : place + 1], out=apart[place : place + 1]
+                )
     except ConfigError as error:
-        raise ConfigError(f"{error}. It must work for elements together and {alone}") from error.__cause__
+        raise ConfigError(
+            f"{error}. It must work for elements together and {alone}"
+        ) from error.__cause__
     except Exception as error:
-        raise ConfigError(f"the op {name!r} raised {type(error).__name__} for arrays of {plain.name}: {error}. It must work for elements together and {alone}") from error
+        raise ConfigError(
+            f"the op {name!r} raised {type(error).__name__} for arrays of {plain.name}: {error}. It must work for elements together and {alone}"
+        ) from error
     wide = np.complex128 if plain.kind in "fVc" else plain
-    if not np.allclose(together.view(plain).astype(wide), apart.view(plain).astype(wide), rtol=1e-2, equal_nan=True):
-        raise ConfigError(f"the op {name!r} makes something else of three elements of {plain.name} together than of each of them: it must work {alone}")
+    if not np.allclose(
+        together.view(plain).astype(wide), apart.view(plain).astype(wide), rtol=1e-2, equal_nan=True
+    ):
+        raise ConfigError(
+            f"the op {name!r} makes something else of three elements of {plain.name} together than of each of them: it must work {alone}"
+        )
 
 
 def _take_smaller(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
@@ -259,7 +317,9 @@ def _take_larger(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> 
     return _take(left, right, out, np.greater)
 
 
-def _take(left: NDArray[Any], right: NDArray[Any], out: NDArray[Any], is_better: np.ufunc) -> NDArray[Any]:
+def _take(
+    left: NDArray[Any], right: NDArray[Any], out: NDArray[Any], is_better: np.ufunc
+) -> NDArray[Any]:
     """Take the better pair, or the one that is no number; of equal ones that of the lower rank."""
     ours, theirs = left["value"], right["value"]
     is_lower = right["rank"] < left["rank"]
@@ -318,7 +378,9 @@ def _reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
     if name in _registered:
         return _registered_reduction(name, dtype)
     if kind == "b" and name in ("sum", "mean", "prod"):
-        raise ConfigError(f"{name} of bool has no meaning: write x.astype('int64'), or use and (min) or or (max)")
+        raise ConfigError(
+            f"{name} of bool has no meaning: write x.astype('int64'), or use and (min) or or (max)"
+        )
     if kind == "c" and name in ("min", "max", *_LOCATING):
         raise ConfigError(f"{name} of complex numbers has no meaning: they have no order")
     if name in ("and", "or", "xor") and kind not in "biu":
@@ -369,7 +431,9 @@ def divided(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:
 
     Not in place: over links the array may still be on its way to others.
     """
-    return np.asarray(np.divide(total, np.asarray(count, dtype=total.dtype))) if how.is_mean else total
+    return (
+        np.asarray(np.divide(total, np.asarray(count, dtype=total.dtype))) if how.is_mean else total
+    )
 
 
 def finish(how: Reduction, total: NDArray[Any], count: int) -> NDArray[Any]:

@@ -93,7 +93,9 @@ class MinSize:
             dtype: Of the variable.
         """
         rows, row_nbytes = _measured(shape, dtype)
-        return _parts(shape, min(self.max_shards, rows, _ceil(rows * row_nbytes, self.min_shard_bytes)))
+        return _parts(
+            shape, min(self.max_shards, rows, _ceil(rows * row_nbytes, self.min_shard_bytes))
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,9 @@ READ_ONCE = re.compile(rf"\b(?!(?:{'|'.join(THREADS)})\b)(?:NPY|NUMPY|OPENBLAS)_
 """Variables that NumPy and OpenBLAS read when they are imported, and that nothing can set later."""
 
 _LINEAR_ALGEBRA = "numpy.linalg._umath_linalg"
-_SPELLINGS = [(prefix, suffix) for prefix in ("scipy_openblas", "openblas") for suffix in ("64_", "_64", "")]
+_SPELLINGS = [
+    (prefix, suffix) for prefix in ("scipy_openblas", "openblas") for suffix in ("64_", "_64", "")
+]
 _PTHREADS = 1  # what openblas_get_parallel gives: 0 without threads, 2 with OpenMP
 
 
@@ -55,9 +57,12 @@ class Preloaded:
             for name in names:
                 importlib.import_module(name)
         self._modules = {
-            name: module for name, module in sys.modules.items()
-            if name not in there and name.partition(".")[0] not in sys.stdlib_module_names and getattr(module, "__spec__", None)
-        }  # fmt: skip
+            name: module
+            for name, module in sys.modules.items()
+            if name not in there
+            and name.partition(".")[0] not in sys.stdlib_module_names
+            and getattr(module, "__spec__", None)
+        }
         self._attributes: list[tuple[ModuleType, str, ModuleType]] = []
         self._read_once: dict[str, str] = {}
         self._path: list[str] = []
@@ -85,7 +90,9 @@ class Preloaded:
         if found is not None:
             found.seed()
 
-    def find_spec(self, name: str, _path: object = None, _target: object = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, _path: object = None, _target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """Return how a module of ours is found; part of the protocol of `sys.meta_path`."""
         if name not in self._modules:
             return None
@@ -116,7 +123,11 @@ class Preloaded:
             if wanted != functions.get_num_threads():
                 functions.set_num_threads(wanted)
         now = _read_once(os.environ)
-        changed = sorted(name for name in now.keys() | self._read_once.keys() if now.get(name) != self._read_once.get(name))
+        changed = sorted(
+            name
+            for name in now.keys() | self._read_once.keys()
+            if now.get(name) != self._read_once.get(name)
+        )
         if changed:
             warnings.warn(
                 f"{', '.join(changed)} changed after NumPy had been loaded for this worker, which reads it only then: set it by "
@@ -127,12 +138,17 @@ class Preloaded:
 
     def _let_go(self) -> None:
         """Forget what `sys.path` leads to no longer, and all that may use it; NumPy itself cannot be loaded twice."""
-        elsewhere = {name for name, module in self._modules.items() if "." not in name and _is_elsewhere(name, module)}
+        elsewhere = {
+            name
+            for name, module in self._modules.items()
+            if "." not in name and _is_elsewhere(name, module)
+        }
         if elsewhere:
             self._modules = {
-                name: module for name, module in self._modules.items()
+                name: module
+                for name, module in self._modules.items()
                 if name.partition(".")[0] == "numpy" and "numpy" not in elsewhere
-            }  # fmt: skip
+            }
 
 
 class _Again:
@@ -165,13 +181,16 @@ class OpenBlas:
 
     def __init__(self, library: ctypes.CDLL, prefix: str, suffix: str) -> None:
         self.get_num_threads, self.set_num_threads, self.get_parallel = (
-            getattr(library, f"{prefix}_{name}{suffix}") for name in ("get_num_threads", "set_num_threads", "get_parallel")
+            getattr(library, f"{prefix}_{name}{suffix}")
+            for name in ("get_num_threads", "set_num_threads", "get_parallel")
         )
 
 
 def openblas() -> OpenBlas | None:
     """Return NumPy's OpenBLAS, None where its linear algebra is another one; imports NumPy."""
-    library = ctypes.CDLL(importlib.import_module(_LINEAR_ALGEBRA).__file__)  # symbols are found in what it needs, too
+    library = ctypes.CDLL(
+        importlib.import_module(_LINEAR_ALGEBRA).__file__
+    )  # symbols are found in what it needs, too
     for prefix, suffix in _SPELLINGS:
         with contextlib.suppress(AttributeError):
             return OpenBlas(library, prefix, suffix)
@@ -212,7 +231,9 @@ def _read_once(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _is_elsewhere(name: str, module: ModuleType) -> bool:
     found = importlib.machinery.PathFinder.find_spec(name)
-    return found is not None and module.__spec__ is not None and found.origin != module.__spec__.origin
+    return (
+        found is not None and module.__spec__ is not None and found.origin != module.__spec__.origin
+    )
 
 
 @contextlib.contextmanager

@@ -60,7 +60,12 @@ def write_file(folder: str | Path, name: str, text: str, mode: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(draft, dir_fd=directory)  # of a process that was killed while it wrote
         try:
-            with open(create_file(draft, mode, directory), "w", encoding="utf-8", errors="backslashreplace") as file:
+            with open(
+                create_file(draft, mode, directory),
+                "w",
+                encoding="utf-8",
+                errors="backslashreplace",
+            ) as file:
                 file.write(text)
             os.replace(draft, name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
@@ -86,11 +91,15 @@ def make_private_folder(path: Path, what: str, remedy: str) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
     except OSError as error:
-        raise ConfigError(f"the {what} {path} cannot be made: {error.strerror}; {remedy}") from error
+        raise ConfigError(
+            f"the {what} {path} cannot be made: {error.strerror}; {remedy}"
+        ) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"the {what} {path} is not a folder of this user; {remedy}")
     if status.st_mode & 0o077:
-        raise ConfigError(f"the {what} {path} is open to others (mode {status.st_mode & 0o777:o}); {remedy}")
+        raise ConfigError(
+            f"the {what} {path} is open to others (mode {status.st_mode & 0o777:o}); {remedy}"
+        )
 
 
 def refuse_foreign_links(path: str) -> None:
@@ -109,7 +118,11 @@ def refuse_foreign_links(path: str) -> None:
             pass
         else:
             if stat.S_ISLNK(about.st_mode) and about.st_uid not in (0, os.geteuid()):
-                raise PermissionError(errno.EPERM, f"it is a link that user {about.st_uid} has made, and is not followed", at)
+                raise PermissionError(
+                    errno.EPERM,
+                    f"it is a link that user {about.st_uid} has made, and is not followed",
+                    at,
+                )
         above = os.path.dirname(at)
         if above == at:
             return

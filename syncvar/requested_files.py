@@ -59,7 +59,11 @@ class LostFile(NamedTuple):
 
     def __str__(self) -> str:
         count = self.missing_nbytes
-        missing = f"; its last {count} bytes are missing" if count > 0 else "; it is missing or not complete"
+        missing = (
+            f"; its last {count} bytes are missing"
+            if count > 0
+            else "; it is missing or not complete"
+        )
         return f"cannot write {self.path} of {self.origin}: {self.reason}{missing}"
 
 
@@ -120,7 +124,9 @@ def report_lost_file(lost: LostFile) -> None:
     """
     if tell(LOST_FILE_EVENT, **lost._asdict()):
         return
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # the standard error may be closed
+    with contextlib.suppress(
+        OSError, ValueError, AttributeError
+    ):  # the standard error may be closed
         sys.stderr.write(f"syncvar: {lost}\n")
         sys.stderr.flush()
 

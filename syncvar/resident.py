@@ -53,7 +53,9 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
         return np.empty(lengths, kind)
     except (ValueError, MemoryError) as error:
         nbytes = prod(lengths) * kind.itemsize
-        raise ArenaFull(f"{bytes_in_words(nbytes)} of private memory asked for (this process shares none): {error}") from error
+        raise ArenaFull(
+            f"{bytes_in_words(nbytes)} of private memory asked for (this process shares none): {error}"
+        ) from error
 
 
 def zeros(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
@@ -72,9 +74,13 @@ def zeros(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
 def checked_kind(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return the lengths and the dtype that are asked for; raise ConfigError unless processes can share such an array."""
     try:
-        lengths = tuple(operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,)))
+        lengths = tuple(
+            operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,))
+        )
     except TypeError:
-        raise ConfigError(f"shape must be an integer or a tuple of integers, not {shape!r}") from None
+        raise ConfigError(
+            f"shape must be an integer or a tuple of integers, not {shape!r}"
+        ) from None
     if any(length < 0 for length in lengths):
         raise ConfigError(f"no length of a shape may be negative: {shape!r}")
     try:
@@ -82,5 +88,7 @@ def checked_kind(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]
     except TypeError as error:
         raise ConfigError(f"dtype must name a NumPy dtype, not {dtype!r} ({error})") from None
     if kind.hasobject:
-        raise ConfigError(f"an array of {kind} cannot be shared between processes: its elements are references")
+        raise ConfigError(
+            f"an array of {kind} cannot be shared between processes: its elements are references"
+        )
     return lengths, kind

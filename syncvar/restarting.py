@@ -29,7 +29,15 @@ from syncvar.exits import (
     USAGE,
 )
 
-__all__ = ["HOPELESS_CODES", "HOPELESS_ERRORS", "SHORT_S", "Decision", "Ending", "Restarting", "pause_s"]
+__all__ = [
+    "HOPELESS_CODES",
+    "HOPELESS_ERRORS",
+    "SHORT_S",
+    "Decision",
+    "Ending",
+    "Restarting",
+    "pause_s",
+]
 
 SHORT_S = 10.0
 _PAUSE_S_MAX = 30.0
@@ -42,7 +50,16 @@ HOPELESS_CODES: dict[int, str] = {
     _NOT_FOUND: "the command was not found",
 }
 HOPELESS_ERRORS = frozenset(
-    {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError", "ConfigError", "UsageError", "NoAggregation"}
+    {
+        "SyntaxError",
+        "IndentationError",
+        "TabError",
+        "ImportError",
+        "ModuleNotFoundError",
+        "ConfigError",
+        "UsageError",
+        "NoAggregation",
+    }
 )
 
 
@@ -127,19 +144,32 @@ class Restarting:
         if ending.was_told:
             return Decision(restarts=False, reason="the launcher was told to end")
         if ending.exit_code in HOPELESS_CODES:
-            return Decision(restarts=False, reason=f"exit code {ending.exit_code} ({HOPELESS_CODES[ending.exit_code]}) would come again")
+            return Decision(
+                restarts=False,
+                reason=f"exit code {ending.exit_code} ({HOPELESS_CODES[ending.exit_code]}) would come again",
+            )
         if ending.error in HOPELESS_ERRORS:
             return Decision(restarts=False, reason=f"{ending.error} would come again")
         if ending.exit_code == RENDEZVOUS and not ending.had_met:
             return Decision(restarts=False, reason="the ranks have never met")
         is_free = ending.exit_code == PREEMPTED and not ending.why and ending.lasted_s >= SHORT_S
         if not is_free and self.counted >= self.most:
-            return Decision(restarts=False, reason=f"there have been {self.counted} of {self.most} restarts")
+            return Decision(
+                restarts=False, reason=f"there have been {self.counted} of {self.most} restarts"
+            )
         self.endings.append(ending)
         if is_free:
-            return Decision(restarts=True, reason=f"restart {self.number}, which does not count", pause_s=self.first_pause_s)
+            return Decision(
+                restarts=True,
+                reason=f"restart {self.number}, which does not count",
+                pause_s=self.first_pause_s,
+            )
         self.counted += 1
-        return Decision(restarts=True, reason=f"restart {self.counted} of {self.most}", pause_s=pause_s(self.counted, self.first_pause_s))
+        return Decision(
+            restarts=True,
+            reason=f"restart {self.counted} of {self.most}",
+            pause_s=pause_s(self.counted, self.first_pause_s),
+        )
 
     def summary(self) -> list[str]:
         """Return the lines that tell of all restarts: how many, and why each."""
@@ -149,5 +179,7 @@ class Restarting:
         first = max(0, self.number - _LINES_MAX)
         lines += ["  (earlier ones left out)"] * (first > 0)
         for number, ending in enumerate(self.endings[first:], first + 1):
-            lines.append(f"  {number}. after {ending.lasted_s:.1f} s: {ending.why or 'all ranks stopped as asked'}")
+            lines.append(
+                f"  {number}. after {ending.lasted_s:.1f} s: {ending.why or 'all ranks stopped as asked'}"
+            )
         return lines

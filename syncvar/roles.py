@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["SERVER_0", "SERVING", "heirs_of", "is_server", "mirrors_of", "process_name", "server_hosts", "server_number", "short_name"]
+__all__ = [
+    "SERVER_0",
+    "SERVING",
+    "heirs_of",
+    "is_server",
+    "mirrors_of",
+    "process_name",
+    "server_hosts",
+    "server_number",
+    "short_name",
+]
 
 SERVING = "serving"
 """What is known of a server that has begun."""
@@ -80,7 +90,9 @@ def heirs_of(server: int, hosts: Sequence[int], replicas: int) -> tuple[int, ...
         ((2, 0), (2, 3, 1), ())
     """
     following = [(server + step) % len(hosts) for step in range(1, len(hosts))]
-    following.sort(key=lambda other: hosts[other] == hosts[server])  # stable: among equals the next one comes first
+    following.sort(
+        key=lambda other: hosts[other] == hosts[server]
+    )  # stable: among equals the next one comes first
     return tuple(following if replicas else ())
 
 

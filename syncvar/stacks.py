@@ -31,9 +31,23 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 __all__ = [
-    "ALL_THREADS", "END", "MAIN_THREAD", "STOPPED", "WITHOUT_PYTHON", "Frame", "Thread", "current_frames", "doing", "dumps_of", "frames_before", "frames_of", "listen", "shown",
-    "stack_path", "where",
-]  # fmt: skip
+    "ALL_THREADS",
+    "END",
+    "MAIN_THREAD",
+    "STOPPED",
+    "WITHOUT_PYTHON",
+    "Frame",
+    "Thread",
+    "current_frames",
+    "doing",
+    "dumps_of",
+    "frames_before",
+    "frames_of",
+    "listen",
+    "shown",
+    "stack_path",
+    "where",
+]
 
 MAIN_THREAD = signal.SIGRTMIN + 15
 ALL_THREADS = signal.SIGRTMIN + 16
@@ -45,7 +59,9 @@ STOPPED = "its process is stopped (state T)"
 _COMPUTES = "not waiting in any call"  # the coordinator's words
 _CALLERS = 3
 _FRAMES_MAX = 100  # of a thread, as the fault handler tells them
-_HEADER = re.compile(r"(?:(?P<main>Stack|Current thread (?P<current>0x[0-9a-f]+))|Thread (?P<other>0x[0-9a-f]+))[^\n]* \(most recent call first\):")
+_HEADER = re.compile(
+    r"(?:(?P<main>Stack|Current thread (?P<current>0x[0-9a-f]+))|Thread (?P<other>0x[0-9a-f]+))[^\n]* \(most recent call first\):"
+)
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 _ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -87,7 +103,7 @@ class Thread(NamedTuple):
     frames: tuple[Frame, ...]
 
 
-# -- in the worker --------------------------------------------------------------------------------------------------
+# -- in the worker ---------------------------------------------------------------------------------
 
 
 def stack_path(directory: str, rank: int) -> str:
@@ -101,14 +117,18 @@ def listen(path: str) -> None:
     descriptor = os.open(path, flags, 0o600)  # stays open: the handlers write to it
 
     def answer(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(Exception):  # it runs anywhere in the program, which must not see it
+        with contextlib.suppress(
+            Exception
+        ):  # it runs anywhere in the program, which must not see it
             os.write(descriptor, _dump(_of_program(frame), all_threads=number == ALL_THREADS))
 
     for number in (MAIN_THREAD, ALL_THREADS):
         handle_signal(number, answer)
         signal.siginterrupt(number, False)  # noqa: FBT003  (system calls of libraries go on)
     register_fault_dump(WITHOUT_PYTHON, descriptor)
-    register_exit(_be_deaf)  # the interpreter's end would give the signals back their default, which is to end the process
+    register_exit(
+        _be_deaf
+    )  # the interpreter's end would give the signals back their default, which is to end the process
     os.write(descriptor, b"%d\n" % descriptor)
 
 
@@ -139,12 +159,18 @@ def _dump(frame: FrameType | None, *, all_threads: bool) -> bytes:
         found = current_frames()
         for ident in sorted(found, key=main.__eq__):
             who = "Current thread" if ident == main else "Thread"
-            lines += [f"{who} 0x{ident:016x} (most recent call first):", *_lines(frame if ident == main else found[ident])]
+            lines += [
+                f"{who} 0x{ident:016x} (most recent call first):",
+                *_lines(frame if ident == main else found[ident]),
+            ]
     return "\n".join([*lines, END, ""]).encode("ascii", "backslashreplace")
 
 
 def _lines(frame: FrameType | None) -> list[str]:
-    told = [f'  File "{one.file}", line {one.line or "???"} in {one.name}' for one in frames_of(frame)[:_FRAMES_MAX]]
+    told = [
+        f'  File "{one.file}", line {one.line or "???"} in {one.name}'
+        for one in frames_of(frame)[:_FRAMES_MAX]
+    ]
     return [line.replace("\n", "?") for line in told]
 
 
@@ -184,7 +210,7 @@ def frames_before(trace: TracebackType | None) -> list[Frame]:
     return found[::-1]
 
 
-# -- what a worker has written --------------------------------------------------------------------------------------
+# -- what a worker has written ---------------------------------------------------------------------
 
 
 def dumps_of(text: str) -> list[Thread]:
@@ -199,7 +225,9 @@ def dumps_of(text: str) -> list[Thread]:
     for line in text.split("\n"):
         if header := _HEADER.fullmatch(line):
             frames = []
-            threads.append(Thread(header["current"] or header["other"] or "", header["main"] is not None, ()))
+            threads.append(
+                Thread(header["current"] or header["other"] or "", header["main"] is not None, ())
+            )
         elif threads and (found := _FRAME.fullmatch(line)):
             number = int(found["line"]) if found["line"].isdigit() else 0
             frames.append(Frame(_unescaped(found["file"]), number, _unescaped(found["name"])))
@@ -211,7 +239,7 @@ def _unescaped(text: str) -> str:
     return _ESCAPED.sub(lambda found: chr(int(found[0].lstrip("\\xuU"), 16)), text)
 
 
-# -- in words -------------------------------------------------------------------------------------------------------
+# -- in words --------------------------------------------------------------------------------------
 
 
 def where(frames: Sequence[Frame], folder: str) -> str:
@@ -235,8 +263,14 @@ def where(frames: Sequence[Frame], folder: str) -> str:
         return ""
     at = _loop_of_server(frames)
     if at is not None:
-        return "waiting for requests" if at == 0 or frames[at - 1].name == "wait" else f"at a request, in {_place(frames[0], folder)}"
-    users = [frame for frame in kept if not _is_library(frame.file)] or [frame for frame in kept if not _is_ours(frame.file)]
+        return (
+            "waiting for requests"
+            if at == 0 or frames[at - 1].name == "wait"
+            else f"at a request, in {_place(frames[0], folder)}"
+        )
+    users = [frame for frame in kept if not _is_library(frame.file)] or [
+        frame for frame in kept if not _is_ours(frame.file)
+    ]
     places: list[str] = []
     for frame in users:
         place = _place(frame, folder)
@@ -263,7 +297,11 @@ def doing(position: str, place: str) -> str:
         return place or position
     if not place or position.startswith(("waiting in ", "finished")):
         return position
-    return place + position.removeprefix(_COMPUTES) if position.startswith(_COMPUTES) else f"{position}; {place}"
+    return (
+        place + position.removeprefix(_COMPUTES)
+        if position.startswith(_COMPUTES)
+        else f"{position}; {place}"
+    )
 
 
 def shown(frames: Sequence[Frame]) -> list[Frame]:
@@ -284,7 +322,10 @@ def shown(frames: Sequence[Frame]) -> list[Frame]:
 
 
 def _loop_of_server(frames: Sequence[Frame]) -> int | None:
-    return next((at for at, frame in enumerate(frames) if frame.file == _SERVER and frame.name == "run"), None)
+    return next(
+        (at for at, frame in enumerate(frames) if frame.file == _SERVER and frame.name == "run"),
+        None,
+    )
 
 
 def _is_ours(file: str) -> bool:

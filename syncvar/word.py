@@ -43,7 +43,16 @@ class Word:
         if not self._has_failed:
             self.tell({"event": "goodbye"})
 
-    def failed(self, error: str, message: str, text: str, exit_code: int, *, brief: str = "", written: str = "") -> None:
+    def failed(
+        self,
+        error: str,
+        message: str,
+        text: str,
+        exit_code: int,
+        *,
+        brief: str = "",
+        written: str = "",
+    ) -> None:
         """Say how the script failed, before that is written to the standard error.
 
         Args:
@@ -86,7 +95,9 @@ def _sendable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-_words: list[Word] = []  # at most one: the descriptor belongs to the process, as its standard output does
+_words: list[
+    Word
+] = []  # at most one: the descriptor belongs to the process, as its standard output does
 
 
 def adopt(word: Word) -> None:

@@ -21,7 +21,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-collect_ignore_glob = ["*/conftest.py"]  # two modules of one name cannot both be searched for doctests, and have none
+collect_ignore_glob = [
+    "*/conftest.py"
+]  # two modules of one name cannot both be searched for doctests, and have none
 
 MARK = "SYNCVAR_TEST_MARK"
 SETTLE_S = 2.0
@@ -31,7 +33,9 @@ SLOW_S = 600.0
 _SHARED_MEMORY = "/dev/shm"
 _PREFIX = "syncvar-"  # of the names that the library makes there
 _LIMIT = pytest.StashKey()
-_BEFORE = pytest.StashKey()  # what variables were, and the folders that they name while the tests run
+_BEFORE = (
+    pytest.StashKey()
+)  # what variables were, and the folders that they name while the tests run
 
 
 # How long an example takes, or is drawn, says nothing here: another process of tests may have the core meanwhile.
@@ -53,11 +57,16 @@ def pytest_configure(config):
     # Short, because paths of unix sockets are limited to 107 bytes; private, because jobs keep their sockets in it.
     runtime_parent = os.environ.get("SYNCVAR_TEST_RUNTIME", "/tmp")
     config.syncvar_runtime = _folder_of_the_run(config, "XDG_RUNTIME_DIR", "sv-", runtime_parent)
-    _folder_of_the_run(config, "XDG_STATE_HOME", "sv-state-")  # records of jobs that fail stay out of this user's home
+    _folder_of_the_run(
+        config, "XDG_STATE_HOME", "sv-state-"
+    )  # records of jobs that fail stay out of this user's home
     if os.environ.get("PYTHONDONTWRITEBYTECODE"):
         # Each of thousands of processes would compile all that it imports, for a third of its time; they share it here.
         _folder_of_the_run(config, "PYTHONPYCACHEPREFIX", "sv-code-")
-        config.stash[_BEFORE]["PYTHONDONTWRITEBYTECODE"] = os.environ.pop("PYTHONDONTWRITEBYTECODE"), None
+        config.stash[_BEFORE]["PYTHONDONTWRITEBYTECODE"] = (
+            os.environ.pop("PYTHONDONTWRITEBYTECODE"),
+            None,
+        )
 
 
 def _folder_of_the_run(config, variable, prefix, parent=None):
@@ -214,7 +223,12 @@ def _marked_processes(mark, known):
     for pid in _processes() - known - {os.getpid()}:
         with contextlib.suppress(OSError):
             if wanted in Path(f"/proc/{pid}/environ").read_bytes():
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                words = (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                )
                 found[pid] = f"process {pid} of this test: {words.strip()[:200]}"
     return found
 
@@ -257,7 +271,12 @@ class _Snapshot:
         return {
             key: words
             for key, words in names.items()
-            if key[1:] in ours or (key[0].startswith(_PREFIX) and key[1:] not in theirs and os.path.lexists(f"{_SHARED_MEMORY}/{key[0]}"))
+            if key[1:] in ours
+            or (
+                key[0].startswith(_PREFIX)
+                and key[1:] not in theirs
+                and os.path.lexists(f"{_SHARED_MEMORY}/{key[0]}")
+            )
         }
 
     def left(self):
@@ -306,4 +325,6 @@ def nothing_left_behind(pytestconfig):
     del os.environ[MARK]
     if left:
         snapshot.clear()
-        pytest.fail("the test left behind:\n" + "\n".join(f"  {words}" for words in left), pytrace=False)
+        pytest.fail(
+            "the test left behind:\n" + "\n".join(f"  {words}" for words in left), pytrace=False
+        )

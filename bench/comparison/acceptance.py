@@ -22,7 +22,9 @@ SLEEP_S = 10
 def slow_peer(syncvar: Library, effort: Effort) -> Part:
     """Let one of two workers come late; give the CPU time of the other's wait as shares of a core."""
     arguments = ["--sleep", str(SLEEP_S)]
-    waiting = partial(turn, syncvar, 2, arguments, effort.timeout + SLEEP_S, script("peer_syncvar_wait.py"))
+    waiting = partial(
+        turn, syncvar, 2, arguments, effort.timeout + SLEEP_S, script("peer_syncvar_wait.py")
+    )
     results, problems = interleave("slow peer", {"syncvar": waiting}, effort.rounds)
     if problems:
         return failure("slow peer", problems)
@@ -44,7 +46,9 @@ def busy_thread(syncvar: Library, workers: int, plan: Plan) -> Part:
     arguments = plan.arguments("syncvar")
     turns = {
         "alone": partial(turn, syncvar, workers, arguments, plan.effort.timeout),
-        "beside": partial(turn, syncvar, workers, [*arguments, "--busy-thread"], plan.effort.timeout),
+        "beside": partial(
+            turn, syncvar, workers, [*arguments, "--busy-thread"], plan.effort.timeout
+        ),
     }
     results, problems = interleave("busy thread", turns, plan.effort.rounds)
     if problems:
@@ -57,13 +61,21 @@ def busy_thread(syncvar: Library, workers: int, plan: Plan) -> Part:
     rows: list[dict[str, Any]] = []
     for work in plan.works:
         for size in work.sizes if work.kind not in skipped else ():
-            without, beside = (spread(one.of("syncvar", work, size).values()) for one in times.values())
+            without, beside = (
+                spread(one.of("syncvar", work, size).values()) for one in times.values()
+            )
             values = {"without_us": without, "with_us": beside, "slowdown": beside[1] / without[1]}
             rows.append({"kind": work.kind, "size": size, **values})
-    lines = [f"{workers} workers, each with one thread in `while True: pass`; median us of {plan.effort.rounds} rounds:"]
+    lines = [
+        f"{workers} workers, each with one thread in `while True: pass`; median us of {plan.effort.rounds} rounds:"
+    ]
     body = []
     for row in rows:
-        cells = [f"{row['without_us'][1]:.0f}", f"{row['with_us'][1]:.0f}", f"{row['slowdown']:.2f}"]
+        cells = [
+            f"{row['without_us'][1]:.0f}",
+            f"{row['with_us'][1]:.0f}",
+            f"{row['slowdown']:.2f}",
+        ]
         body.append([row["kind"], size_name(row["size"]), *cells])
     lines += grid(["kind", "size", "without", "with", "slowdown"], body)
     lines += [f"  {kind} not measured: {why}" for kind, why in skipped.items()]

@@ -72,24 +72,69 @@ WITHOUT_END = 1 << 62
 
 def _by_size(kind: str, workers: int, bounds: dict[int, Bound]) -> list[Compared]:
     """Return the bounds of an all-reduce at single sizes, against whoever is fastest."""
-    return [Compared(ALL_REDUCE, kind, workers, size, size, "best peer", bound) for size, bound in bounds.items()]
+    return [
+        Compared(ALL_REDUCE, kind, workers, size, size, "best peer", bound)
+        for size, bound in bounds.items()
+    ]
 
 
 COMPARED = (
-    *_by_size("private", 2, {
-        8: Bound(1.3, 2), 4 * KI: Bound(1.8, 3), 64 * KI: Bound(1.4, 1.8), 1 * MI: Bound(1.15, 1.35), 16 * MI: Bound(1.2, 1.5), 64 * MI: Bound(1.4, 1.7),
-    }),
-    *_by_size("private", 4, {
-        8: Bound(1.3, 2), 4 * KI: Bound(1.6, 2.2), 64 * KI: Bound(1.6, 2.2), 1 * MI: Bound(1.2, 1.4), 16 * MI: Bound(1.3, 1.8), 64 * MI: Bound(1.3, 1.8),
-    }),
-    *_by_size("resident", 2, {1 * MI: Bound(2, 2.5), 16 * MI: Bound(2.6, 4), 64 * MI: Bound(2.6, 3.5)}),
+    *_by_size(
+        "private",
+        2,
+        {
+            8: Bound(1.3, 2),
+            4 * KI: Bound(1.8, 3),
+            64 * KI: Bound(1.4, 1.8),
+            1 * MI: Bound(1.15, 1.35),
+            16 * MI: Bound(1.2, 1.5),
+            64 * MI: Bound(1.4, 1.7),
+        },
+    ),
+    *_by_size(
+        "private",
+        4,
+        {
+            8: Bound(1.3, 2),
+            4 * KI: Bound(1.6, 2.2),
+            64 * KI: Bound(1.6, 2.2),
+            1 * MI: Bound(1.2, 1.4),
+            16 * MI: Bound(1.3, 1.8),
+            64 * MI: Bound(1.3, 1.8),
+        },
+    ),
+    *_by_size(
+        "resident", 2, {1 * MI: Bound(2, 2.5), 16 * MI: Bound(2.6, 4), 64 * MI: Bound(2.6, 3.5)}
+    ),
     *_by_size("resident", 4, {1 * MI: Bound(2), 16 * MI: Bound(2.6), 64 * MI: Bound(2.6)}),
-    *(Compared(ALL_REDUCE, "private", workers, 8, 16 * MI, "best peer", Bound(1, 1.3)) for workers in (8, 16)),
-    *(Compared(MOVING, "private", workers, 1, WITHOUT_END, "best peer", Bound(0.8, 1)) for workers in (2, 4)),
+    *(
+        Compared(ALL_REDUCE, "private", workers, 8, 16 * MI, "best peer", Bound(1, 1.3))
+        for workers in (8, 16)
+    ),
+    *(
+        Compared(MOVING, "private", workers, 1, WITHOUT_END, "best peer", Bound(0.8, 1))
+        for workers in (2, 4)
+    ),
     Compared(ALL_REDUCE, "private", 2, 64 * KI, 64 * MI, "best peer but Intel MPI", Bound(1.3, 2)),
     Compared(ALL_REDUCE, "private", 4, 64 * KI, 64 * MI, "best peer but Intel MPI", Bound(1.5, 3)),
-    Compared(ALL_REDUCE, "private", 2, 8, 8, "best MPI but Intel's", Bound(4, 1.5, "x its time", at_most=True)),
-    Compared(ALL_REDUCE, "private", 2, 4 * KI, 4 * KI, "best MPI but Intel's", Bound(2.5, 1.5, "x its time", at_most=True)),
+    Compared(
+        ALL_REDUCE,
+        "private",
+        2,
+        8,
+        8,
+        "best MPI but Intel's",
+        Bound(4, 1.5, "x its time", at_most=True),
+    ),
+    Compared(
+        ALL_REDUCE,
+        "private",
+        2,
+        4 * KI,
+        4 * KI,
+        "best MPI but Intel's",
+        Bound(2.5, 1.5, "x its time", at_most=True),
+    ),
     Compared(ALL_REDUCE, "private", 4, 8, 8, "best MPI but Intel's", Bound(1)),
     Compared(ALL_REDUCE, "private", 4, 4 * KI, 4 * KI, "best MPI but Intel's", Bound(1)),
     Compared(ALL_REDUCE, "resident", 2, 1 * MI, 1 * MI, "best peer but Intel MPI", Bound(4, 10)),
@@ -98,15 +143,19 @@ COMPARED = (
     Compared(ALL_REDUCE, "resident", 4, 1 * MI, 64 * MI, "best peer but Intel MPI", Bound(3, 6)),
     Compared(ALL_REDUCE, "variable", 2, 1 * MI, 64 * MI, "best MPI but Intel's", Bound(1.3, 4)),
     Compared(ALL_REDUCE, "variable", 4, 1 * MI, 64 * MI, "best MPI but Intel's", Bound(1.5, 4)),
-    Compared(ALL_REDUCE, "plain variable", 2, 1 * MI, 64 * MI, "best MPI but Intel's", Bound(1.3, 4)),
-    Compared(ALL_REDUCE, "plain variable", 4, 1 * MI, 64 * MI, "best MPI but Intel's", Bound(1.5, 4)),
+    Compared(
+        ALL_REDUCE, "plain variable", 2, 1 * MI, 64 * MI, "best MPI but Intel's", Bound(1.3, 4)
+    ),
+    Compared(
+        ALL_REDUCE, "plain variable", 4, 1 * MI, 64 * MI, "best MPI but Intel's", Bound(1.5, 4)
+    ),
     Compared(ALL_REDUCE, "private", 2, 1, 64 * KI, "TensorFlow", Bound(200)),
     Compared(ALL_REDUCE, "private", 4, 1, 64 * KI, "TensorFlow", Bound(200)),
     Compared(ALL_REDUCE, "private", 2, 1, 4 * KI, "gloo", Bound(30)),
     Compared(ALL_REDUCE, "private", 4, 1, 4 * KI, "gloo", Bound(30)),
     Compared(MOVING, "private", 2, 64 * KI, WITHOUT_END, "best MPI but Intel's", Bound(1, 1.5)),
     Compared(MOVING, "private", 4, 64 * KI, WITHOUT_END, "best MPI but Intel's", Bound(1, 1.5)),
-)  # fmt: skip
+)
 
 SINGLE = {
     "half": Bound(1.2, None, "x float32's time", at_most=True),
@@ -157,7 +206,13 @@ class Verdict(NamedTuple):
         """
         if self.value is None:
             return "not measured"
-        return "aim" if self.reaches(self.bound.aim) else "reached" if self.reaches(self.bound.must) else "MISSED"
+        return (
+            "aim"
+            if self.reaches(self.bound.aim)
+            else "reached"
+            if self.reaches(self.bound.must)
+            else "MISSED"
+        )
 
 
 def judge(name: str, value: float | None, what: str) -> Verdict:
@@ -173,10 +228,18 @@ def judge_rows(rows: Iterable[dict[str, Any]], dtype: str) -> list[Verdict]:
     for row in rows:
         for one in COMPARED:
             is_meant = row["collective"] in one.collectives and row["kind"] == one.kind
-            if not is_meant or row["workers"] != one.workers or not one.low <= row["size"] <= one.high:
+            if (
+                not is_meant
+                or row["workers"] != one.workers
+                or not one.low <= row["size"] <= one.high
+            ):
                 continue
-            place = f"{row['collective']} {one.kind}, {one.workers} workers, {size_name(row['size'])}"
-            found.append(Verdict(f"{place}, against {one.against}", _ratio(row["us"], one), one.bound))
+            place = (
+                f"{row['collective']} {one.kind}, {one.workers} workers, {size_name(row['size'])}"
+            )
+            found.append(
+                Verdict(f"{place}, against {one.against}", _ratio(row["us"], one), one.bound)
+            )
     return found
 
 
@@ -202,7 +265,11 @@ def lines(verdicts: Sequence[Verdict]) -> list[str]:
     done = words.count("aim") + words.count("reached")
     count = f"bounds: {done} of {len(words)} reached, {words.count('aim')} of them the aim too"
     missed = f"; {words.count('MISSED')} missed, {words.count('not measured')} not measured"
-    return ["Bounds", *grid(["measured", "must", "aim", "verdict", "unit", "what"], body, left=2), count + missed]
+    return [
+        "Bounds",
+        *grid(["measured", "must", "aim", "verdict", "unit", "what"], body, left=2),
+        count + missed,
+    ]
 
 
 def _text(value: float) -> str:

@@ -19,18 +19,36 @@ MIB = 1 << 20
 
 def crowd(setting: Setting) -> Part:
     """Start the workers once a round; the time is that of the whole command."""
-    arguments: tuple[Any, ...] = (setting.syncvar, setting.crowd, [], setting.effort.timeout, script("crowd_syncvar.py"))
+    arguments: tuple[Any, ...] = (
+        setting.syncvar,
+        setting.crowd,
+        [],
+        setting.effort.timeout,
+        script("crowd_syncvar.py"),
+    )
 
     def timed() -> tuple[dict[str, Any] | None, str]:
         begin = time.monotonic()
         found, problem = turn(*arguments)
-        return (None if found is None else {**found, "command_s": time.monotonic() - begin}), problem
+        return (
+            None if found is None else {**found, "command_s": time.monotonic() - begin}
+        ), problem
 
-    results, problems = interleave(f"{setting.crowd} workers", {"syncvar": partial(timed)}, setting.effort.rounds)
+    results, problems = interleave(
+        f"{setting.crowd} workers", {"syncvar": partial(timed)}, setting.effort.rounds
+    )
     what = f"{setting.crowd} workers"
-    names = f"{what}: start, barrier, all-reduce of 1 MiB, end", f"{what}: own memory of the largest"
+    names = (
+        f"{what}: start, barrier, all-reduce of 1 MiB, end",
+        f"{what}: own memory of the largest",
+    )
     if problems:
-        return failure(what, problems, judge("crowd seconds", None, names[0]), judge("crowd memory", None, names[1]))
+        return failure(
+            what,
+            problems,
+            judge("crowd seconds", None, names[0]),
+            judge("crowd memory", None, names[1]),
+        )
     found = results["syncvar"]
     seconds = median(one["command_s"] for one in found)
     own = max(max(one["own_bytes"]) for one in found) / MIB

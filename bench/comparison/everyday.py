@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["WORKER", "everyday", "judged"]
 
 WORKER = "rows_worker.py"
-ROWS, GROUPS, PLAIN = (runpy.run_path(script("rows.py"))[name] for name in ("ROWS", "GROUPS", "PLAIN"))
+ROWS, GROUPS, PLAIN = (
+    runpy.run_path(script("rows.py"))[name] for name in ("ROWS", "GROUPS", "PLAIN")
+)
 STEP, WRITE = "strategy.run(step) of one v.assign_add(x)", "v.assign_add(x) in run"
 LARGEST = {"torch": 1 << 20}
 """Of libraries that would take most of the time of a run."""
@@ -34,7 +36,14 @@ def everyday(setting: Setting) -> Part:
     part = Part([], [])
     for workers in setting.workers:
         turns = {
-            name: partial(turn, one, workers, _arguments(name, setting), setting.effort.timeout, script(WORKER))
+            name: partial(
+                turn,
+                one,
+                workers,
+                _arguments(name, setting),
+                setting.effort.timeout,
+                script(WORKER),
+            )
             for name, one in setting.present.items()
             if name in ("syncvar", *MPI, "torch")
         }
@@ -50,7 +59,9 @@ def everyday(setting: Setting) -> Part:
         part.lines.append("")
         part.verdicts += judged(rows, workers)
         part.failed = part.failed or "syncvar" in found.problems
-    part.lines += ["ratio: fastest peer / syncvar, above 1 syncvar is faster; x plain: syncvar's time as a multiple of its sv.all_reduce(x) in the same run"]
+    part.lines += [
+        "ratio: fastest peer / syncvar, above 1 syncvar is faster; x plain: syncvar's time as a multiple of its sv.all_reduce(x) in the same run"
+    ]
     return part
 
 
@@ -64,11 +75,17 @@ def compared(times: Mapping[str, Times]) -> list[dict[str, Any]]:
             us = {name: spread(found[key]) for name, found in times.items() if found.get(key)}
             one: dict[str, Any] = {"group": row.group, "row": row.title, "size": size, "us": us}
             if "syncvar" in us:
-                best = min((name for name in us if name != "syncvar"), key=lambda name: us[name][1], default=None)
+                best = min(
+                    (name for name in us if name != "syncvar"),
+                    key=lambda name: us[name][1],
+                    default=None,
+                )
                 if best is not None:
                     one["best"], one["ratio"] = best, us[best][1] / us["syncvar"][1]
                 if plain := own.get((PLAIN, size)):
-                    one["times"] = spread(mine / base for mine, base in zip(own[key], plain, strict=True))
+                    one["times"] = spread(
+                        mine / base for mine, base in zip(own[key], plain, strict=True)
+                    )
             made.append(one)
     return made
 
@@ -84,13 +101,21 @@ def judged(rows: Sequence[Mapping[str, Any]], workers: int) -> list[Verdict]:
             bound = Bound(row.times, None, "x all_reduce(x)", at_most=True)
             made.append(Verdict(what, one["times"][1] if "times" in one else None, bound))
         if row.ratio is not None:
-            made.append(Verdict(f"{what}, against best peer", one.get("ratio"), Bound(row.ratio, 1)))
-    own = {one["row"]: one["us"]["syncvar"][1] for one in rows if one["size"] == SMALLEST and "syncvar" in one["us"]}
+            made.append(
+                Verdict(f"{what}, against best peer", one.get("ratio"), Bound(row.ratio, 1))
+            )
+    own = {
+        one["row"]: one["us"]["syncvar"][1]
+        for one in rows
+        if one["size"] == SMALLEST and "syncvar" in one["us"]
+    }
     beyond = own[STEP] - own[WRITE] if {STEP, WRITE} <= own.keys() else None
     return [*made, judge("everyday run", beyond, f"{STEP}, 8 B, {workers} workers, beyond {WRITE}")]
 
 
-def _tables(rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str], workers: int) -> list[str]:
+def _tables(
+    rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str], workers: int
+) -> list[str]:
     lines = []
     for group, title in GROUPS.items():
         head = [*labels.values(), "best peer", "ratio", "x plain", "size", "call"]
@@ -101,7 +126,11 @@ def _tables(rows: Sequence[Mapping[str, Any]], labels: Mapping[str, str], worker
                 best = [labels[one["best"]], f"{one['ratio']:.2f}"] if "best" in one else ["-", "-"]
                 plain = f"{one['times'][1]:.2f}" if "times" in one else "-"
                 body.append([*cells, *best, plain, size_name(one["size"]), one["row"]])
-        lines += [f"{title}, {workers} workers; median us of a call, the slowest rank's (quartiles over rounds)", *grid(head, body, left=1), ""]
+        lines += [
+            f"{title}, {workers} workers; median us of a call, the slowest rank's (quartiles over rounds)",
+            *grid(head, body, left=1),
+            "",
+        ]
     return lines
 
 

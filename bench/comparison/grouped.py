@@ -43,11 +43,31 @@ def grouped(setting: Setting) -> Part:
         times[way] = {kind: spread(row[kind] for row in rows) for kind in rows[0]}
         times[way]["transfers"] = max(max(one["operations"], one["frames"]) for one in found)
         write, calls = (times[way][kind][1] for kind in ("grouped", "calls"))
-        counted = "-" if way == ALONE else f"{median(one['operations'] for one in found):g}, {median(one['frames'] for one in found):g}"
-        body.append([way, number(write), number(calls), f"{write / calls:.3f}", f"{write / VARIABLES:.2f}", counted])
-    lines = [f"{VARIABLES} ON_WRITE variables of 100 floats: sv.assign_add_all of all, beside {VARIABLES} sv.all_reduce; {workers} workers, median us"]
-    lines += grid(["way", "grouped", "calls", "grouped / calls", "us for each", "operations, frames"], body)
-    lines += ["  Python cost: in a world of one, where a call sends nothing, the whole time of the call for each variable", *failures(problems)]
+        counted = (
+            "-"
+            if way == ALONE
+            else f"{median(one['operations'] for one in found):g}, {median(one['frames'] for one in found):g}"
+        )
+        body.append(
+            [
+                way,
+                number(write),
+                number(calls),
+                f"{write / calls:.3f}",
+                f"{write / VARIABLES:.2f}",
+                counted,
+            ]
+        )
+    lines = [
+        f"{VARIABLES} ON_WRITE variables of 100 floats: sv.assign_add_all of all, beside {VARIABLES} sv.all_reduce; {workers} workers, median us"
+    ]
+    lines += grid(
+        ["way", "grouped", "calls", "grouped / calls", "us for each", "operations, frames"], body
+    )
+    lines += [
+        "  Python cost: in a world of one, where a call sends nothing, the whole time of the call for each variable",
+        *failures(problems),
+    ]
     return Part({"ways": times, "problems": problems}, lines, _verdicts(times), bool(problems))
 
 
@@ -56,9 +76,20 @@ def _verdicts(times: dict[str, dict[str, Any]]) -> list[Verdict]:
     for transport in ENVIRONMENTS:
         one = times.get(transport)
         what = f"{VARIABLES} variables in a grouped call, {transport}"
-        found.append(judge("grouped transfers", one and one["transfers"], f"{what}: operations or frames with a payload"))
+        found.append(
+            judge(
+                "grouped transfers",
+                one and one["transfers"],
+                f"{what}: operations or frames with a payload",
+            )
+        )
         ratio = one and one["grouped"][1] / one["calls"][1]
         found.append(judge(f"grouped {transport}", ratio, f"{what}: against as many all-reduces"))
     alone = times.get(ALONE)
     cost = alone and alone["grouped"][1] / VARIABLES
-    return [*found, judge("grouped python", cost, f"{VARIABLES} variables in a grouped call: Python cost of each")]
+    return [
+        *found,
+        judge(
+            "grouped python", cost, f"{VARIABLES} variables in a grouped call: Python cost of each"
+        ),
+    ]

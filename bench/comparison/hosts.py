@@ -37,20 +37,28 @@ def hosts(setting: Setting) -> Part:
         with gigabit(HOSTS) as several:
             return _measured(setting, several)
     except NoHosts as problem:
-        return Part({"problems": {"hosts": str(problem)}}, [f"hosts: not measured: {problem}"], _verdicts({}, None))
+        return Part(
+            {"problems": {"hosts": str(problem)}},
+            [f"hosts: not measured: {problem}"],
+            _verdicts({}, None),
+        )
 
 
 def _measured(setting: Setting, several: Several) -> Part:
     plan = Plan((WORK,), "float32", setting.effort)
-    contestants = [setting.present[name] for name in ("syncvar", "torch") if name in setting.present]
+    contestants = [
+        setting.present[name] for name in ("syncvar", "torch") if name in setting.present
+    ]
     turns: dict[str, Turn] = {
         _name(library, each): partial(
-            written_by, [*several.start(library, each), library.script, *plan.arguments(library.name)],
-            setting.effort.timeout, several.environment(library),
+            written_by,
+            [*several.start(library, each), library.script, *plan.arguments(library.name)],
+            setting.effort.timeout,
+            several.environment(library),
         )
         for each in EACH
         for library in contestants
-    }  # fmt: skip
+    }
     counting = f"{_name(setting.syncvar, CROSSING)}, bytes"
     command = [*several.start(setting.syncvar, CROSSING), script("crossing_syncvar.py")]
     turns[counting] = partial(written_by, command, setting.effort.timeout, {})
@@ -71,19 +79,30 @@ def _measured(setting: Setting, several: Several) -> Part:
             for library in contestants:
                 rounds = times.of(library.name, WORK, size)
                 if rounds:
-                    low, middle, high = part.report[f"{_name(library, each)}, {size}"] = spread(rounds.values())
+                    low, middle, high = part.report[f"{_name(library, each)}, {size}"] = spread(
+                        rounds.values()
+                    )
                     medians[library.name, each, size] = middle
                     cells.append(f"{number(middle)} ({number(low)}-{number(high)})")
                 else:
                     cells.append("-")
             ratio = _ratio(medians, each, size)
-            body.append([f"{HOSTS} x {each}", size_name(size), *cells, "-" if ratio is None else f"{ratio:.2f}"])
+            body.append(
+                [
+                    f"{HOSTS} x {each}",
+                    size_name(size),
+                    *cells,
+                    "-" if ratio is None else f"{ratio:.2f}",
+                ]
+            )
     part.lines += grid(["workers", "size", *(one.label for one in contestants), "ratio"], body)
     crossed = None
     if found.results[counting]:
         crossed = max(max(one["sent"]) / one["bytes"] for one in found.results[counting])
         part.report["crossed"] = crossed
-        part.lines.append(f"{HOSTS} x {CROSSING}: the host that sends most sends {crossed:.3f} bytes for each byte of the vector")
+        part.lines.append(
+            f"{HOSTS} x {CROSSING}: the host that sends most sends {crossed:.3f} bytes for each byte of the vector"
+        )
     part.lines += failures(found.problems)
     part.verdicts += _verdicts(medians, crossed)
     return part
@@ -91,8 +110,21 @@ def _measured(setting: Setting, several: Several) -> Part:
 
 def _verdicts(medians: dict[tuple[str, int, int], float], crossed: float | None) -> list[Verdict]:
     place = f"all_reduce over {HOSTS} hosts x {JUDGED} worker"
-    found = [judge("hosts small", _ratio(medians, JUDGED, size), f"{place}, {size_name(size)}, against gloo") for size in SMALL]
-    found.append(judge("hosts large", _ratio(medians, JUDGED, LARGE), f"{place}, {size_name(LARGE)}, against gloo"))
+    found = [
+        judge(
+            "hosts small",
+            _ratio(medians, JUDGED, size),
+            f"{place}, {size_name(size)}, against gloo",
+        )
+        for size in SMALL
+    ]
+    found.append(
+        judge(
+            "hosts large",
+            _ratio(medians, JUDGED, LARGE),
+            f"{place}, {size_name(LARGE)}, against gloo",
+        )
+    )
     what = f"all_reduce over {HOSTS} hosts x {CROSSING} workers: bytes that a host sends"
     return [*found, judge("hosts bytes", crossed, what)]
 

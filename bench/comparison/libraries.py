@@ -18,9 +18,13 @@ MPI = ("openmpi", "mpich", "intelmpi")
 PEERS = (*MPI, "torch", "tensorflow")
 NAMES = ("syncvar", *PEERS)
 LABELS = {
-    "syncvar": "syncvar", "openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI", "torch": "torch gloo",
+    "syncvar": "syncvar",
+    "openmpi": "Open MPI",
+    "mpich": "MPICH",
+    "intelmpi": "Intel MPI",
+    "torch": "torch gloo",
     "tensorflow": "TensorFlow",
-}  # fmt: skip
+}
 PROBE_S = 120.0
 
 
@@ -70,7 +74,15 @@ class Library:
         """Return the command that starts workers, up to the script."""
         match self.name:
             case "syncvar":
-                return [self.python, "-m", "syncvar_launcher", "--workers", str(workers), "--bind", "auto"]
+                return [
+                    self.python,
+                    "-m",
+                    "syncvar_launcher",
+                    "--workers",
+                    str(workers),
+                    "--bind",
+                    "auto",
+                ]
             case "openmpi":
                 root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
                 crowded = ["--oversubscribe"] if workers > cores() else []
@@ -91,7 +103,11 @@ class Library:
         return {
             "torch": {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"},
             "tensorflow": {"OMP_NUM_THREADS": threads, "TF_NUM_INTRAOP_THREADS": threads},
-            "intelmpi": {"I_MPI_ROOT": str(self.folder), "LD_LIBRARY_PATH": str(self.folder / "lib"), "I_MPI_FABRICS": "shm"},
+            "intelmpi": {
+                "I_MPI_ROOT": str(self.folder),
+                "LD_LIBRARY_PATH": str(self.folder / "lib"),
+                "I_MPI_FABRICS": "shm",
+            },
         }.get(self.name, {})
 
     def started_as(self, workers: int) -> str:
@@ -99,7 +115,9 @@ class Library:
         settings = [f"{name}={value}" for name, value in self.environment(workers).items()]
         words = ["python" if word == self.python else word for word in self.start(workers)]
         words = [Path(word).name if word.startswith(str(SCRIPTS)) else word for word in words]
-        return " ".join([*settings, *words, Path(self.script).name]).replace(str(self.folder), "ENV")
+        return " ".join([*settings, *words, Path(self.script).name]).replace(
+            str(self.folder), "ENV"
+        )
 
     def probe(self, script: str | None = None) -> tuple[str | None, str]:
         """Find the library: its versions and "", or None and why it is missing.
@@ -112,11 +130,19 @@ class Library:
         tool = self.start(1)[0]
         if shutil.which(tool) is None:
             return None, f"no {os.path.basename(tool)}, see --setup"
-        done = run([self.python, script or self.script, "--versions"], timeout=PROBE_S, env=self.environment(1))
+        done = run(
+            [self.python, script or self.script, "--versions"],
+            timeout=PROBE_S,
+            env=self.environment(1),
+        )
         if done.failure:
             return None, done.failure
         versions = json.loads(done.stdout.splitlines()[-1])
-        expected = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel(R) MPI Library"}.get(self.name)
+        expected = {
+            "openmpi": "Open MPI",
+            "mpich": "MPICH",
+            "intelmpi": "Intel(R) MPI Library",
+        }.get(self.name)
         if expected and expected not in versions:
             return None, f"its mpi4py was built for another MPI: {versions}"
         return ", ".join(f"{name} {version}" for name, version in versions.items()), ""

@@ -49,7 +49,9 @@ def lines(machine: dict[str, Any], versions: dict[str, str]) -> list[str]:
         *(f"library   {label}: {version}" for label, version in versions.items()),
     ]
     if machine["busy"]:
-        found.append(f"BUSY      the load is above {BUSY_LOAD_PER_CORE} per core: these numbers are rough")
+        found.append(
+            f"BUSY      the load is above {BUSY_LOAD_PER_CORE} per core: these numbers are rough"
+        )
     return found
 
 
@@ -68,4 +70,6 @@ def _revision() -> str:
     if commit.failure:
         return "no git checkout"
     changed = run(["git", "-C", here, "status", "--porcelain", "--untracked-files=no"], timeout=20)
-    return f"commit {commit.stdout.strip()}" + (" with changed files" if changed.stdout.strip() else "")
+    return f"commit {commit.stdout.strip()}" + (
+        " with changed files" if changed.stdout.strip() else ""
+    )

@@ -13,7 +13,12 @@ from comparison.table import Spread, grid, number, spread
 
 __all__ = ["resnet50"]
 
-SCRIPTS = {"syncvar": "model_syncvar.py", "openmpi": "model_mpi.py", "mpich": "model_mpi.py", "torch": "model_torch.py"}
+SCRIPTS = {
+    "syncvar": "model_syncvar.py",
+    "openmpi": "model_mpi.py",
+    "mpich": "model_mpi.py",
+    "torch": "model_torch.py",
+}
 MEANINGS = {
     ("syncvar", "private"): "sv.all_reduce(list, 'mean', out=list), ordinary arrays",
     ("syncvar", "resident"): "the same, arrays of sv.empty",

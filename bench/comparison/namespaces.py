@@ -49,25 +49,61 @@ class Several:
         match library.name:
             case "syncvar":
                 launcher = [library.python, "-m", "syncvar_launcher", *self.made.ssh]
-                return [*self.made.prefix, *launcher, "--hostfile", self._host_file(each), "--workers", workers]
+                return [
+                    *self.made.prefix,
+                    *launcher,
+                    "--hostfile",
+                    self._host_file(each),
+                    "--workers",
+                    workers,
+                ]
             case "openmpi":
                 root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
                 way = ["--mca", "plm_rsh_agent", f"ssh -F {self.made.config}"]
                 # Hosts of one name share /dev/shm, and Open MPI's files there would be one another's: so no shared memory.
-                nic = ["--mca", "btl", "self,tcp", "--mca", "btl_tcp_if_include", NIC, "--mca", "oob_tcp_if_include", NIC]
-                launcher = ["mpirun.openmpi", *root, *way, *nic, "--hostfile", self._host_file(each), "-np", workers]
+                nic = [
+                    "--mca",
+                    "btl",
+                    "self,tcp",
+                    "--mca",
+                    "btl_tcp_if_include",
+                    NIC,
+                    "--mca",
+                    "oob_tcp_if_include",
+                    NIC,
+                ]
+                launcher = [
+                    "mpirun.openmpi",
+                    *root,
+                    *way,
+                    *nic,
+                    "--hostfile",
+                    self._host_file(each),
+                    "-np",
+                    workers,
+                ]
                 return [*self.made.prefix, *launcher, library.python]
             case _:
                 spaces = ["--spaces", ",".join(self.made.spaces), "--address", self.made.names[0]]
-                return [library.python, script("launch_by_variables.py"), *spaces, "--workers", workers]
+                return [
+                    library.python,
+                    script("launch_by_variables.py"),
+                    *spaces,
+                    "--workers",
+                    workers,
+                ]
 
     def environment(self, library: Library) -> dict[str, str]:
         """Return what is set for the workers beside the caller's environment."""
-        return {"GLOO_SOCKET_IFNAME": NIC, "OMP_NUM_THREADS": "1"} if library.name == "torch" else {}
+        return (
+            {"GLOO_SOCKET_IFNAME": NIC, "OMP_NUM_THREADS": "1"} if library.name == "torch" else {}
+        )
 
     def _host_file(self, each: int) -> str:
         path = self.folder / f"hosts-{each}"
-        path.write_text("".join(f"{name} slots={each}\n" for name in self.made.names), encoding="utf-8")
+        path.write_text(
+            "".join(f"{name} slots={each}\n" for name in self.made.names), encoding="utf-8"
+        )
         return str(path)
 
 

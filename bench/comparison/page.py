@@ -27,13 +27,21 @@ def page(report: Report) -> list[str]:
     """Return the tables of a report, as `compare.py --json` writes it; a number that misses its bound has a dagger."""
     missed = {one["what"] for one in report.get("bounds", ()) if one["verdict"] == "MISSED"}
     rows = [row for one in report.get("comparison", ()) for row in one["rows"] if "ratio" in row]
-    return [*_all_reduce(rows, missed), *_moves(rows, missed), *_everyday(report.get("everyday", ()), missed), *_others(report)]
+    return [
+        *_all_reduce(rows, missed),
+        *_moves(rows, missed),
+        *_everyday(report.get("everyday", ()), missed),
+        *_others(report),
+    ]
 
 
 def _all_reduce(rows: Sequence[Report], missed: set[str]) -> list[str]:
     mine = [row for row in rows if row["collective"] == "all_reduce"]
     keys = sorted({(row["workers"], KINDS.index(row["kind"])) for row in mine})
-    lines = [(f"{workers} workers, {WORDS[KINDS[kind]]}", _of(mine, workers=workers, kind=KINDS[kind])) for workers, kind in keys]
+    lines = [
+        (f"{workers} workers, {WORDS[KINDS[kind]]}", _of(mine, workers=workers, kind=KINDS[kind]))
+        for workers, kind in keys
+    ]
     return _table("all_reduce: fastest peer / ours (ours in us)", lines, missed)
 
 
@@ -41,7 +49,11 @@ def _moves(rows: Sequence[Report], missed: set[str]) -> list[str]:
     mine = [row for row in rows if row["collective"] != "all_reduce" and row["kind"] == "private"]
     names = list(dict.fromkeys(row["collective"] for row in mine))
     workers = sorted({row["workers"] for row in mine})
-    lines = [(f"{name}, {count} workers", _of(mine, collective=name, workers=count)) for name in names for count in workers]
+    lines = [
+        (f"{name}, {count} workers", _of(mine, collective=name, workers=count))
+        for name in names
+        for count in workers
+    ]
     return _table("ordinary arrays: fastest peer / ours (ours in us)", lines, missed)
 
 
@@ -56,37 +68,66 @@ def _everyday(parts: Iterable[Report], missed: set[str]) -> list[str]:
             what = f"{row['row']}, {size_name(row['size'])}, {workers} workers"
             times = f"{row['times'][1]:.2f}{_mark(what in missed)}" if "times" in row else ""
             ratio = f"{row['ratio']:.2f}{_mark(what + BEST in missed)}" if "ratio" in row else ""
-            made.append(f"| `{row['row']}` | {size_name(row['size'])} | {_number(row['us']['syncvar'][1])} | {times} | {ratio} |")
+            made.append(
+                f"| `{row['row']}` | {size_name(row['size'])} | {_number(row['us']['syncvar'][1])} | {times} | {ratio} |"
+            )
         if made:
-            lines += [f"| {workers} workers | size | us | x `all_reduce(x)` | fastest peer / ours |", "|---|---|---|---|---|", *made, ""]
+            lines += [
+                f"| {workers} workers | size | us | x `all_reduce(x)` | fastest peer / ours |",
+                "|---|---|---|---|---|",
+                *made,
+                "",
+            ]
     return lines
 
 
 def _others(report: Report) -> list[str]:
     """Return the numbers that have a bound and stand in no other table, and how many bounds were reached."""
     bounds = report.get("bounds", ())
-    shown = [one for one in bounds if not one["what"].endswith(BEST) and "all_reduce(x)" not in one["bound"]["unit"]]
+    shown = [
+        one
+        for one in bounds
+        if not one["what"].endswith(BEST) and "all_reduce(x)" not in one["bound"]["unit"]
+    ]
     lines = [
         f"| {one['what']} | {_number(one['value'])}{_mark(one['verdict'] == 'MISSED')} | "
         f"{'<=' if one['bound']['at_most'] else '>='} {one['bound']['must']:g} {one['bound']['unit']} |"
-        for one in shown if one["value"] is not None
-    ]  # fmt: skip
+        for one in shown
+        if one["value"] is not None
+    ]
     words = [one["verdict"] for one in bounds]
     done = words.count("aim") + words.count("reached")
     count = f"Of {len(words)} bounds {done} were reached, {words.count('MISSED')} missed, {words.count('not measured')} not measured."
-    return [*(["| | measured | bound |", "|---|---|---|", *lines, ""] if lines else []), *([count] if words else [])]
+    return [
+        *(["| | measured | bound |", "|---|---|---|", *lines, ""] if lines else []),
+        *([count] if words else []),
+    ]
 
 
 def _of(rows: Iterable[Report], **wanted: Any) -> dict[int, Report]:
-    return {row["size"]: row for row in rows if all(row[name] == value for name, value in wanted.items())}
+    return {
+        row["size"]: row
+        for row in rows
+        if all(row[name] == value for name, value in wanted.items())
+    }
 
 
-def _table(title: str, lines: Sequence[tuple[str, Mapping[int, Report]]], missed: set[str]) -> list[str]:
+def _table(
+    title: str, lines: Sequence[tuple[str, Mapping[int, Report]]], missed: set[str]
+) -> list[str]:
     sizes = sorted({size for _, found in lines for size in found})
     if not sizes:
         return []
-    body = [f"| {name} | {' | '.join(_cell(found.get(size), missed) for size in sizes)} |" for name, found in lines]
-    return [f"| {title} | {' | '.join(map(size_name, sizes))} |", f"|{'---|' * (len(sizes) + 1)}", *body, ""]
+    body = [
+        f"| {name} | {' | '.join(_cell(found.get(size), missed) for size in sizes)} |"
+        for name, found in lines
+    ]
+    return [
+        f"| {title} | {' | '.join(map(size_name, sizes))} |",
+        f"|{'---|' * (len(sizes) + 1)}",
+        *body,
+        "",
+    ]
 
 
 def _cell(row: Report | None, missed: set[str]) -> str:

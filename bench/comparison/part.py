@@ -61,4 +61,9 @@ def failures(problems: Mapping[str, str]) -> list[str]:
 
 def failure(what: str, problems: Mapping[str, str], *verdicts: Verdict) -> Part:
     """Return a part that found nothing because syncvar failed."""
-    return Part({"problems": dict(problems)}, [f"{what}: failed", *failures(problems)], list(verdicts), failed=True)
+    return Part(
+        {"problems": dict(problems)},
+        [f"{what}: failed", *failures(problems)],
+        list(verdicts),
+        failed=True,
+    )

@@ -15,7 +15,11 @@ __all__ = ["draw", "missing"]
 
 def missing() -> str:
     """Return why no picture can be drawn, or nothing."""
-    return "" if find_spec("matplotlib") else "--png needs the package matplotlib: pip install matplotlib"
+    return (
+        ""
+        if find_spec("matplotlib")
+        else "--png needs the package matplotlib: pip install matplotlib"
+    )
 
 
 def draw(path: str, title: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -37,7 +41,9 @@ def draw(path: str, title: str, rows: Sequence[dict[str, Any]]) -> None:
     panels = figure.subplots(2 * len(collectives), len(workers), sharex=True, squeeze=False)
     for column, count in enumerate(workers):
         for index, collective in enumerate(collectives):
-            chosen = [row for row in rows if (row["workers"], row["collective"]) == (count, collective)]
+            chosen = [
+                row for row in rows if (row["workers"], row["collective"]) == (count, collective)
+            ]
             times, ratios = panels[2 * index][column], panels[2 * index + 1][column]
             _draw_times(times, chosen)
             _draw_ratios(ratios, chosen)
@@ -60,13 +66,22 @@ def _draw_times(panel: Any, rows: Sequence[dict[str, Any]]) -> None:
                 series[key].append((row["size"], middle))
     for (name, kind), points in series.items():
         label = f"{LABELS[name]} {kind}" if name == "syncvar" else LABELS[name]
-        panel.plot(*zip(*sorted(points), strict=True), marker=".", ls="-" if name == "syncvar" else "--", label=label)
+        panel.plot(
+            *zip(*sorted(points), strict=True),
+            marker=".",
+            ls="-" if name == "syncvar" else "--",
+            label=label,
+        )
 
 
 def _draw_ratios(panel: Any, rows: Sequence[dict[str, Any]]) -> None:
     panel.axhline(1, color="black", lw=0.8)
     for kind in dict.fromkeys(row["kind"] for row in rows):
-        points = sorted((row["size"], *row["ratio_by_round"], row["ratio"]) for row in rows if row["kind"] == kind and "ratio" in row)
+        points = sorted(
+            (row["size"], *row["ratio_by_round"], row["ratio"])
+            for row in rows
+            if row["kind"] == kind and "ratio" in row
+        )
         if points:
             sizes, low, _, high, ratio = zip(*points, strict=True)
             (drawn,) = panel.plot(sizes, ratio, marker=".", label=f"syncvar {kind}")

@@ -39,19 +39,40 @@ class Finished:
         """Return how it failed and the last lines it said, or None."""
         if self.code == 0:
             return None
-        how = f"not done after {self.seconds:.0f} s" if self.code is None else f"exit code {self.code}"
-        lines = [line.rstrip() for line in (self.stderr or self.stdout).splitlines() if line.strip(" -=\n")]
+        how = (
+            f"not done after {self.seconds:.0f} s"
+            if self.code is None
+            else f"exit code {self.code}"
+        )
+        lines = [
+            line.rstrip()
+            for line in (self.stderr or self.stdout).splitlines()
+            if line.strip(" -=\n")
+        ]
         return " | ".join([how, *lines[-SHOWN_LINES:]])
 
 
-def run(command: Sequence[str], *, timeout: float, env: Mapping[str, str] | None = None, cwd: str | None = None) -> Finished:
+def run(
+    command: Sequence[str],
+    *,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: str | None = None,
+) -> Finished:
     """Run a command to its end, or until it has taken too long: then its process group is ended."""
     begin = time.monotonic()
     try:
         process = subprocess.Popen(
-            command, env={**os.environ, **(env or {})}, cwd=cwd, start_new_session=True, text=True, errors="replace",
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            command,
+            env={**os.environ, **(env or {})},
+            cwd=cwd,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
     except OSError as problem:
         return Finished(127, "", str(problem), 0.0)
     try:

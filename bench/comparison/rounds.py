@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 
     from comparison.libraries import Library
 
-__all__ = ["Effort", "Found", "Plan", "Times", "Turn", "Work", "interleave", "measure", "turn", "written_by"]
+__all__ = [
+    "Effort",
+    "Found",
+    "Plan",
+    "Times",
+    "Turn",
+    "Work",
+    "interleave",
+    "measure",
+    "turn",
+    "written_by",
+]
 
 Turn: TypeAlias = "Callable[[], tuple[dict[str, Any] | None, str]]"
 """Starts one contestant once; gives what it found and "", or None and why it failed."""
@@ -71,8 +82,12 @@ class Plan:
             for work in works:
                 kept = (size for size in work.sizes if size <= self.largest.get(library, size))
                 sizes.setdefault(work.collective, {}).update(dict.fromkeys(kept))
-            works = tuple(Work(name, "private", tuple(found)) for name, found in sizes.items() if found)
-        words = [f"{work.collective}/{work.kind}/{','.join(map(str, work.sizes))}" for work in works]
+            works = tuple(
+                Work(name, "private", tuple(found)) for name, found in sizes.items() if found
+            )
+        words = [
+            f"{work.collective}/{work.kind}/{','.join(map(str, work.sizes))}" for work in works
+        ]
         told = [word for one in words for word in ("--measure", one)]
         return [*told, "--dtype", self.dtype, "--seconds", str(self.effort.seconds)]
 
@@ -133,7 +148,9 @@ def turn(
     return written_by(command, timeout, {**library.environment(workers), **(env or {})})
 
 
-def written_by(command: Sequence[str], timeout: float, env: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
+def written_by(
+    command: Sequence[str], timeout: float, env: Mapping[str, str]
+) -> tuple[dict[str, Any] | None, str]:
     """Run a command that takes `--result FILE`; give the JSON that it wrote and "", or None and why it failed."""
     with tempfile.TemporaryDirectory(prefix="compare-") as folder:
         result = os.path.join(folder, "result.json")
@@ -157,7 +174,9 @@ def interleave(what: str, turns: Mapping[str, Turn], rounds: int) -> Found:
             begin = time.monotonic()
             result, problem = one()
             took = f"{time.monotonic() - begin:.1f} s"
-            print(f"  {what}, round {number} of {rounds}: {name}, {took}", file=sys.stderr, flush=True)
+            print(
+                f"  {what}, round {number} of {rounds}: {name}, {took}", file=sys.stderr, flush=True
+            )
             if result is None:
                 found.problems[name] = f"failed in round {number}: {problem}"
             else:
@@ -165,7 +184,9 @@ def interleave(what: str, turns: Mapping[str, Turn], rounds: int) -> Found:
     return found
 
 
-def measure(libraries: Sequence[Library], workers: int, plan: Plan, missing: Mapping[str, str]) -> Times:
+def measure(
+    libraries: Sequence[Library], workers: int, plan: Plan, missing: Mapping[str, str]
+) -> Times:
     """Run all rounds of a comparison of libraries."""
     turns = {
         one.name: partial(turn, one, workers, plan.arguments(one.name), plan.effort.timeout)

@@ -80,7 +80,9 @@ def make_environment(peers: Path, name: str) -> bool:
         return False
     # Without the cache: pip would take the build for one MPI as the build for the other.
     build = [*pip, "--no-cache-dir", "--no-binary", "mpi4py", "mpi4py"]
-    return _step([*pip, *FOR_MPI]) and _step(build, {"MPICC": compiler, "MPI4PY_BUILD_MPICC": compiler})
+    return _step([*pip, *FOR_MPI]) and _step(
+        build, {"MPICC": compiler, "MPI4PY_BUILD_MPICC": compiler}
+    )
 
 
 def _step(command: Sequence[str], env: Mapping[str, str] | None = None) -> bool:

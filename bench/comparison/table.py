@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from comparison.libraries import Library
     from comparison.rounds import Plan, Times
 
-__all__ = ["COLLECTIVES", "KINDS", "Spread", "compare", "grid", "number", "size_name", "spread", "tables"]
+__all__ = [
+    "COLLECTIVES",
+    "KINDS",
+    "Spread",
+    "compare",
+    "grid",
+    "number",
+    "size_name",
+    "spread",
+    "tables",
+]
 
 KINDS = ("private", "resident", "variable", "plain variable")
 COLLECTIVES = {
@@ -81,7 +91,12 @@ def compare(times: Times, plan: Plan, peers: Sequence[str]) -> list[dict[str, An
         for size in work.sizes:
             own = times.of("syncvar", work, size)
             theirs = {peer: found for peer in rivals if (found := times.of(peer, work, size))}
-            row: dict[str, Any] = {"workers": times.workers, "collective": work.collective, "kind": work.kind, "size": size}
+            row: dict[str, Any] = {
+                "workers": times.workers,
+                "collective": work.collective,
+                "kind": work.kind,
+                "size": size,
+            }
             row["us"] = {peer: spread(found.values()) for peer, found in theirs.items()}
             if own:
                 row["us"]["syncvar"] = spread(own.values())
@@ -90,7 +105,9 @@ def compare(times: Times, plan: Plan, peers: Sequence[str]) -> list[dict[str, An
                 batch = [times.of(one, work, size, "batch_us") for one in (best, "syncvar")]
                 row["best"] = best
                 row["ratio"] = row["us"][best][1] / row["us"]["syncvar"][1]
-                row["ratio_by_round"] = spread(theirs[best][one] / own[one] for one in own if one in theirs[best])
+                row["ratio_by_round"] = spread(
+                    theirs[best][one] / own[one] for one in own if one in theirs[best]
+                )
                 row["ratio_by_batch"] = median(batch[0].values()) / median(batch[1].values())
             rows.append(row)
     return rows
@@ -101,7 +118,9 @@ def rivals_of(kind: str, peers: Iterable[str]) -> list[str]:
     return [peer for peer in peers if not kind.endswith("variable") or peer in MPI]
 
 
-def tables(times: Times, plan: Plan, libraries: Sequence[Library], rows: Sequence[dict[str, Any]]) -> list[str]:
+def tables(
+    times: Times, plan: Plan, libraries: Sequence[Library], rows: Sequence[dict[str, Any]]
+) -> list[str]:
     """Return the lines of all tables of one number of workers."""
     labels = {library.name: library.label for library in libraries}
     lines = [f"{times.workers} workers, {plan.dtype}; median us of a call (quartiles over rounds)"]
@@ -111,7 +130,14 @@ def tables(times: Times, plan: Plan, libraries: Sequence[Library], rows: Sequenc
             lines.append(f"  not measured: {times.skipped[work.kind]}")
             continue
         names = ["syncvar", *rivals_of(work.kind, (name for name in labels if name != "syncvar"))]
-        head = ["size", *(labels[name] for name in names), "best peer", "ratio", "by round", "by batch"]
+        head = [
+            "size",
+            *(labels[name] for name in names),
+            "best peer",
+            "ratio",
+            "by round",
+            "by batch",
+        ]
         body = []
         for row in rows:
             if (row["collective"], row["kind"]) != (work.collective, work.kind):
@@ -119,7 +145,12 @@ def tables(times: Times, plan: Plan, libraries: Sequence[Library], rows: Sequenc
             cells = [_cell(times, name, row) for name in names]
             if "best" in row:
                 low, _, high = row["ratio_by_round"]
-                best = [labels[row["best"]], f"{row['ratio']:.2f}", f"{low:.2f}-{high:.2f}", f"{row['ratio_by_batch']:.2f}"]
+                best = [
+                    labels[row["best"]],
+                    f"{row['ratio']:.2f}",
+                    f"{low:.2f}-{high:.2f}",
+                    f"{row['ratio_by_batch']:.2f}",
+                ]
             else:
                 best = ["-"] * 4
             body.append([size_name(row["size"]), *cells, *best])
@@ -131,7 +162,10 @@ def tables(times: Times, plan: Plan, libraries: Sequence[Library], rows: Sequenc
             lines.append(f"  {library.label:<10} {library.started_as(times.workers)}")
         if problem:
             lines.append(f"  {library.label:<10} {problem}")
-        lines += [f"  {library.label:<10} no {name}: {why}" for name, why in times.refused.get(library.name, {}).items()]
+        lines += [
+            f"  {library.label:<10} no {name}: {why}"
+            for name, why in times.refused.get(library.name, {}).items()
+        ]
     return lines
 
 
@@ -140,7 +174,9 @@ def grid(head: Sequence[str], body: Sequence[Sequence[str]], left: int = 0) -> l
     widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head))]
     signs = [">"] * (len(head) - left) + ["<"] * left
     return [
-        "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths, strict=True)).rstrip()
+        "  ".join(
+            f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths, strict=True)
+        ).rstrip()
         for line in (head, *body)
     ]
 

@@ -32,7 +32,9 @@ def traffic(setting: Setting) -> Part:
         copy = [setting.syncvar.python, script("traffic_copy.py"), "--seconds", str(effort.seconds)]
         turns = {
             "copy": partial(written_by, copy, effort.timeout, {}),
-            "syncvar": partial(turn, setting.syncvar, workers, plan.arguments("syncvar"), effort.timeout),
+            "syncvar": partial(
+                turn, setting.syncvar, workers, plan.arguments("syncvar"), effort.timeout
+            ),
         }
         found = interleave(f"{workers} workers, memory traffic", turns, effort.rounds)
         part.report.append({"workers": workers, "problems": found.problems})
@@ -50,8 +52,24 @@ def traffic(setting: Setting) -> Part:
         for kind, work in works.items():
             seconds = spread(times.of("syncvar", work, SIZE).values())[1] / 1e6
             rate = 2 * workers * SIZE / seconds
-            part.report[-1][kind] = {"seconds": seconds, "bytes_per_second": rate, "share": rate / limit[1]}
-            body.append([str(workers), kind, f"{1e3 * seconds:.2f}", f"{rate / 1e9:.1f}", f"{rate / limit[1]:.0%}"])
+            part.report[-1][kind] = {
+                "seconds": seconds,
+                "bytes_per_second": rate,
+                "share": rate / limit[1],
+            }
+            body.append(
+                [
+                    str(workers),
+                    kind,
+                    f"{1e3 * seconds:.2f}",
+                    f"{rate / 1e9:.1f}",
+                    f"{rate / limit[1]:.0%}",
+                ]
+            )
     title = "memory traffic of an all_reduce of 64 MiB (its arrays read and written once) beside a plain copy on all cores"
-    part.lines = [title, *part.lines, *grid(["workers", "kind", "ms", "GB/s", "of the limit"], body)]
+    part.lines = [
+        title,
+        *part.lines,
+        *grid(["workers", "kind", "ms", "GB/s", "of the limit"], body),
+    ]
     return part

@@ -19,8 +19,14 @@ __all__ = ["SCRIPTS", "TASKS", "Task", "training"]
 
 SCRIPTS = {name: f"training_{name}.py" for name in ("syncvar", "torch", "tensorflow")}
 MEANINGS = {
-    ("syncvar", "optimizer"): "weights are variables; sv.optimizers.Momentum takes torch's gradients",
-    ("syncvar", "all_reduce"): "sv.all_reduce of one array of sv.empty that torch's gradients lie in; torch's SGD",
+    (
+        "syncvar",
+        "optimizer",
+    ): "weights are variables; sv.optimizers.Momentum takes torch's gradients",
+    (
+        "syncvar",
+        "all_reduce",
+    ): "sv.all_reduce of one array of sv.empty that torch's gradients lie in; torch's SGD",
     ("syncvar", "list"): "sv.all_reduce of the list of torch's gradients; torch's SGD",
     ("torch", "ddp"): "DistributedDataParallel, torch's SGD",
     ("torch", "ddp views"): "the same with gradient_as_bucket_view and static_graph",
@@ -50,7 +56,11 @@ TASKS = (
     Task("conv", 128, 200, False),
     Task("conv2", 128, 100, False),
 )
-NETS = {"mlp": "64-64-10", "conv": "a convolution of 16 channels", "conv2": "convolutions of 16 and 32 channels"}
+NETS = {
+    "mlp": "64-64-10",
+    "conv": "a convolution of 16 channels",
+    "conv2": "convolutions of 16 and 32 channels",
+}
 
 
 def training(setting: Setting, tasks: Sequence[Task], data: str) -> Part:
@@ -64,7 +74,15 @@ def training(setting: Setting, tasks: Sequence[Task], data: str) -> Part:
     workers = setting.workers[0]
     told = [word for one in tasks for word in ("--train", f"{one.net}/{one.rows}/{one.steps}")]
     turns = {
-        name: partial(turn, one, workers, [*told, "--data", data], setting.effort.timeout, script(SCRIPTS[name]), ONE_THREAD)
+        name: partial(
+            turn,
+            one,
+            workers,
+            [*told, "--data", data],
+            setting.effort.timeout,
+            script(SCRIPTS[name]),
+            ONE_THREAD,
+        )
         for name, one in setting.present.items()
     }
     found = interleave(f"{workers} workers, training", turns, setting.effort.rounds)
@@ -88,8 +106,16 @@ def _rows(results: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
                 key = (name, one["net"], one["rows"], one["kind"])
                 row = rows.setdefault(
                     key,
-                    {"library": name, "net": one["net"], "rows": one["rows"], "kind": one["kind"], "steps": one["steps"], "rounds": [], "accuracies": []},
-                )  # fmt: skip
+                    {
+                        "library": name,
+                        "net": one["net"],
+                        "rows": one["rows"],
+                        "kind": one["kind"],
+                        "steps": one["steps"],
+                        "rounds": [],
+                        "accuracies": [],
+                    },
+                )
                 row["rounds"].append(one["us"])
                 row["accuracies"].append(one["accuracy"])
     for row in rows.values():
@@ -113,15 +139,27 @@ def _table(task: Task, rows: Sequence[dict[str, Any]], setting: Setting, workers
         ratio, by_round = "-", "-"
         if own is not None and row is not own:
             ratio = f"{row['us'][1] / own['us'][1]:.2f}"
-            low_ratio, _, high_ratio = spread(one / mine for one, mine in zip(row["rounds"], own["rounds"], strict=False))
+            low_ratio, _, high_ratio = spread(
+                one / mine for one, mine in zip(row["rounds"], own["rounds"], strict=False)
+            )
             by_round = f"{low_ratio:.2f}-{high_ratio:.2f}"
-        cells = [f"{row['steps_per_s']:.0f}", f"{middle} ({low}-{high})", ratio, by_round, f"{100 * row['accuracy']:.2f}"]
+        cells = [
+            f"{row['steps_per_s']:.0f}",
+            f"{middle} ({low}-{high})",
+            ratio,
+            by_round,
+            f"{100 * row['accuracy']:.2f}",
+        ]
         meaning = MEANINGS[row["library"], row["kind"]]
         body.append([*cells, setting.present[row["library"]].label, row["kind"], meaning])
     steps = rows[0]["steps"] if rows else task.steps
     title = f"{task.net} ({NETS[task.net]}), {task.rows} images per worker and step, {workers} workers, {steps} steps; us of a step (quartiles over rounds)"
     head = ["steps/s", "us", "ratio", "by round", "accuracy %", "library", "kind", "what"]
-    return [title, *grid(head, body, left=3), "ratio: time of the row / time of syncvar's fastest kind"]
+    return [
+        title,
+        *grid(head, body, left=3),
+        "ratio: time of the row / time of syncvar's fastest kind",
+    ]
 
 
 def _verdicts(task: Task, rows: Sequence[dict[str, Any]]) -> list[Verdict]:
@@ -131,10 +169,16 @@ def _verdicts(task: Task, rows: Sequence[dict[str, Any]]) -> list[Verdict]:
     verdicts = []
     for name, bound in RIVALS.items():
         other = _best(rows, name)
-        kinds = f"syncvar {own['kind']} against {name} {other['kind']}" if own and other else f"syncvar against {name}"
+        kinds = (
+            f"syncvar {own['kind']} against {name} {other['kind']}"
+            if own and other
+            else f"syncvar against {name}"
+        )
         if task.has_bound:
             ratio = other["us"][1] / own["us"][1] if own and other else None
             verdicts.append(judge(bound, ratio, f"steps per second, {place}, {kinds}"))
         apart = 100 * abs(own["accuracy"] - other["accuracy"]) if own and other else None
-        verdicts.append(judge("training accuracy", apart, f"final test accuracies apart, {place}, {kinds}"))
+        verdicts.append(
+            judge("training accuracy", apart, f"final test accuracies apart, {place}, {kinds}")
+        )
     return verdicts

@@ -33,7 +33,10 @@ def main() -> None:
     if sent is not None:
         of_host = {host: count for host, count in sent}  # noqa: C416  (the last rank of a host counts for it)
         with open(chosen.result, "w", encoding="utf-8") as file:
-            json.dump({"sent": [of_host[host] for host in sorted(of_host)], "bytes": CALLS * x.nbytes}, file)
+            json.dump(
+                {"sent": [of_host[host] for host in sorted(of_host)], "bytes": CALLS * x.nbytes},
+                file,
+            )
 
 
 def sent_bytes() -> int:

@@ -43,9 +43,15 @@ def main() -> None:
     memory = sv.all_gather(np.array([_memory()]))
     if sv.rank() == 0:
         own, share = memory.T.tolist()
-        seconds = {"joined_s": met - start, "all_reduce_s": took, "whole_s": time.monotonic() - start}
+        seconds = {
+            "joined_s": met - start,
+            "all_reduce_s": took,
+            "whole_s": time.monotonic() - start,
+        }
         with open(chosen.result, "w", encoding="utf-8") as file:
-            json.dump({"workers": sv.world_size(), **seconds, "own_bytes": own, "pss_bytes": share}, file)
+            json.dump(
+                {"workers": sv.world_size(), **seconds, "own_bytes": own, "pss_bytes": share}, file
+            )
 
 
 def _memory() -> tuple[int, int]:

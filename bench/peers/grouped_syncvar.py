@@ -35,7 +35,10 @@ def main() -> None:
     values = mean_of([(COUNT,)] * VARIABLES, team.rank, team.world, "sum")
     grouped, write = _grouped(strategy)
     cases = {"grouped": grouped, "calls": _calls()}
-    results = [{"kind": kind, **measure(team, case, values, chosen.seconds)} for kind, case in cases.items()]
+    results = [
+        {"kind": kind, **measure(team, case, values, chosen.seconds)}
+        for kind, case in cases.items()
+    ]
     transfers = strategy.run(partial(_transfers, write))
     finish(team, chosen, results, transport=current().transport, **transfers)
 
@@ -90,9 +93,13 @@ def _transfers(write: Any) -> dict[str, int]:
     write()
     if send is not None:
         transport.send = send
-    operations = sum(event.began_ns >= begin and event.group >= 0 for event in context.recorder.events())
+    operations = sum(
+        event.began_ns >= begin and event.group >= 0 for event in context.recorder.events()
+    )
     if sv.world_size() > 1 and not operations:
-        sys.exit("the flight recorder saw no operation of the grouped call: transfers cannot be counted")
+        sys.exit(
+            "the flight recorder saw no operation of the grouped call: transfers cannot be counted"
+        )
     return {"operations": operations, "frames": frames}
 
 

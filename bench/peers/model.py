@@ -32,14 +32,21 @@ def mean_of(model: Sequence[tuple[int, ...]], rank: int, world: int, op: str = "
 
 
 def pieces_case(
-    brought: Sequence[Array], call: Callable[[], object], result: Callable[[], Sequence[Array]], **more: Any
+    brought: Sequence[Array],
+    call: Callable[[], object],
+    result: Callable[[], Sequence[Array]],
+    **more: Any,
 ) -> Case:
     """Return the case of a call that brings many arrays; they and their results count as one vector each."""
 
     def fill(numbers: Any) -> None:
         start = 0
         for array in brought:
-            part = numbers[start : start + array.size].reshape(array.shape) if isinstance(numbers, np.ndarray) else numbers
+            part = (
+                numbers[start : start + array.size].reshape(array.shape)
+                if isinstance(numbers, np.ndarray)
+                else numbers
+            )
             np.copyto(array, part)
             start += array.size
 

@@ -24,7 +24,10 @@ def main() -> None:
     values = mean_of(model, team.rank, team.world, "sum")
     results = []
     for kind in ("each", "flat"):
-        arrays = [np.empty(shape, np.float32) for shape in (model if kind == "each" else [(sum(map(prod, model)),)])]
+        arrays = [
+            np.empty(shape, np.float32)
+            for shape in (model if kind == "each" else [(sum(map(prod, model)),)])
+        ]
 
         def call(arrays: list[np.ndarray] = arrays) -> None:  # type: ignore[type-arg]
             for array in arrays:
@@ -33,7 +36,14 @@ def main() -> None:
         def result(arrays: list[np.ndarray] = arrays) -> list[np.ndarray]:  # type: ignore[type-arg]
             return arrays
 
-        results.append({"kind": kind, **measure(team, pieces_case(arrays, call, result, in_place=True), values, chosen.seconds)})
+        results.append(
+            {
+                "kind": kind,
+                **measure(
+                    team, pieces_case(arrays, call, result, in_place=True), values, chosen.seconds
+                ),
+            }
+        )
     finish(team, chosen, results)
 
 

@@ -30,14 +30,23 @@ def main() -> None:
     values = mean_of(model, team.rank, team.world)
     results = []
     for kind in KINDS:
-        case = _variables(strategy, model) if kind == "variable" else _arrays(model, sv.empty if kind == "resident" else np.empty)
+        case = (
+            _variables(strategy, model)
+            if kind == "variable"
+            else _arrays(model, sv.empty if kind == "resident" else np.empty)
+        )
         results.append({"kind": kind, **measure(team, case, values, chosen.seconds)})
     finish(team, chosen, results)
 
 
 def _arrays(model: list[tuple[int, ...]], empty: Callable[..., np.ndarray[Any, Any]]) -> Case:
     gradients = [empty(shape, np.float32) for shape in model]
-    return pieces_case(gradients, lambda: sv.all_reduce(gradients, "mean", out=gradients), lambda: gradients, in_place=True)
+    return pieces_case(
+        gradients,
+        lambda: sv.all_reduce(gradients, "mean", out=gradients),
+        lambda: gradients,
+        in_place=True,
+    )
 
 
 def _variables(strategy: sv.Strategy, model: list[tuple[int, ...]]) -> Case:

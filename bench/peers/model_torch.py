@@ -55,7 +55,9 @@ def main() -> None:
     results = []
     for kind in ("ddp", "backward", "flat"):
         case = _flat(model) if kind == "flat" else _ddp(model, is_synchronized=kind == "ddp")
-        results.append({"kind": kind, **measure(team, case, _values(kind, model, team), chosen.seconds)})
+        results.append(
+            {"kind": kind, **measure(team, case, _values(kind, model, team), chosen.seconds)}
+        )
     finish(team, chosen, results, threads=torch.get_num_threads())
     dist.destroy_process_group()
 
@@ -78,13 +80,17 @@ def _ddp(model: list[tuple[int, ...]], *, is_synchronized: bool) -> Case:
             parallel().backward()
 
     return pieces_case(
-        [gradient.numpy() for gradient in gradients], call, lambda: [weight.grad.numpy() for weight in module.weights]
+        [gradient.numpy() for gradient in gradients],
+        call,
+        lambda: [weight.grad.numpy() for weight in module.weights],
     )
 
 
 def _flat(model: list[tuple[int, ...]]) -> Case:
     vector = torch.zeros(sum(map(prod, model)))
-    return pieces_case([vector.numpy()], lambda: dist.all_reduce(vector), lambda: [vector.numpy()], in_place=True)
+    return pieces_case(
+        [vector.numpy()], lambda: dist.all_reduce(vector), lambda: [vector.numpy()], in_place=True
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def mpi_team(comm: Any, largest: Any) -> Team:
     """Return the ranks of a communicator; `largest` is its op of that meaning."""
     rank, world = comm.Get_rank(), comm.Get_size()
-    return Team(rank, world, comm.Barrier, comm.bcast, lambda number: comm.allreduce(number, largest))
+    return Team(
+        rank, world, comm.Barrier, comm.bcast, lambda number: comm.allreduce(number, largest)
+    )
 
 
 def main() -> None:
@@ -27,7 +29,9 @@ def main() -> None:
     from mpi4py import MPI
 
     if chosen.versions:
-        name, version = re.findall(r"^(.+?)(?: Version:)?\s+v?(\d[\w.]*)", MPI.Get_library_version())[0]
+        name, version = re.findall(
+            r"^(.+?)(?: Version:)?\s+v?(\d[\w.]*)", MPI.Get_library_version()
+        )[0]
         show_versions(**{"mpi4py": mpi4py.__version__, name: version})
         return
     comm = MPI.COMM_WORLD
@@ -43,7 +47,9 @@ def main() -> None:
             raise Refused(str(problem)) from problem
         x = np.empty(values.brought_count, kind)
         out = np.zeros(values.result_count, kind)
-        mine, theirs = ([x.view(np.uint8), MPI.BYTE], [out.view(np.uint8), MPI.BYTE]) if is_half else (x, out)
+        mine, theirs = (
+            ([x.view(np.uint8), MPI.BYTE], [out.view(np.uint8), MPI.BYTE]) if is_half else (x, out)
+        )
         if values.collective == "broadcast":
             return array_case(x, lambda: comm.Bcast(mine, root=0))
         calls: dict[str, Callable[[Any, Any], None]] = {

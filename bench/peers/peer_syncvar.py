@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 def syncvar_team() -> Team:
     """Return the ranks of the job."""
     return Team(
-        sv.rank(), sv.world_size(), sv.barrier,
+        sv.rank(),
+        sv.world_size(),
+        sv.barrier,
         agree=lambda number: int(sv.broadcast(number)),
         largest=lambda number: int(sv.all_reduce(number, "max")),
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
@@ -47,7 +49,9 @@ def main() -> None:
 
     def make(kind: str, values: Values) -> Case:
         if not kind.endswith("variable"):
-            return _of_arrays(sv.empty if kind == "resident" else np.empty, values, in_place=kind == "resident")
+            return _of_arrays(
+                sv.empty if kind == "resident" else np.empty, values, in_place=kind == "resident"
+            )
         if values.collective != "all_reduce":
             raise Refused(f"the kind {kind} is for all_reduce")
         return _of_variable(strategy if kind == "variable" else None, values)
@@ -56,7 +60,9 @@ def main() -> None:
     finish(team, chosen, results, refused=refused, skipped=skipped)
 
 
-def _of_arrays(empty: Callable[..., np.ndarray[Any, Any]], values: Values, *, in_place: bool) -> Case:
+def _of_arrays(
+    empty: Callable[..., np.ndarray[Any, Any]], values: Values, *, in_place: bool
+) -> Case:
     kind = numpy_dtype(values.dtype)
     x = empty(values.brought_count, kind)
     if values.collective == "broadcast":

@@ -45,7 +45,14 @@ def main() -> None:
         for (clock_before, cpu_before), (clock, cpu) in itertools.pairwise(samples)
     )
     with open(chosen.result, "w", encoding="utf-8") as file:
-        json.dump({"first_second": first, "after": later, "woken_after_us": (float(ends.flat[0]) - begin) * 1e6}, file)
+        json.dump(
+            {
+                "first_second": first,
+                "after": later,
+                "woken_after_us": (float(ends.flat[0]) - begin) * 1e6,
+            },
+            file,
+        )
 
 
 def _sample(pid: int) -> tuple[float, float]:

@@ -48,7 +48,11 @@ def _case(_kind: str, values: Values) -> Case:
     kind = getattr(torch, values.dtype)
     x = torch.zeros(values.brought_count, dtype=kind)
     gather, scatter = _calls_on_one_tensor()
-    out = x if values.collective in ("all_reduce", "broadcast") else torch.zeros(values.result_count, dtype=kind)
+    out = (
+        x
+        if values.collective in ("all_reduce", "broadcast")
+        else torch.zeros(values.result_count, dtype=kind)
+    )
     call = {
         "all_reduce": lambda: dist.all_reduce(x),
         "broadcast": lambda: dist.broadcast(x, src=0),
@@ -58,10 +62,16 @@ def _case(_kind: str, values: Values) -> Case:
     }[values.collective]
     try:
         call()
-    except (RuntimeError, NotImplementedError, ValueError) as problem:  # what gloo lacks it says before it sends
+    except (
+        RuntimeError,
+        NotImplementedError,
+        ValueError,
+    ) as problem:  # what gloo lacks it says before it sends
         raise Refused(str(problem).strip().splitlines()[0]) from problem
     return Case(
-        lambda numbers: x.fill_(0) if isinstance(numbers, int) else x.copy_(torch.from_numpy(numbers)),
+        lambda numbers: (
+            x.fill_(0) if isinstance(numbers, int) else x.copy_(torch.from_numpy(numbers))
+        ),
         call,
         lambda: out.to(torch.float32).numpy(),
         in_place=values.collective == "all_reduce",

@@ -79,18 +79,32 @@ MESSAGES = (8, 8 * KI, 64 * KI, 1 * MI)
 MOVED = (8, 4 * KI, 64 * KI, 1 * MI, 16 * MI)
 
 
-def _sum_of(dtype: str, call: str = PLAIN, mpi: str = MPI_SUM, torch: str = TORCH_SUM, check: str = Row._field_defaults["check"]) -> Row:
+def _sum_of(
+    dtype: str,
+    call: str = PLAIN,
+    mpi: str = MPI_SUM,
+    torch: str = TORCH_SUM,
+    check: str = Row._field_defaults["check"],
+) -> Row:
     return Row("calls", call, mpi, torch, check, dtype=dtype, name=f"{call}, {dtype}", times=2)
 
 
-def _variable(name: str, make: str, call: str, *, times: float | None = 1.3, within: bool = False) -> Row:
+def _variable(
+    name: str, make: str, call: str, *, times: float | None = 1.3, within: bool = False
+) -> Row:
     """Return the row of a write to a variable, or of a write and a read."""
     return Row(
-        "variables", call, f"{MPI_SUM}; np.add(v, out, out=v); return v", f"{TORCH_SUM}; v.add_(x); return v",
-        "(flat(v.numpy() if hasattr(v, 'numpy') else v) == total).all()", SMALL_TO_MIDDLE,
+        "variables",
+        call,
+        f"{MPI_SUM}; np.add(v, out, out=v); return v",
+        f"{TORCH_SUM}; v.add_(x); return v",
+        "(flat(v.numpy() if hasattr(v, 'numpy') else v) == total).all()",
+        SMALL_TO_MIDDLE,
         setup={"syncvar": make, "mpi": "v = np.zeros_like(x)", "torch": "v = torch.zeros_like(x)"},
-        name=name, times=times, within=within,
-    )  # fmt: skip
+        name=name,
+        times=times,
+        within=within,
+    )
 
 
 AUTO = 'v = sv.Variable(np.zeros_like(x), aggregation="SUM")'

@@ -46,21 +46,39 @@ def main() -> None:
         for key, (call, within) in calls.items():
             times = within(lambda call=call: timed(team, call, chosen.seconds / chosen.slices))
             found[key].append(team.largest(round(times["median_us"] * 1e3)) / 1e3)
-    results = [{"row": title, "size": size, "us": min(times)} for (title, size), times in found.items()]
+    results = [
+        {"row": title, "size": size, "us": min(times)} for (title, size), times in found.items()
+    ]
     finish(team, chosen, results, refused=refused)
     end()
 
 
-def _verified(row: Row, size: int, library: str, team: Team, names: dict[str, Any]) -> tuple[Callable[[], Any], Callable[..., Any]]:
+def _verified(
+    row: Row, size: int, library: str, team: Team, names: dict[str, Any]
+) -> tuple[Callable[[], Any], Callable[..., Any]]:
     """Make a row's call once and look at the result; return the call, and what it is to be made within."""
     count = max(1, size // itemsize(row.dtype))
     pieces = np.repeat(np.arange(1, team.world + 1), count)
-    arrays = {"x": np.full(count, team.rank + 1).astype(numpy_dtype(row.dtype)), "whole": pieces.astype(numpy_dtype(row.dtype))}
+    arrays = {
+        "x": np.full(count, team.rank + 1).astype(numpy_dtype(row.dtype)),
+        "whole": pieces.astype(numpy_dtype(row.dtype)),
+    }
     if library == "torch":
         arrays = {name: names["torch"].from_numpy(array) for name, array in arrays.items()}
     arrays["out"] = arrays["x"] if library == "torch" else np.zeros_like(arrays["x"])
-    own = {**names, **arrays, "rank": team.rank, "world": team.world, "other": team.rank ^ 1, "np": np}
-    within = names["strategy"].run if row.within and library == "syncvar" else lambda function: function()
+    own = {
+        **names,
+        **arrays,
+        "rank": team.rank,
+        "world": team.world,
+        "other": team.rank ^ 1,
+        "np": np,
+    }
+    within = (
+        names["strategy"].run
+        if row.within and library == "syncvar"
+        else lambda function: function()
+    )
     exec(row.setup.get(library, ""), own)  # noqa: S102  (text of this folder)
     exec(_function(getattr(row, library)), own)  # noqa: S102
     team.barrier()
@@ -68,7 +86,13 @@ def _verified(row: Row, size: int, library: str, team: Team, names: dict[str, An
         got = within(own["call"])
     except names["refusals"] as problem:  # what a library lacks it says before it sends
         raise Refused(str(problem).strip().splitlines()[0]) from problem
-    looked = {**own, "got": own["out"] if got is None else got, "flat": _flat, "total": sum(range(team.world + 1)), "pieces": pieces}
+    looked = {
+        **own,
+        "got": own["out"] if got is None else got,
+        "flat": _flat,
+        "total": sum(range(team.world + 1)),
+        "pieces": pieces,
+    }
     if not eval(row.check, looked):  # noqa: S307
         sys.exit(f"rank {team.rank}: {row.title} of {size} bytes is wrong: {looked['got']!r:.200}")
     for name in arrays.keys() & {"x", "whole"}:
@@ -105,7 +129,12 @@ def _syncvar() -> tuple[Team, dict[str, Any], Callable[[], object]]:
 
     team = syncvar_team()
     pairs = [sv.new_group(_pair(first, team.world)) for first in range(0, team.world, 2)]
-    names = {"sv": sv, "strategy": sv.MirroredStrategy(), "pair": pairs[team.rank // 2], "refusals": ()}
+    names = {
+        "sv": sv,
+        "strategy": sv.MirroredStrategy(),
+        "pair": pairs[team.rank // 2],
+        "refusals": (),
+    }
     return team, names, lambda: None
 
 

@@ -23,9 +23,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "Case", "Refused", "Team", "argument_parser", "arguments", "array_case", "finish", "measure", "measure_all", "show_versions",
+    "Case",
+    "Refused",
+    "Team",
+    "argument_parser",
+    "arguments",
+    "array_case",
+    "finish",
+    "measure",
+    "measure_all",
+    "show_versions",
     "timed",
-]  # fmt: skip
+]
 
 MOST_CALLS = 100_000
 FEWEST_CALLS = 3
@@ -81,7 +90,9 @@ def array_case(
 ) -> Case:
     """Return the case of a call that brings the array `x`; its result is in `out`, or in `x` itself."""
     result = x if out is None else out
-    return Case(lambda numbers: np.copyto(x, numbers, casting="unsafe"), call, lambda: result, **more)
+    return Case(
+        lambda numbers: np.copyto(x, numbers, casting="unsafe"), call, lambda: result, **more
+    )
 
 
 def argument_parser(text: str | None) -> argparse.ArgumentParser:
@@ -96,12 +107,19 @@ def arguments(text: str | None) -> argparse.Namespace:
     """Read the command line of a worker script of collectives."""
     parser = argument_parser(text)
     parser.add_argument(
-        "--measure", action="append", type=_work, metavar="COLLECTIVE/KIND/SIZES",
+        "--measure",
+        action="append",
+        type=_work,
+        metavar="COLLECTIVE/KIND/SIZES",
         help="calls to measure, sizes in bytes; may be given again [all_reduce/private/8,4096,65536,1048576]",
-    )  # fmt: skip
+    )
     parser.add_argument("--dtype", default="float32", help="of the elements [float32]")
-    parser.add_argument("--versions", action="store_true", help="print the versions as JSON and end")
-    parser.add_argument("--busy-thread", action="store_true", help="keep one Python thread busy (syncvar only)")
+    parser.add_argument(
+        "--versions", action="store_true", help="print the versions as JSON and end"
+    )
+    parser.add_argument(
+        "--busy-thread", action="store_true", help="keep one Python thread busy (syncvar only)"
+    )
     chosen = parser.parse_args()
     chosen.measure = chosen.measure or [_work("all_reduce/private/8,4096,65536,1048576")]
     return chosen
@@ -161,7 +179,10 @@ def _measure(team: Team, case: Case, values: Values, seconds: float) -> dict[str
     times = timed(team, case.call, seconds)
     if values.collective != "broadcast":
         return times
-    return {name: time if name == "calls" else team.largest(round(time * 1e3)) / 1e3 for name, time in times.items()}
+    return {
+        name: time if name == "calls" else team.largest(round(time * 1e3)) / 1e3
+        for name, time in times.items()
+    }
 
 
 def timed(team: Team, call: Callable[[], object], seconds: float) -> dict[str, Any]:
@@ -179,11 +200,18 @@ def timed(team: Team, call: Callable[[], object], seconds: float) -> dict[str, A
     batch = _batch(call, calls)
     team.barrier()
     low, median, high = quantiles(single, n=4, method="inclusive")
-    times = {"median_us": median / 1e3, "low_us": low / 1e3, "high_us": high / 1e3, "batch_us": batch / calls * 1e6}
+    times = {
+        "median_us": median / 1e3,
+        "low_us": low / 1e3,
+        "high_us": high / 1e3,
+        "batch_us": batch / calls * 1e6,
+    }
     return {"calls": calls, **times}
 
 
-def finish(team: Team, chosen: argparse.Namespace, results: list[dict[str, Any]], **more: Any) -> None:
+def finish(
+    team: Team, chosen: argparse.Namespace, results: list[dict[str, Any]], **more: Any
+) -> None:
     """Write the result of rank 0."""
     if team.rank:
         return
@@ -203,8 +231,12 @@ def _verify(team: Team, case: Case, values: Values) -> None:
     expected = values.expected()
     result = case.result()
     if not np.array_equal(result, expected):
-        wrong = int(np.count_nonzero(result != expected)) if result.shape == expected.shape else "all"
-        sys.exit(f"rank {team.rank}: {wrong} of {expected.size} elements of {values.collective} are wrong")
+        wrong = (
+            int(np.count_nonzero(result != expected)) if result.shape == expected.shape else "all"
+        )
+        sys.exit(
+            f"rank {team.rank}: {wrong} of {expected.size} elements of {values.collective} are wrong"
+        )
 
 
 def _one_by_one(call: Callable[[], object], calls: int) -> list[int]:

@@ -29,7 +29,9 @@ def main() -> None:
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(len(cores))
     queue = context.Queue()
-    processes = [context.Process(target=_copy, args=(core, barrier, queue, chosen.seconds)) for core in cores]
+    processes = [
+        context.Process(target=_copy, args=(core, barrier, queue, chosen.seconds)) for core in cores
+    ]
     for process in processes:
         process.start()
     rates = [queue.get(timeout=60 + 2 * chosen.seconds) for _ in processes]

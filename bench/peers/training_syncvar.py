@@ -56,7 +56,9 @@ class ByOptimizer(_Network):
         """Make one step; in replica context."""
         self.look()
         gradients = torch.autograd.grad(loss_of(self.net, images, labels), self.parameters)
-        self.optimizer.apply_gradients(zip([one.numpy() for one in gradients], self.variables, strict=True))
+        self.optimizer.apply_gradients(
+            zip([one.numpy() for one in gradients], self.variables, strict=True)
+        )
 
     def look(self) -> None:
         """Let the parameters be views of the variables: those of the last step still are, unless somebody kept a reading."""
@@ -78,7 +80,9 @@ class ByAllReduce(_Network):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self.optimizer = momentum(self.net, task)
-        self.gradients = sv.zeros(sum(parameter.numel() for parameter in self.parameters), np.float32)
+        self.gradients = sv.zeros(
+            sum(parameter.numel() for parameter in self.parameters), np.float32
+        )
         self.flat = torch.from_numpy(self.gradients)
         pieces = self.flat.split([parameter.numel() for parameter in self.parameters])
         for parameter, piece in zip(self.parameters, pieces, strict=True):

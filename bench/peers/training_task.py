@@ -19,7 +19,19 @@ if TYPE_CHECKING:
 
     from timing import Team
 
-__all__ = ["CHANNELS", "CLASSES", "HIDDEN", "MOMENTUM", "SIDE", "Array", "Task", "Trainer", "arguments", "initial_weights", "measure"]
+__all__ = [
+    "CHANNELS",
+    "CLASSES",
+    "HIDDEN",
+    "MOMENTUM",
+    "SIDE",
+    "Array",
+    "Task",
+    "Trainer",
+    "arguments",
+    "initial_weights",
+    "measure",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -57,10 +69,19 @@ class Trainer(Protocol):
 def arguments(text: str | None) -> argparse.Namespace:
     """Read the command line of a worker script."""
     parser = argparse.ArgumentParser(description=text)
-    parser.add_argument("--train", action="append", metavar="NET/ROWS/STEPS", help="for instance mlp/8/1000; may be given again")
-    parser.add_argument("--data", help="the digits: an .npz of train_images, train_labels, test_images, test_labels")
+    parser.add_argument(
+        "--train",
+        action="append",
+        metavar="NET/ROWS/STEPS",
+        help="for instance mlp/8/1000; may be given again",
+    )
+    parser.add_argument(
+        "--data", help="the digits: an .npz of train_images, train_labels, test_images, test_labels"
+    )
     parser.add_argument("--result", help="file for the JSON of rank 0; without it, standard output")
-    parser.add_argument("--versions", action="store_true", help="print the versions as JSON and end")
+    parser.add_argument(
+        "--versions", action="store_true", help="print the versions as JSON and end"
+    )
     return parser.parse_args()
 
 
@@ -70,12 +91,17 @@ def initial_weights(net: str) -> list[Array]:
 
     def layer(*shape: int) -> list[Array]:
         inputs = int(np.prod(shape[1:]))
-        return [draw.normal(0, np.sqrt(2 / inputs), shape).astype(np.float32), np.zeros(shape[0], np.float32)]
+        return [
+            draw.normal(0, np.sqrt(2 / inputs), shape).astype(np.float32),
+            np.zeros(shape[0], np.float32),
+        ]
 
     if net == "mlp":
         return [*layer(HIDDEN, SIDE * SIDE), *layer(CLASSES, HIDDEN)]
     channels = CHANNELS[net]
-    made = [one for inputs, outputs in pairwise((1, *channels)) for one in layer(outputs, inputs, 3, 3)]
+    made = [
+        one for inputs, outputs in pairwise((1, *channels)) for one in layer(outputs, inputs, 3, 3)
+    ]
     return [*made, *layer(CLASSES, channels[-1] * (SIDE // 2) ** 2)]
 
 

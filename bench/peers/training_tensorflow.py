@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from peer_tensorflow import tensorflow_team
 from timing import finish, show_versions
-from training_task import CHANNELS, CLASSES, HIDDEN, MOMENTUM, SIDE, arguments, initial_weights, measure
+from training_task import (
+    CHANNELS,
+    CLASSES,
+    HIDDEN,
+    MOMENTUM,
+    SIDE,
+    arguments,
+    initial_weights,
+    measure,
+)
 
 if TYPE_CHECKING:
     from training_task import Array, Task
@@ -30,8 +39,15 @@ def network(net: str) -> Any:
     if net == "mlp":
         inner = [layers.Dense(HIDDEN, activation="relu")]
     else:
-        convolutions = [layers.Conv2D(count, 3, padding="same", activation="relu") for count in CHANNELS[net]]
-        inner = [layers.Reshape((SIDE, SIDE, 1)), *convolutions, layers.MaxPool2D(2), layers.Flatten()]
+        convolutions = [
+            layers.Conv2D(count, 3, padding="same", activation="relu") for count in CHANNELS[net]
+        ]
+        inner = [
+            layers.Reshape((SIDE, SIDE, 1)),
+            *convolutions,
+            layers.MaxPool2D(2),
+            layers.Flatten(),
+        ]
     made = keras.Sequential([keras.Input((SIDE * SIDE,)), *inner, layers.Dense(CLASSES)])
     weights = [_turned(value) for value in initial_weights(net)]
     if net in CHANNELS:  # its last layer takes channels last
@@ -63,7 +79,9 @@ class Mirrored:
 
         def step(images: Any, labels: Any) -> None:
             with tf.GradientTape() as tape:
-                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, net(images, training=True))
+                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                    labels, net(images, training=True)
+                )
                 loss = tf.reduce_mean(losses) / world  # the optimizer adds up
             optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
 
@@ -101,7 +119,10 @@ def main() -> None:
         show_versions(tensorflow=tf.__version__)
         return
     strategy, _, team = tensorflow_team()
-    kinds = {"step": partial(Mirrored, strategy=strategy, loops=False), "loop": partial(Mirrored, strategy=strategy, loops=True)}
+    kinds = {
+        "step": partial(Mirrored, strategy=strategy, loops=False),
+        "loop": partial(Mirrored, strategy=strategy, loops=True),
+    }
     finish(team, chosen, measure(team, chosen, kinds))
 
 

@@ -31,7 +31,11 @@ class Parallel:
 
     def __init__(self, task: Task, options: dict[str, bool] | None) -> None:
         self.net = network(task.net)
-        self.module = self.net if options is None else torch.nn.parallel.DistributedDataParallel(self.net, **options)
+        self.module = (
+            self.net
+            if options is None
+            else torch.nn.parallel.DistributedDataParallel(self.net, **options)
+        )
         self.optimizer = momentum(self.net, task)
 
     def train(self, images: Array, labels: Array) -> None:
@@ -53,7 +57,9 @@ def main() -> None:
         show_versions(torch=torch.__version__)
         return
     team = torch_team()
-    results = measure(team, chosen, {kind: partial(Parallel, options=options) for kind, options in KINDS.items()})
+    results = measure(
+        team, chosen, {kind: partial(Parallel, options=options) for kind, options in KINDS.items()}
+    )
     finish(team, chosen, results, threads=torch.get_num_threads())
     dist.destroy_process_group()
 

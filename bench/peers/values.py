@@ -27,7 +27,14 @@ __all__ = ["HALF_TYPES", "Values", "itemsize", "numpy_dtype"]
 
 HALF_TYPES = ("float16", "bfloat16")
 CUT = ("all_gather", "reduce_scatter", "all_to_all")
-LARGEST = {"int8": 1 << 7, "uint8": 1 << 8, "int16": 1 << 15, "uint16": 1 << 16, "float16": 1 << 11, "bfloat16": 1 << 8}
+LARGEST = {
+    "int8": 1 << 7,
+    "uint8": 1 << 8,
+    "int16": 1 << 15,
+    "uint16": 1 << 16,
+    "float16": 1 << 11,
+    "bfloat16": 1 << 8,
+}
 FLOAT32_LARGEST = 1 << 24
 LONGEST_PERIOD = 1021
 Floats = np.ndarray[Any, np.dtype[np.float32]]

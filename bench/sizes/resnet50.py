@@ -37,13 +37,17 @@ def parameters() -> Iterator[tuple[str, Shape]]:
             yield from _convolution(f"{name}.conv2", f"{name}.bn2", width, width, 3)
             yield from _convolution(f"{name}.conv3", f"{name}.bn3", EXPANSION * width, width, 1)
             if block == 0:
-                yield from _convolution(f"{name}.downsample.0", f"{name}.downsample.1", EXPANSION * width, channels, 1)
+                yield from _convolution(
+                    f"{name}.downsample.0", f"{name}.downsample.1", EXPANSION * width, channels, 1
+                )
             channels = EXPANSION * width
     yield "fc.weight", (CLASSES, channels)
     yield "fc.bias", (CLASSES,)
 
 
-def _convolution(name: str, norm: str, outputs: int, inputs: int, side: int) -> Iterator[tuple[str, Shape]]:
+def _convolution(
+    name: str, norm: str, outputs: int, inputs: int, side: int
+) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (outputs, inputs, side, side)
     yield f"{norm}.weight", (outputs,)
     yield f"{norm}.bias", (outputs,)
@@ -52,7 +56,10 @@ def _convolution(name: str, norm: str, outputs: int, inputs: int, side: int) -> 
 def text() -> str:
     """Return the file's content."""
     found = list(parameters())
-    lines = ["# The parameters of ResNet-50, first layer first; written by bench/sizes/resnet50.py.", 'name = "ResNet-50"']
+    lines = [
+        "# The parameters of ResNet-50, first layer first; written by bench/sizes/resnet50.py.",
+        'name = "ResNet-50"',
+    ]
     lines += [f"floats = {sum(prod(shape) for _, shape in found)}", "tensors = ["]
     lines += [f'  {{ name = "{name}", shape = {list(shape)} }},' for name, shape in found]
     return "\n".join([*lines, "]", ""])
@@ -63,7 +70,9 @@ def main() -> None:
     shapes = [shape for _, shape in parameters()]
     floats = sum(map(prod, shapes))
     if (len(shapes), floats) != (TENSORS, FLOATS):
-        raise SystemExit(f"{len(shapes)} tensors of {floats} floats, not {TENSORS} of {FLOATS}: a rule is wrong")
+        raise SystemExit(
+            f"{len(shapes)} tensors of {floats} floats, not {TENSORS} of {FLOATS}: a rule is wrong"
+        )
     FILE.write_text(text(), encoding="utf-8")
     print(f"{FILE.name}: {len(shapes)} tensors, {floats} floats")
 

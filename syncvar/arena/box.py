@@ -39,16 +39,33 @@ if TYPE_CHECKING:
     from syncvar.arena.mapping import Arena
 
 __all__ = [
-    "ATTENDED", "BY_LINK", "ENTRY_BYTES_MAX", "FILLED", "FULL", "HEADER_WORDS", "NEWS", "NUMBER", "PLACES", "RING", "RING_BYTES_LEAST", "USED", "Entry", "Form",
-    "Inbox", "Outbox", "what_of",
-]  # fmt: skip
+    "ATTENDED",
+    "BY_LINK",
+    "ENTRY_BYTES_MAX",
+    "FILLED",
+    "FULL",
+    "HEADER_WORDS",
+    "NEWS",
+    "NUMBER",
+    "PLACES",
+    "RING",
+    "RING_BYTES_LEAST",
+    "USED",
+    "Entry",
+    "Form",
+    "Inbox",
+    "Outbox",
+    "what_of",
+]
 
 FILLED, NEWS, BY_LINK, RING, NUMBER, ATTENDED = range(6)  # the last is between C and C
 USED, FULL = 8, 9
 _ANSWERS, _GIVEN_UP, PLACES = 16, 24, 8
 HEADER_WORDS = 32
 RING_BYTES_LEAST = 256 << 10
-ENTRY_BYTES_MAX = RING_BYTES_LEAST // 2  # so that there is always a place for one, once the receiver has come so far
+ENTRY_BYTES_MAX = (
+    RING_BYTES_LEAST // 2
+)  # so that there is always a place for one, once the receiver has come so far
 _FIXED_WORDS = 5  # of an entry, before its shape
 _ALIGNED_FROM = 1024  # bytes of messages that begin at a line
 _PART_BYTES = 64 << 10
@@ -118,7 +135,9 @@ class Outbox(_Box):
         self._used = 0  # as far as it has been looked at
         self._asked = -1  # how far the receiver was when room was waited for
 
-    def put(self, what: int, stream: int, call: int, shape: tuple[int, ...], data: Any, nbytes: int) -> bool:
+    def put(
+        self, what: int, stream: int, call: int, shape: tuple[int, ...], data: Any, nbytes: int
+    ) -> bool:
         """Put a whole message in.
 
         Args:
@@ -148,7 +167,16 @@ class Outbox(_Box):
         self._publish(word)
         return True
 
-    def tell(self, what: int, stream: int, call: int, shape: tuple[int, ...], nbytes: int, address: int, offset: int) -> int:
+    def tell(
+        self,
+        what: int,
+        stream: int,
+        call: int,
+        shape: tuple[int, ...],
+        nbytes: int,
+        address: int,
+        offset: int,
+    ) -> int:
         """Tell the receiver of a long message; returns its number, or 0 where there is no room for it now.
 
         Args:
@@ -162,7 +190,11 @@ class Outbox(_Box):
         """
         words, number = self.words, self.words[self.base + NUMBER] + 1
         before = number - PLACES
-        if before > 0 and words[self._answer(before)] < before << 1 and words[self._given_up(before)] != before:
+        if (
+            before > 0
+            and words[self._answer(before)] < before << 1
+            and words[self._given_up(before)] != before
+        ):
             return 0
         start = self._room((_FIXED_WORDS + len(shape) + 3) * 8)
         if start < 0:
@@ -220,7 +252,9 @@ class Outbox(_Box):
         words, base = self.words, self.base
         used, before = words[base + USED], self._asked
         self._asked = used
-        nbytes = -(-(_data_at(_FIXED_WORDS + len(shape), nbytes) + nbytes) // LINE_BYTES) * LINE_BYTES
+        nbytes = (
+            -(-(_data_at(_FIXED_WORDS + len(shape), nbytes) + nbytes) // LINE_BYTES) * LINE_BYTES
+        )
         filled = words[base + FILLED]
         place = filled % self.ring_bytes
         gap = self.ring_bytes - place if place + nbytes > self.ring_bytes else 0
@@ -320,12 +354,49 @@ class Inbox(_Box):
         dimensions = what >> 24
         end = word + _FIXED_WORDS + dimensions
         shape = tuple(words[word + _FIXED_WORDS : end])
-        kind, dtype, stream, call, nbytes = what >> 8 & 0xFF, what >> 16 & 0xFF, words[word + 2], words[word + 3], words[word + 4]
+        kind, dtype, stream, call, nbytes = (
+            what >> 8 & 0xFF,
+            what >> 16 & 0xFF,
+            words[word + 2],
+            words[word + 3],
+            words[word + 4],
+        )
         if form == Form.TOLD:
-            return Entry(form, kind, dtype, stream, call, nbytes, shape, 0, words[end], words[end + 1], words[end + 2])
+            return Entry(
+                form,
+                kind,
+                dtype,
+                stream,
+                call,
+                nbytes,
+                shape,
+                0,
+                words[end],
+                words[end + 1],
+                words[end + 2],
+            )
         if form == Form.PART:
-            return Entry(form, kind, dtype, stream, call, nbytes, (), start + _data_at(_FIXED_WORDS + 1, nbytes), words[end])
-        return Entry(form, kind, dtype, stream, call, nbytes, shape, start + _data_at(_FIXED_WORDS + dimensions, nbytes))
+            return Entry(
+                form,
+                kind,
+                dtype,
+                stream,
+                call,
+                nbytes,
+                (),
+                start + _data_at(_FIXED_WORDS + 1, nbytes),
+                words[end],
+            )
+        return Entry(
+            form,
+            kind,
+            dtype,
+            stream,
+            call,
+            nbytes,
+            shape,
+            start + _data_at(_FIXED_WORDS + dimensions, nbytes),
+        )
 
     def free(self) -> None:
         """Let go of the oldest entry."""

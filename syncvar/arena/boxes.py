@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RING_BYTES", "Boxes"]
 
-RING_BYTES = 2 << 20  # of 64 KiB there and back took 17 us with 256 KiB, 9 with 512, 6.5 from here on (measured)
+RING_BYTES = (
+    2 << 20
+)  # of 64 KiB there and back took 17 us with 256 KiB, 9 with 512, 6.5 from here on (measured)
 _RINGS_BYTES = 16 << 20  # of all boxes of a rank together, about
 _BOXES = 5  # word of a rank's table: where its list of boxes is
 _NEVER = 1  # in the list: all messages go over links
@@ -94,14 +96,18 @@ class Boxes:
 
     def comes_at(self, source: int) -> int:
         """Return the word in which the box of messages from a rank shows as soon as it is there."""
-        return self._word_of(source) or self._arena.table(self.channels.places[source]) // 8 + _BOXES
+        return (
+            self._word_of(source) or self._arena.table(self.channels.places[source]) // 8 + _BOXES
+        )
 
     def reach(self, source: int) -> Reach | None:
         """Return how the memory of a rank can be read, as the first of the ranks there; None where it cannot be."""
         places = self.channels.places
         return self.channels.reach((places[source], self._arena.local_rank))
 
-    def native_end(self, end: Outbox | Inbox, other: int, identity: int, eager_bytes: int, **objects: Any) -> Any:
+    def native_end(
+        self, end: Outbox | Inbox, other: int, identity: int, eager_bytes: int, **objects: Any
+    ) -> Any:
         """Return the C runner of one end of a pair's messages; None where Python runs them.
 
         Args:
@@ -116,8 +122,18 @@ class Boxes:
             return None
         looks, shares_cores = channels.patience((channels.places[other],))
         return message_end(
-            self._arena.memory, end.start, end.ring, end.ring_bytes, ENTRY_BYTES_MAX, eager_bytes, ABORT * 8, identity, looks,
-            shares_cores, int(BUDGET_S * 1e9), **objects,
+            self._arena.memory,
+            end.start,
+            end.ring,
+            end.ring_bytes,
+            ENTRY_BYTES_MAX,
+            eager_bytes,
+            ABORT * 8,
+            identity,
+            looks,
+            shares_cores,
+            int(BUDGET_S * 1e9),
+            **objects,
         )
 
     def _word_of(self, source: int) -> int:

@@ -52,9 +52,31 @@ class Channel(ChannelState):
     """
 
     __slots__ = (
-        "__weakref__", "_channels", "_entries", "_kept", "_part_bytes", "_segments", "_views", "are_native", "arena", "entry", "found", "group", "hold",
-        "is_native", "is_open", "members", "others", "queue", "rank", "reach", "regions", "size", "wait", "words",
-    )  # fmt: skip
+        "__weakref__",
+        "_channels",
+        "_entries",
+        "_kept",
+        "_part_bytes",
+        "_segments",
+        "_views",
+        "are_native",
+        "arena",
+        "entry",
+        "found",
+        "group",
+        "hold",
+        "is_native",
+        "is_open",
+        "members",
+        "others",
+        "queue",
+        "rank",
+        "reach",
+        "regions",
+        "size",
+        "wait",
+        "words",
+    )
 
     def __init__(self, channels: Channels, group: int, members: Sequence[int]) -> None:
         self._channels = channels
@@ -84,7 +106,9 @@ class Channel(ChannelState):
         self._entries = [0] * self.size
         self._entries[self.rank] = self.entry
         self._views: dict[tuple[int, int, np.dtype[Any]], NDArray[Any]] = {}
-        self.found: dict[Any, list[Any]] = {}  # where memories of programs lie, see `execution/running.py`
+        self.found: dict[
+            Any, list[Any]
+        ] = {}  # where memories of programs lie, see `execution/running.py`
         self._segments = [0] * self.size
         self._part_bytes = (SEGMENT_BYTES // self.size // PAGE_BYTES + 2) * PAGE_BYTES
 
@@ -96,7 +120,7 @@ class Channel(ChannelState):
         except IndexError:
             return None
 
-    # -- finding the others ---------------------------------------------------------------------------------------
+    # -- finding the others ------------------------------------------------------------------------
 
     def open(self) -> tuple[int, ...]:
         """Look for the other ranks' channels; returns the ranks of the group whose channel is not there yet."""
@@ -108,14 +132,19 @@ class Channel(ChannelState):
                 if not self._entries[rank]:
                     missing.append(rank)
         if not missing:
-            self.others = tuple(self._entries[(self.rank + distance) % self.size] for distance in range(1, self.size))
+            self.others = tuple(
+                self._entries[(self.rank + distance) % self.size]
+                for distance in range(1, self.size)
+            )
             self.reach = self._channels.reach(self.regions)
             self.is_native = self._channels.is_native and self._bind()
-            self.are_native = self.size <= NATIVE_RANKS_MAX and self._channels.are_native(self.regions)
+            self.are_native = self.size <= NATIVE_RANKS_MAX and self._channels.are_native(
+                self.regions
+            )
             self.is_open = True
         return tuple(missing)
 
-    # -- publishing and waiting -----------------------------------------------------------------------------------
+    # -- publishing and waiting --------------------------------------------------------------------
 
     def begin(self, call: int, check: int, source: int = 0, target: int = 0) -> int:
         """Publish phase 0 of a call; returns what the others have to reach, for `is_reached` and `wait`.
@@ -174,7 +203,9 @@ class Channel(ChannelState):
 
     def passed(self) -> tuple[int, ...]:
         """Return the ranks of the group that are past this call."""
-        return tuple(rank for rank, entry in enumerate(self._entries) if self.words[entry] >= self.last + 2)
+        return tuple(
+            rank for rank, entry in enumerate(self._entries) if self.words[entry] >= self.last + 2
+        )
 
     def side_of(self, rank: int) -> int:
         """Return on which side a rank of the group, this one too, has published phase 0 of this call."""
@@ -231,10 +262,18 @@ class Channel(ChannelState):
         """Tell the C runner where the words of all ranks are; returns whether it takes so many."""
         looks, shares_cores = self._channels.patience(self.regions)
         return bind(
-            self, self.arena.memory, self.entry, (CHECK, PHASE, DONE, SOURCE, TARGET, ABORT, SEGMENTS), self.others,
-            tuple(self.words[entry + SMALL] for entry in self._entries), (SMALL_BYTES, SEGMENT_BYTES, self._part_bytes), self.rank,
-            shares_cores, looks, () if self.reach is None else self.reach.processes,
-        )  # fmt: skip
+            self,
+            self.arena.memory,
+            self.entry,
+            (CHECK, PHASE, DONE, SOURCE, TARGET, ABORT, SEGMENTS),
+            self.others,
+            tuple(self.words[entry + SMALL] for entry in self._entries),
+            (SMALL_BYTES, SEGMENT_BYTES, self._part_bytes),
+            self.rank,
+            shares_cores,
+            looks,
+            () if self.reach is None else self.reach.processes,
+        )
 
     def ring_of(self, nbytes: int) -> int:
         """Return what the C runner is told of the slots of this rank that take turns, for vectors that everybody sums.
@@ -244,11 +283,15 @@ class Channel(ChannelState):
         """
         if nbytes <= WIDE_BYTES:
             return -1
-        return self._channels.ring(self.entry) if self.is_native and self.size <= RING_RANKS_MAX else 0
+        return (
+            self._channels.ring(self.entry) if self.is_native and self.size <= RING_RANKS_MAX else 0
+        )
 
     def smalls_now(self, count: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
         """Return what all ranks have put to be summed by everybody, in their order, as published in this call."""
-        return [self.resident(offset, count, dtype) for offset in self.slots_now(count * dtype.itemsize)]
+        return [
+            self.resident(offset, count, dtype) for offset in self.slots_now(count * dtype.itemsize)
+        ]
 
     def slots_now(self, nbytes: int) -> tuple[int, ...]:
         """Return where in the arena the slot of each rank begins, as published in this call with so many bytes in it."""
@@ -259,7 +302,7 @@ class Channel(ChannelState):
             found.append(told or self.small_offset(rank, side))
         return tuple(found)
 
-    # -- memory ---------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def small(self, rank: int, side: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a view of a rank's small slot."""
@@ -275,7 +318,9 @@ class Channel(ChannelState):
         Raises:
             ValueError: They are not.
         """
-        return self.arena.rows([self.small_offset(rank, side) for rank in range(self.size)], shape, dtype)
+        return self.arena.rows(
+            [self.small_offset(rank, side) for rank in range(self.size)], shape, dtype
+        )
 
     def reserve_segments(self) -> None:
         """Take memory for this rank's segments, before the call that needs them is published.
@@ -298,8 +343,14 @@ class Channel(ChannelState):
         if not base:
             base = self._segments[rank] = self.words[self._entries[rank] + SEGMENTS]
             if not base:
-                raise InternalError(f"rank {rank} of the group has taken no memory for segments, and one is to be looked at")
-        place = number * SEGMENT_BYTES if number < 2 else 2 * SEGMENT_BYTES + (number - 2) * self._part_bytes
+                raise InternalError(
+                    f"rank {rank} of the group has taken no memory for segments, and one is to be looked at"
+                )
+        place = (
+            number * SEGMENT_BYTES
+            if number < 2
+            else 2 * SEGMENT_BYTES + (number - 2) * self._part_bytes
+        )
         return int(base + place)
 
     def resident(self, offset: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -311,7 +362,9 @@ class Channel(ChannelState):
         try:
             view = self.arena.view(offset, count, dtype)
         except InternalError as error:
-            raise InternalError(f"rank {self.members[self.rank]}, call {(self.last >> 1) - 1} of group {self.group}: {error}") from None
+            raise InternalError(
+                f"rank {self.members[self.rank]}, call {(self.last >> 1) - 1} of group {self.group}: {error}"
+            ) from None
         if not self.arena.is_checked:  # else it is checked again each time
             if len(self._views) >= 4096:
                 self._views.clear()

@@ -78,16 +78,30 @@ SMALL_BYTES = 64 << 10  # for each of the two sides
 WIDE_BYTES = 8 << 10  # a longer vector that everybody sums is put where its rank tells with phase 0
 RING_SLOTS = 32  # small slots that take turns, so that their lines have left the cores' own caches when they are written again
 RING_RANKS_MAX = 4  # of more, everybody sums no vector that gains by them
-SEGMENT_BYTES = 1 << 20  # of the vector; each rank has two for what it brings, and two parts of one for results
+SEGMENT_BYTES = (
+    1 << 20
+)  # of the vector; each rank has two for what it brings, and two parts of one for results
 
 _ENTRY_BYTES = 128
 _HEADER_WORDS = _ENTRY_BYTES // 8
 _ENTRIES_MAX = TABLE_BYTES // _ENTRY_BYTES - 1
 # Words of an entry.
-CHECK, PHASE, DONE, TARGET = 1, 3, 4, 5  # the checks of both sides, the phase, the last phase of the call before, both sides' targets
+CHECK, PHASE, DONE, TARGET = (
+    1,
+    3,
+    4,
+    5,
+)  # the checks of both sides, the phase, the last phase of the call before, both sides' targets
 SOURCE, _GROUP, SMALL, SEGMENTS, _CLOSED = 8, 12, 13, 14, 15
-_LOOKS_ALONE, _LOOKS_SHARED = 400, 8  # of the C runner: about 15 us where there may be a core for each rank; then it yields, or Python goes on
-_PROCESS, _ADDRESS, _NUMBER = 1, 2, 3  # of the table: where others can try to read this process's memory
+_LOOKS_ALONE, _LOOKS_SHARED = (
+    400,
+    8,
+)  # of the C runner: about 15 us where there may be a core for each rank; then it yields, or Python goes on
+_PROCESS, _ADDRESS, _NUMBER = (
+    1,
+    2,
+    3,
+)  # of the table: where others can try to read this process's memory
 _RUNNER = 4  # of the table: 1 where programs run in C
 NATIVE_RANKS_MAX = 64
 MASK = (1 << 64) - 1
@@ -119,7 +133,9 @@ class Channels:
         runner: Of prepared calls, "c" or "python".
     """
 
-    def __init__(self, arena: Arena, ranks: Sequence[int], *, reaches: bool = True, runner: str = "python") -> None:
+    def __init__(
+        self, arena: Arena, ranks: Sequence[int], *, reaches: bool = True, runner: str = "python"
+    ) -> None:
         self.arena = arena
         self.is_native = runner == "c" and not arena.is_checked
         self.words = arena.words
@@ -127,10 +143,22 @@ class Channels:
         self._table = arena.table(arena.local_rank) // 8
         self._entries = 0
         self._populated = PAGE_BYTES
-        self._open: dict[int, tuple[int, tuple[int, ...]]] = {}  # entry -> (group, members' regions)
-        self._rings: dict[int, int] = {}  # entry -> where its slots that take turns begin; 0 where there was no room
-        self._free: deque[int] = deque()  # entries whose channel was let go, others may still look at them
-        self.wait = waiter(self.words, ABORT, PHASE, DONE, has_own_core=arena.local_world_size <= arena.usable_cores)
+        self._open: dict[
+            int, tuple[int, tuple[int, ...]]
+        ] = {}  # entry -> (group, members' regions)
+        self._rings: dict[
+            int, int
+        ] = {}  # entry -> where its slots that take turns begin; 0 where there was no room
+        self._free: deque[int] = (
+            deque()
+        )  # entries whose channel was let go, others may still look at them
+        self.wait = waiter(
+            self.words,
+            ABORT,
+            PHASE,
+            DONE,
+            has_own_core=arena.local_world_size <= arena.usable_cores,
+        )
         self.hold = holding_waiter(self.words, ABORT, PHASE, DONE)
         self.shares_cores = arena.local_world_size > arena.usable_cores
         arena.populate(self._table * 8, PAGE_BYTES)
@@ -149,7 +177,8 @@ class Channels:
             return None
         made = Reach([self.words[table + _PROCESS] for table in tables])
         found = all(
-            made.finds(rank, self.words[table + _ADDRESS], self.words[table + _NUMBER]) for rank, table in enumerate(tables)
+            made.finds(rank, self.words[table + _ADDRESS], self.words[table + _NUMBER])
+            for rank, table in enumerate(tables)
         )
         return made if found else None
 
@@ -164,10 +193,14 @@ class Channels:
     def patience(self, regions: Sequence[int]) -> tuple[int, bool]:
         """Return how often the C runner looks for ranks, and whether it gives way between looks: of threads of one process neither."""
         own = self.words[self._table + _PROCESS]
-        others = [self.arena.table(region) // 8 for region in regions if region != self.arena.local_rank]
+        others = [
+            self.arena.table(region) // 8 for region in regions if region != self.arena.local_rank
+        ]
         if any(self.words[table + _PROCESS] == own != 0 for table in others):
             return 0, False
-        return _LOOKS_SHARED if len(others) >= self.arena.usable_cores else _LOOKS_ALONE, self.shares_cores
+        return _LOOKS_SHARED if len(
+            others
+        ) >= self.arena.usable_cores else _LOOKS_ALONE, self.shares_cores
 
     def regions_of(self, members: Sequence[int]) -> tuple[int, ...]:
         """Return the regions of ranks of the world that share this arena."""

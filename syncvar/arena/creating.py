@@ -72,7 +72,12 @@ def why_not_here(machine: str) -> str:
 
 
 def create(
-    arena_bytes: int, local_world_size: int, usable_cores: int, generation: int = 0, directory: str = "", host: int = 0
+    arena_bytes: int,
+    local_world_size: int,
+    usable_cores: int,
+    generation: int = 0,
+    directory: str = "",
+    host: int = 0,
 ) -> tuple[CreatedArena | None, str]:
     """Make an arena.
 
@@ -98,9 +103,16 @@ def create(
     size = -(-arena_bytes // layout.PAGE_BYTES) * layout.PAGE_BYTES
     plan = Layout(size, local_world_size)
     header = struct.pack(
-        "=8Q", layout.MAGIC_VALUE, layout.LAYOUT_VERSION, size, local_world_size, usable_cores, generation, host,
+        "=8Q",
+        layout.MAGIC_VALUE,
+        layout.LAYOUT_VERSION,
+        size,
+        local_world_size,
+        usable_cores,
+        generation,
+        host,
         int.from_bytes(os.urandom(8), "little") or 1,
-    )  # fmt: skip
+    )
     ways: list[tuple[str, Callable[[], int]]] = [
         ("memfd", _open_memfd),
         (f"a file in {_SHARED_FOLDER}", lambda: _open_unlinked(_SHARED_FOLDER)),
@@ -117,7 +129,9 @@ def create(
         try:
             os.ftruncate(fd, size)
             os.posix_fallocate(fd, 0, layout.HEADER_BYTES)
-            for rank in range(local_world_size):  # others read a rank's table before that rank has come
+            for rank in range(
+                local_world_size
+            ):  # others read a rank's table before that rank has come
                 os.posix_fallocate(fd, plan.table(rank), layout.PAGE_BYTES)
             os.pwrite(fd, header, 0)
             if how == "memfd":

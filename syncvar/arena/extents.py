@@ -87,7 +87,9 @@ class Ranges:
     def inside(self, start: int, stop: int) -> tuple[Range, ...]:
         """Return the parts of [start, stop) that are in the set."""
         first, last = bisect_right(self._stops, start), bisect_left(self._starts, stop)
-        return tuple((max(start, self._starts[at]), min(stop, self._stops[at])) for at in range(first, last))
+        return tuple(
+            (max(start, self._starts[at]), min(stop, self._stops[at])) for at in range(first, last)
+        )
 
     def outside(self, start: int, stop: int) -> tuple[Range, ...]:
         """Return the parts of [start, stop) that are not in the set."""
@@ -146,7 +148,9 @@ class Extents:
         self._free = Ranges((start, stop))
         self._kept = Ranges()  # free, and populated
         self._large: dict[int, Range] = {}  # offset -> its pages
-        self._small: dict[int, tuple[Range, int]] = {}  # offset -> (its stretch, start of its shared extent)
+        self._small: dict[
+            int, tuple[Range, int]
+        ] = {}  # offset -> (its stretch, start of its shared extent)
         self._shared: dict[int, Ranges] = {}  # start of a shared extent -> what is free in it
 
     @property
@@ -171,7 +175,11 @@ class Extents:
         if nbytes < PAGE_BYTES:
             return self._take_small(-(-max(1, nbytes) // LINE_BYTES) * LINE_BYTES, LINE_BYTES)
         size = -(-(LINE_BYTES + nbytes) // PAGE_BYTES) * PAGE_BYTES
-        return self._take_small(size, PAGE_BYTES, LINE_BYTES) if size <= SMALL_BYTES else self._take_pages(size)
+        return (
+            self._take_small(size, PAGE_BYTES, LINE_BYTES)
+            if size <= SMALL_BYTES
+            else self._take_pages(size)
+        )
 
     def free(self, offset: int) -> list[Range]:
         """Free an allocation.
@@ -228,7 +236,9 @@ class Extents:
         start, stop = pages.offset, pages.offset + size
         self._shared[start] = Ranges((stop, start + EXTENT_BYTES))
         self._small[start + begin] = (start, stop), start
-        return Taken(start + begin, size - begin, pages.missing, Ranges(*pages.dirty).inside(start, stop))
+        return Taken(
+            start + begin, size - begin, pages.missing, Ranges(*pages.dirty).inside(start, stop)
+        )
 
     def _take_pages(self, size: int) -> Taken | None:
         taken = self._find(size, HUGE_BYTES) if size >= HUGE_BYTES else None

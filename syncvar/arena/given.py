@@ -59,7 +59,14 @@ class Given:
         """Return in words why some bytes may not be used; empty where they may."""
         arena = self._arena
         place = f"bytes [{offset}, {offset + nbytes}) of the arena"
-        rank = next((one for one in range(arena.local_world_size) if _is_in(arena.layout.arrays(one), offset, nbytes)), None)
+        rank = next(
+            (
+                one
+                for one in range(arena.local_world_size)
+                if _is_in(arena.layout.arrays(one), offset, nbytes)
+            ),
+            None,
+        )
         if rank is None:
             return f"{place} are no memory for arrays"
         told = arena.words[arena.table(rank) // 8 + GIVEN]

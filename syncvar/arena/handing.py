@@ -78,9 +78,13 @@ class Handing:
         self._aborts_all = False
         self._has_said = False
         self._said: list[str] = []
-        self._waiting: dict[int, socket.socket] = {}  # connected, and silent so far; the longest waiting first
+        self._waiting: dict[
+            int, socket.socket
+        ] = {}  # connected, and silent so far; the longest waiting first
         self._waiting_max = 2 * local_world_size + 16
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._listener = socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
         try:
             self._listener.bind(path)
             os.chmod(path, 0o600)
@@ -89,7 +93,7 @@ class Handing:
             self._listener.close()
             raise
 
-    # -- the launcher's loop --------------------------------------------------------------------------------------
+    # -- the launcher's loop -----------------------------------------------------------------------
 
     def descriptors(self) -> list[int]:
         """Return the descriptors to poll for reading."""
@@ -122,7 +126,11 @@ class Handing:
             arena, reason = found
             if arena is not None and self._aborts_all:
                 arena.abort()
-            sentence = arena.said if arena is not None else f"no shared memory, data go through unix sockets: {reason}"
+            sentence = (
+                arena.said
+                if arena is not None
+                else f"no shared memory, data go through unix sockets: {reason}"
+            )
             if sentence and not self._has_said:  # the next generations will fare alike
                 self._has_said = True
                 self._said.append(sentence)
@@ -148,7 +156,7 @@ class Handing:
         with contextlib.suppress(OSError):
             os.unlink(self.path)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _take(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -223,7 +231,9 @@ def fetch(
     """
     deadline = time.monotonic() + timeout_s
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
+        with socket.socket(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
+        ) as connection:
             connection.settimeout(max(0.001, timeout_s))
             while True:
                 try:
@@ -251,7 +261,9 @@ def fetch(
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     # Not socket.recv_fds, which drops the flag: a child that is started meanwhile would inherit the descriptor.
-    answer, extra, _, _ = connection.recvmsg(_ANSWER_MAX, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC)
+    answer, extra, _, _ = connection.recvmsg(
+        _ANSWER_MAX, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
+    )
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
     return answer, [
         fd

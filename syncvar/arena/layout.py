@@ -37,7 +37,9 @@ HEADER_BYTES = 64 << 10
 TABLE_BYTES = 256 << 10
 
 # Indices of the header's words.
-MAGIC, VERSION, ARENA_BYTES, LOCAL_WORLD_SIZE, USABLE_CORES, GENERATION, HOST, SEGMENT_TOKEN = range(8)
+MAGIC, VERSION, ARENA_BYTES, LOCAL_WORLD_SIZE, USABLE_CORES, GENERATION, HOST, SEGMENT_TOKEN = (
+    range(8)
+)
 ABORT = LINE_BYTES // 8
 
 _MOST_BYTES = 1 << 46  # half of what a process can address
@@ -72,7 +74,9 @@ class Layout:
                 f"arena_bytes ({arena_bytes}) is too small for {local_world_size} ranks on a host: they need at least {least}"
             )
         if arena_bytes > _MOST_BYTES:
-            raise ConfigError(f"arena_bytes ({arena_bytes}) is more than a process can map: at most {_MOST_BYTES}")
+            raise ConfigError(
+                f"arena_bytes ({arena_bytes}) is more than a process can map: at most {_MOST_BYTES}"
+            )
         self.arena_bytes = arena_bytes
         self.local_world_size = local_world_size
 

@@ -89,16 +89,22 @@ class Arena:
         given: What has been given out; None where uses are not compared with it.
     """
 
-    _current_process = staticmethod(os.getpid)  # also there when this module is already being taken down
+    _current_process = staticmethod(
+        os.getpid
+    )  # also there when this module is already being taken down
 
-    def __init__(self, fd: int, memory: mmap.mmap, local_rank: int, room: Room, *, checks: bool = False) -> None:
+    def __init__(
+        self, fd: int, memory: mmap.mmap, local_rank: int, room: Room, *, checks: bool = False
+    ) -> None:
         self.memory = memory
         self.words = memoryview(memory).cast("Q")
         self.arena_bytes = self.words[layout.ARENA_BYTES]
         self.local_world_size = self.words[layout.LOCAL_WORLD_SIZE]
         self.usable_cores = self.words[layout.USABLE_CORES]
         self.generation = self.words[layout.GENERATION]
-        self.segment = SegmentId(self.words[layout.HOST], self.generation, self.words[layout.SEGMENT_TOKEN])
+        self.segment = SegmentId(
+            self.words[layout.HOST], self.generation, self.words[layout.SEGMENT_TOKEN]
+        )
         self.local_rank = local_rank
         self.layout = Layout(self.arena_bytes, self.local_world_size)
         self.ground: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
@@ -108,14 +114,23 @@ class Arena:
         start, stop = self.layout.arrays(local_rank)
         self.given = Given(self) if checks else None
         self._extents = Extents(start, stop if self.given is None else self.given.start)
-        self._lock = threading.RLock()  # a signal's handler gets it in the middle of what it protects, and is refused
+        self._lock = (
+            threading.RLock()
+        )  # a signal's handler gets it in the middle of what it protects, and is refused
         self._changer = 0
         self._released: deque[int] = deque()
         self._process = self._current_process()
         self._is_quarantined = False
 
     @classmethod
-    def fetch(cls, path: str, environment: RankEnvironment, generation: int, local_rank: int, config: RuntimeConfig) -> Arena | str:
+    def fetch(
+        cls,
+        path: str,
+        environment: RankEnvironment,
+        generation: int,
+        local_rank: int,
+        config: RuntimeConfig,
+    ) -> Arena | str:
         """Ask for the arena of a generation and map it; return in words why there is none where that cannot be.
 
         Args:
@@ -125,9 +140,17 @@ class Arena:
             local_rank: Which of its regions is ours.
             config: How long to wait, and whether uses are checked.
         """
-        from syncvar.arena.handing import fetch  # sockets: a world that is given its memory has none
+        from syncvar.arena.handing import (
+            fetch,
+        )  # sockets: a world that is given its memory has none
 
-        fd, reason = fetch(path, environment.job_id, generation, local_rank, min(config.handshake_timeout_s, _WAIT_MAX_S))
+        fd, reason = fetch(
+            path,
+            environment.job_id,
+            generation,
+            local_rank,
+            min(config.handshake_timeout_s, _WAIT_MAX_S),
+        )
         if fd is None:
             return reason or "the launcher gave no reason"
         try:
@@ -141,7 +164,9 @@ class Arena:
         return arena
 
     @classmethod
-    def attach(cls, fd: int, local_rank: int, *, room: Room | None = None, checks: bool = False) -> Arena:
+    def attach(
+        cls, fd: int, local_rank: int, *, room: Room | None = None, checks: bool = False
+    ) -> Arena:
         """Map the arena behind a descriptor, which belongs to the arena from now on, also when this fails.
 
         Args:
@@ -157,7 +182,9 @@ class Arena:
         try:
             _check_machine()
             size = _checked_size(fd)
-            memory = mmap.mmap(fd, size, mmap.MAP_SHARED | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+            memory = mmap.mmap(
+                fd, size, mmap.MAP_SHARED | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            )
         except ArenaUnavailable:
             os.close(fd)
             raise
@@ -171,11 +198,13 @@ class Arena:
             memory.close()
             os.close(fd)
             raise
-        with contextlib.suppress(OSError):  # a core file of a process that crashed would take minutes to find its pages
+        with contextlib.suppress(
+            OSError
+        ):  # a core file of a process that crashed would take minutes to find its pages
             memory.madvise(mmap.MADV_DONTDUMP)
         return cls(fd, memory, local_rank, room or Room(), checks=checks)
 
-    # -- words that everybody sees --------------------------------------------------------------------------------
+    # -- words that everybody sees -----------------------------------------------------------------
 
     def table(self, local_rank: int) -> int:
         """Return where a rank's table of channels begins, in bytes; its first page is populated from the start."""
@@ -217,7 +246,9 @@ class Arena:
             raise InternalError(f"another process refers to {place}: {refusal}")
         return reference.offset
 
-    def rows(self, offsets: Sequence[int], shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    def rows(
+        self, offsets: Sequence[int], shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> NDArray[Any]:
         """Return arrays of one shape at evenly spaced offsets as one array (which, *shape), without a copy.
 
         Raises:
@@ -230,7 +261,9 @@ class Arena:
         lane = np.ndarray(shape, dtype)
         for offset in offsets:
             self.check(offset, lane.nbytes)
-        return np.ndarray((len(offsets), *shape), dtype, self.ground, offsets[0], (step, *lane.strides))
+        return np.ndarray(
+            (len(offsets), *shape), dtype, self.ground, offsets[0], (step, *lane.strides)
+        )
 
     def entries(self, word: int, count: int) -> NDArray[np.uint64]:
         """Return a view of words of somebody's table of channels."""
@@ -240,9 +273,11 @@ class Arena:
         """Raise InternalError where nobody was given these bytes, and that is checked."""
         reason = "" if self.given is None else self.given.why_not(offset, nbytes)
         if reason:
-            raise InternalError(f"local rank {self.local_rank} was going to use memory that is nobody's: {reason}")
+            raise InternalError(
+                f"local rank {self.local_rank} was going to use memory that is nobody's: {reason}"
+            )
 
-    # -- memory of our own ----------------------------------------------------------------------------------------
+    # -- memory of our own -------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
         """Take memory in our region.
@@ -263,7 +298,9 @@ class Arena:
 
     def release(self, offset: int) -> None:
         """Free what `allocate` has returned. Safe in any thread and in the middle of anything, as in `__del__`."""
-        if self._process == self._current_process():  # a forked child has the same arrays, but not the memory
+        if (
+            self._process == self._current_process()
+        ):  # a forked child has the same arrays, but not the memory
             self._released.append(offset)
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
@@ -275,7 +312,9 @@ class Arena:
         """
         kind = np.dtype(dtype)
         if kind.hasobject:
-            raise ConfigError(f"an array of {kind} cannot be shared between processes: its elements are references")
+            raise ConfigError(
+                f"an array of {kind} cannot be shared between processes: its elements are references"
+            )
         nbytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * kind.itemsize
         with self._alone():
             offset = self._take(nbytes).offset
@@ -324,7 +363,7 @@ class Arena:
         """Whether a signal's handler has interrupted this thread while it takes memory: then it gets none."""
         return self._changer == threading.get_ident()
 
-    # -- ends -----------------------------------------------------------------------------------------------------
+    # -- ends --------------------------------------------------------------------------------------
 
     def quarantine(self) -> None:
         """Free and reuse nothing from now on: the generation broke, and others may still write what they began. From anywhere."""
@@ -339,11 +378,13 @@ class Arena:
             self._fd = -1
             self.ground, self.given = np.empty(0, np.uint8), None
             self.words.release()
-            with contextlib.suppress(BufferError):  # arrays are alive: the mapping ends with the last one
+            with contextlib.suppress(
+                BufferError
+            ):  # arrays are alive: the mapping ends with the last one
                 self.memory.close()
             del self.memory  # whoever still holds us must not hold the mapping
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -439,21 +480,27 @@ def _checked_size(fd: int) -> int:
     if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
         needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & needed != needed:
-            raise ArenaUnavailable("the arena's size is not sealed: another process could cut it short")
+            raise ArenaUnavailable(
+                "the arena's size is not sealed: another process could cut it short"
+            )
     return size
 
 
 def _check_header(memory: mmap.mmap, size: int, local_rank: int) -> None:
     with memoryview(memory) as whole, whole.cast("Q") as words:
         if words[layout.MAGIC] != layout.MAGIC_VALUE:
-            raise ArenaUnavailable("the descriptor handed over is no arena: it begins with other bytes")
+            raise ArenaUnavailable(
+                "the descriptor handed over is no arena: it begins with other bytes"
+            )
         if words[layout.VERSION] != layout.LAYOUT_VERSION:
             raise ArenaUnavailable(
                 f"the launcher's arena has layout {words[layout.VERSION]}, this process reads {layout.LAYOUT_VERSION}: "
                 "use the same version of syncvar for both"
             )
         if words[layout.ARENA_BYTES] != size:
-            raise ArenaUnavailable(f"the arena has {size} bytes but says {words[layout.ARENA_BYTES]}")
+            raise ArenaUnavailable(
+                f"the arena has {size} bytes but says {words[layout.ARENA_BYTES]}"
+            )
         if local_rank >= words[layout.LOCAL_WORLD_SIZE]:
             raise ArenaUnavailable(
                 f"the arena is for {words[layout.LOCAL_WORLD_SIZE]} ranks, so there is no local rank {local_rank}"
@@ -464,6 +511,10 @@ def _mapping_refused(size: int, error: Exception) -> str:
     import resource  # only a refusal needs it
 
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limit = "" if soft == resource.RLIM_INFINITY else f"; this process may map {bytes_in_words(soft)} (ulimit -v)"
+    limit = (
+        ""
+        if soft == resource.RLIM_INFINITY
+        else f"; this process may map {bytes_in_words(soft)} (ulimit -v)"
+    )
     why = error.strerror if isinstance(error, OSError) else str(error)
     return f"mapping {bytes_in_words(size)} was refused: {why}{limit}; a smaller SYNCVAR_ARENA_BYTES may fit"

@@ -40,7 +40,14 @@ def _functions() -> tuple[Any, Any] | None:
             function: Any = library(None, use_errno=True).process_vm_readv
         except AttributeError:
             return None
-        function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
+        function.argtypes = (
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_ulong,
+            ctypes.c_void_p,
+            ctypes.c_ulong,
+            ctypes.c_ulong,
+        )
         function.restype = ctypes.c_ssize_t
         found.append(function)
     return found[0], found[1]
@@ -102,7 +109,10 @@ class Reach:
         """Return whether the memory of a rank can be read: there is this number at this address."""
         made = ctypes.c_uint64()
         try:
-            return self._read(rank, address, ctypes.addressof(made), 8, hold=False) and made.value == number
+            return (
+                self._read(rank, address, ctypes.addressof(made), 8, hold=False)
+                and made.value == number
+            )
         except SyncvarError:
             return False
 
@@ -111,7 +121,10 @@ class Reach:
         made = ctypes.c_uint64()
         into = ctypes.addressof(made)
         try:
-            return all(self._read(rank, place, into, 1, hold=True) for place in (address, address + max(1, nbytes) - 1))
+            return all(
+                self._read(rank, place, into, 1, hold=True)
+                for place in (address, address + max(1, nbytes) - 1)
+            )
         except SyncvarError:
             return False
 
@@ -132,7 +145,9 @@ class Reach:
 
         Cost: about 1 us, and 0.1 us for each page beside the copy.
         """
-        return self._read(rank, address, target.__array_interface__["data"][0], target.nbytes, hold=hold)
+        return self._read(
+            rank, address, target.__array_interface__["data"][0], target.nbytes, hold=hold
+        )
 
     def _read(self, rank: int, address: int, into: int, nbytes: int, *, hold: bool) -> bool:
         functions = _functions()

@@ -10,7 +10,15 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-__all__ = ["CONTROL_GROUPS", "Room", "Shortage", "control_groups", "core_quota", "field_of", "read_file"]
+__all__ = [
+    "CONTROL_GROUPS",
+    "Room",
+    "Shortage",
+    "control_groups",
+    "core_quota",
+    "field_of",
+    "read_file",
+]
 
 CONTROL_GROUPS = "/sys/fs/cgroup"
 _NO_LIMIT = 1 << 60  # version 1 writes "none" as the largest multiple of a page
@@ -18,7 +26,11 @@ _NO_LIMIT = 1 << 60  # version 1 writes "none" as the largest multiple of a page
 # By version: limit, usage, and what the statistics call droppable.
 _MEMORY = {
     2: ("memory.max", "memory.current", (b"inactive_file", b"active_file", b"slab_reclaimable")),
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", (b"total_inactive_file", b"total_active_file")),
+    1: (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        (b"total_inactive_file", b"total_active_file"),
+    ),
 }
 
 
@@ -49,7 +61,12 @@ class Room:
         True
     """
 
-    def __init__(self, membership: str | None = None, root: str = CONTROL_GROUPS, machine: str = "/proc/meminfo") -> None:
+    def __init__(
+        self,
+        membership: str | None = None,
+        root: str = CONTROL_GROUPS,
+        machine: str = "/proc/meminfo",
+    ) -> None:
         groups = control_groups("memory", membership, root)
         self._groups = [(folder, *_MEMORY[version]) for version, folder in groups]
         self._groups = [group for group in self._groups if os.path.exists(f"{group[0]}/{group[1]}")]
@@ -65,7 +82,9 @@ class Room:
             used = _number(read_file(f"{folder}/{usage_file}")) or 0
             used -= sum(field_of(statistics, name) for name in droppable)
             if used + nbytes > limit:
-                return Shortage(max(0, used), limit, f"the container's limit ({folder}/{limit_file})")
+                return Shortage(
+                    max(0, used), limit, f"the container's limit ({folder}/{limit_file})"
+                )
         machine = read_file(self._machine)
         total = 1024 * (field_of(machine, b"MemTotal:") + field_of(machine, b"SwapTotal:"))
         free = 1024 * (field_of(machine, b"MemAvailable:") + field_of(machine, b"SwapFree:"))
@@ -86,16 +105,25 @@ def core_quota(membership: str | None = None, root: str = CONTROL_GROUPS) -> int
         if version == 2:
             words = read_file(f"{folder}/cpu.max").split()
         else:
-            words = [read_file(f"{folder}/cpu.cfs_quota_us").strip(), read_file(f"{folder}/cpu.cfs_period_us").strip()]
+            words = [
+                read_file(f"{folder}/cpu.cfs_quota_us").strip(),
+                read_file(f"{folder}/cpu.cfs_period_us").strip(),
+            ]
         numbers = [_number(word) for word in words]
-        if len(numbers) == 2 and numbers[0] and numbers[1]:  # "max", and -1 in version 1, are no numbers
+        if (
+            len(numbers) == 2 and numbers[0] and numbers[1]
+        ):  # "max", and -1 in version 1, are no numbers
             quotas.append(-(-numbers[0] // numbers[1]))
     return min(quotas, default=None)
 
 
 def control_groups(controller: str, membership: str | None, root: str) -> list[tuple[int, str]]:
     """Return version and folder of the control groups that this process is in, the innermost first."""
-    text = read_file("/proc/self/cgroup").decode(errors="replace") if membership is None else membership
+    text = (
+        read_file("/proc/self/cgroup").decode(errors="replace")
+        if membership is None
+        else membership
+    )
     found: list[tuple[int, str]] = []
     for line in text.splitlines():
         hierarchy, _, rest = line.partition(":")

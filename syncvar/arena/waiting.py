@@ -26,7 +26,9 @@ _LOOKS = 400  # about 20 us
 _LOOKS_PER_YIELD = 4
 _LOOKS_SHARED = 10
 _TURNS_PER_CLOCK = 4
-_YIELDS_SHARED = 200  # about 0.2 ms; shorter made a small call of 4 ranks on 2 cores 2-4 times slower (measured)
+_YIELDS_SHARED = (
+    200  # about 0.2 ms; shorter made a small call of 4 ranks on 2 cores 2-4 times slower (measured)
+)
 _SLEEP_S = 1e-6
 _NEVER = 1 << 64  # above every word
 
@@ -116,7 +118,9 @@ def holding_waiter(words: memoryview, abort: int, phase: int, done: int) -> Wait
         offset, need = (0, need) if need > 0 else (phase, -need)
         until = 0.0
         for index in indices:
-            while words[index + offset] < need and (words[index] < limit or words[index + done] < need):
+            while words[index + offset] < need and (
+                words[index] < limit or words[index + done] < need
+            ):
                 now = clock()
                 until = until or now + HOLD_BUDGET_S
                 if now > until or words[abort]:

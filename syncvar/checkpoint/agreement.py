@@ -75,29 +75,40 @@ def lay_out(everyone: list[dict[str, Brought]], table_ranks: tuple[int, ...]) ->
     values: dict[tuple[int, ...], list[tuple[str, Brought]]] = {}
     for key, by_rank in sorted(brought.items()):
         first = next(iter(by_rank.values()))
-        is_own = len({one.digest for one in by_rank.values()}) > 1 if first.own is None else first.own
+        is_own = (
+            len({one.digest for one in by_rank.values()}) > 1 if first.own is None else first.own
+        )
         same = {_alike(one, is_own=is_own) for one in by_rank.values()}
         complete = first.own is True or set(by_rank) == set(first.members)
         if len(same) > 1 or not complete:
             raise MismatchError(
                 f"the ranks do not save the same under {key!r}; nothing was written. Every rank has to make the same "
                 f"sv.Checkpoint(…)",
-                {world: by_rank[rank].words if rank in by_rank else "has nothing of this name"
-                 for rank, world in enumerate(table_ranks) if rank in by_rank or rank in first.members},
-            )  # fmt: skip
+                {
+                    world: by_rank[rank].words if rank in by_rank else "has nothing of this name"
+                    for rank, world in enumerate(table_ranks)
+                    if rank in by_rank or rank in first.members
+                },
+            )
         if is_own:
             own.add(key)
         else:
             values.setdefault(tuple(sorted(by_rank)), []).append((key, first))
     parts: list[Part] = []
     for ranks, group in values.items():
-        parts += shares([(key, math.prod(one.shape), itemsize_of(one.dtype)) for key, one in group], ranks)
+        parts += shares(
+            [(key, math.prod(one.shape), itemsize_of(one.dtype)) for key, one in group], ranks
+        )
     return Layout(brought, frozenset(own), tuple(parts))
 
 
 def _alike(one: Brought, *, is_own: bool) -> tuple[Any, ...]:
     """Return what must be the same on all ranks: of a replica's own things neither shape nor dtype."""
-    return (one.kind, one.own) if is_own else (one.kind, one.mode, one.own, one.dtype, one.shape, one.members, one.digest)
+    return (
+        (one.kind, one.own)
+        if is_own
+        else (one.kind, one.mode, one.own, one.dtype, one.shape, one.members, one.digest)
+    )
 
 
 def entries_of(layout: Layout, digests: list[dict[str, str]]) -> dict[str, Entry]:
@@ -128,7 +139,7 @@ def entries_of(layout: Layout, digests: list[dict[str, str]]) -> dict[str, Entry
     return made
 
 
-# -- failures of single ranks, told to all ------------------------------------------------------------------------
+# -- failures of single ranks, told to all ---------------------------------------------------------
 
 
 def failure_of(error: SyncvarError) -> list[str]:

@@ -22,7 +22,14 @@ from syncvar.checkpoint.manifest import DIGEST_BYTES
 from syncvar.checkpoint.naming import MANIFEST, checked_path
 from syncvar.checkpoint.on_servers import taken_alone
 from syncvar.checkpoint.reading import bytes_of
-from syncvar.checkpoint.tensors import CODES, Tensor, header_bytes, header_length, parse_header, stored_shape
+from syncvar.checkpoint.tensors import (
+    CODES,
+    Tensor,
+    header_bytes,
+    header_length,
+    parse_header,
+    stored_shape,
+)
 from syncvar.errors import CheckpointError, ConfigError, Corrupt, NotFound, WireError
 from syncvar.optimizers import Optimizer
 from syncvar.strategies.server_variables import ServerVariable
@@ -82,19 +89,34 @@ def save(path: Any, value: Any) -> str:
     """
     where = checked_path(path, "sv.save('model.safetensors', …)")
     if os.path.isdir(where):
-        raise ConfigError(f"{where} is a folder; sv.save writes one file: sv.save({os.path.join(where, 'model.safetensors')!r}, …)")
+        raise ConfigError(
+            f"{where} is a folder; sv.save writes one file: sv.save({os.path.join(where, 'model.safetensors')!r}, …)"
+        )
     arrays: Arrays = {}
     skeleton = _parted(value, (), arrays, (), _on_servers(value))
     names = _names_of(arrays)
-    places = [[list(place), name, array.dtype.name, list(array.shape)] for (place, array), name in zip(arrays.items(), names, strict=True)]
+    places = [
+        [list(place), name, array.dtype.name, list(array.shape)]
+        for (place, array), name in zip(arrays.items(), names, strict=True)
+    ]
     content = pack_object([skeleton, places])
     if len(content) > _PLAIN_BYTES_MAX:
-        raise ConfigError(f"what is no array takes {len(content)} bytes, more than {_PLAIN_BYTES_MAX}: make arrays of it, for instance np.array(values)")
+        raise ConfigError(
+            f"what is no array takes {len(content)} bytes, more than {_PLAIN_BYTES_MAX}: make arrays of it, for instance np.array(values)"
+        )
     digest = hashlib.blake2b(content, digest_size=DIGEST_BYTES)
     for array in arrays.values():
         digest.update(bytes_of(array))
-    about = {"format": _FORMAT, "version": _VERSION, "digest": digest.hexdigest(), "content": base64.b64encode(content).decode()}
-    described = [(name, array.dtype.name, array.shape) for name, array in zip(names, arrays.values(), strict=True)]
+    about = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "digest": digest.hexdigest(),
+        "content": base64.b64encode(content).decode(),
+    }
+    described = [
+        (name, array.dtype.name, array.shape)
+        for name, array in zip(names, arrays.values(), strict=True)
+    ]
     header = header_bytes(described, about)[0]
 
     def stream() -> Iterator[memoryview]:
@@ -129,7 +151,11 @@ def load(path: Any) -> Any:
     """
     where = checked_path(path, "sv.load('model.safetensors')")
     if os.path.isdir(where):
-        made_by = " of a Checkpoint, which all ranks restore together: Checkpoint(…).restore(path)" if os.path.exists(os.path.join(where, MANIFEST)) else ""
+        made_by = (
+            " of a Checkpoint, which all ranks restore together: Checkpoint(…).restore(path)"
+            if os.path.exists(os.path.join(where, MANIFEST))
+            else ""
+        )
         raise CheckpointError(f"{where} is a folder{made_by}; sv.load reads one file")
     above, name = os.path.split(os.path.abspath(where))
     try:
@@ -143,11 +169,19 @@ def load(path: Any) -> Any:
         read_into(descriptor, memoryview(header), 0, where)
         tensors, about = parse_header(bytes(header), nbytes)
         ordered = sorted(tensors.values(), key=lambda one: (one.start, one.stop))
-        data = {one.name: _read(descriptor, len(header) + one.start, one.stop - one.start, where) for one in ordered}
+        data = {
+            one.name: _read(descriptor, len(header) + one.start, one.stop - one.start, where)
+            for one in ordered
+        }
     if not _KEYS & about.keys():
-        return {one.name: _array(data[one.name], _DTYPES[one.dtype], one.shape) for one in tensors.values()}
+        return {
+            one.name: _array(data[one.name], _DTYPES[one.dtype], one.shape)
+            for one in tensors.values()
+        }
     if (about.get("format"), about.get("version")) != (_FORMAT, _VERSION):
-        raise CheckpointError(f"{where} is of {about.get('format')!r:.20}, version {about.get('version')!r:.20}; this syncvar reads {_FORMAT!r}, version {_VERSION!r}")
+        raise CheckpointError(
+            f"{where} is of {about.get('format')!r:.20}, version {about.get('version')!r:.20}; this syncvar reads {_FORMAT!r}, version {_VERSION!r}"
+        )
     try:
         content = base64.b64decode(about.get("content", ""), validate=True)
         actual = hashlib.blake2b(content, digest_size=DIGEST_BYTES)
@@ -156,9 +190,14 @@ def load(path: Any) -> Any:
         if actual.hexdigest() != about.get("digest"):
             raise Corrupt(where, str(about.get("digest"))[:64], actual.hexdigest())
         skeleton, places = unpack_object(content)
-        found = {tuple(place): _array(data[key], dtype, tuple(shape), tensors[key]) for place, key, dtype, shape in places}
+        found = {
+            tuple(place): _array(data[key], dtype, tuple(shape), tensors[key])
+            for place, key, dtype, shape in places
+        }
     except (binascii.Error, WireError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where} is not of the right form: {type(error).__name__}: {str(error)[:200]}") from None
+        raise CheckpointError(
+            f"{where} is not of the right form: {type(error).__name__}: {str(error)[:200]}"
+        ) from None
     return _filled(skeleton, (), found)
 
 
@@ -184,7 +223,9 @@ def _on_servers(value: Any) -> dict[int, Any]:
     return {**values, **slots}
 
 
-def _parted(value: Any, place: Path, arrays: Arrays, above: tuple[int, ...], there: dict[int, Any]) -> Any:
+def _parted(
+    value: Any, place: Path, arrays: Arrays, above: tuple[int, ...], there: dict[int, Any]
+) -> Any:
     """Return a value without its arrays, which go into `arrays` by their place; what is on servers is in `there`.
 
     Raises:
@@ -203,15 +244,22 @@ def _parted(value: Any, place: Path, arrays: Arrays, above: tuple[int, ...], the
     if id(value) in there:
         return _parted(there[id(value)], place, arrays, above, {})
     if isinstance(value, Checkpoint):
-        raise ConfigError(f"{shown} is a Checkpoint, which all its ranks write together: checkpoint.save(path), on every rank")
+        raise ConfigError(
+            f"{shown} is a Checkpoint, which all its ranks write together: checkpoint.save(path), on every rank"
+        )
     if isinstance(value, Variable):
         _require_own(value, shown)
         arrays[place] = np.ascontiguousarray(value.local_value()).reshape(value.shape)
         return None
     if isinstance(value, dict):
-        return {_checked_key(key, shown): _parted(item, (*place, key), arrays, above, there) for key, item in value.items()}
+        return {
+            _checked_key(key, shown): _parted(item, (*place, key), arrays, above, there)
+            for key, item in value.items()
+        }
     if type(value) in (list, tuple):
-        return type(value)(_parted(item, (*place, index), arrays, above, there) for index, item in enumerate(value))
+        return type(value)(
+            _parted(item, (*place, index), arrays, above, there) for index, item in enumerate(value)
+        )
     if isinstance(value, Optimizer):
         restored = value.slots.waiting_by_name()
         return _parted({**value.tracked(), **restored}, place, arrays, above, there)
@@ -223,7 +271,9 @@ def _parted(value: Any, place: Path, arrays: Arrays, above: tuple[int, ...], the
         return _parted(value.state_dict(), place, arrays, above, there)
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         array = as_array(value, shown)
-        arrays[place] = np.array(array, order="C", copy=True)  # the caller, or another thread, may write to it meanwhile
+        arrays[place] = np.array(
+            array, order="C", copy=True
+        )  # the caller, or another thread, may write to it meanwhile
         return None
     return _packable(value, shown)
 
@@ -250,9 +300,13 @@ def _checked_key(key: Any, shown: str) -> Any:
     try:
         is_found = bool(unpack_object(pack_object({key: None})) == {key: None})
     except (ConfigError, WireError) as error:
-        raise ConfigError(f"{shown} has the key {reprlib.repr(key)}, which cannot be saved: {error}") from None
+        raise ConfigError(
+            f"{shown} has the key {reprlib.repr(key)}, which cannot be saved: {error}"
+        ) from None
     if not is_found:
-        raise ConfigError(f"{shown} has the key {reprlib.repr(key)}, which is not found again by its value: use a text or a whole number")
+        raise ConfigError(
+            f"{shown} has the key {reprlib.repr(key)}, which is not found again by its value: use a text or a whole number"
+        )
     return key
 
 
@@ -260,7 +314,10 @@ def _require_own(variable: Variable, shown: str) -> None:
     """Raise ConfigError if a variable's value is more than this replica's copy."""
     if variable.synchronization is not VariableSynchronization.ON_READ:
         return
-    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA and variable.strategy.communicator.rank == 0:
+    if (
+        variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+        and variable.strategy.communicator.rank == 0
+    ):
         return
     raise ConfigError(
         f"{shown} is the ON_READ variable {variable.name!r} ({variable.aggregation.name}), whose value is made of the copies of all "
@@ -292,13 +349,17 @@ def _read(descriptor: int, start: int, nbytes: int, where: str) -> NDArray[np.ui
     return made
 
 
-def _array(data: NDArray[np.uint8], dtype: str, shape: tuple[int, ...], tensor: Tensor | None = None) -> NDArray[Any]:
+def _array(
+    data: NDArray[np.uint8], dtype: str, shape: tuple[int, ...], tensor: Tensor | None = None
+) -> NDArray[Any]:
     """Return bytes as an array.
 
     Raises:
         ValueError: They are none of this dtype and shape.
     """
-    if tensor is not None and (tensor.dtype != CODES[dtype] or tensor.shape != stored_shape(dtype, shape)):
+    if tensor is not None and (
+        tensor.dtype != CODES[dtype] or tensor.shape != stored_shape(dtype, shape)
+    ):
         raise ValueError(f"tensor {tensor.name!r:.80} is not {dtype}{list(shape)}")
     made: NDArray[Any] = data.view(dtype_from_index(DTYPE_NAMES.index(dtype)))
     return made.reshape(shape)
@@ -311,5 +372,7 @@ def _filled(value: Any, place: Path, arrays: Arrays) -> Any:
     if type(value) is dict:
         return {key: _filled(item, (*place, key), arrays) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_filled(item, (*place, index), arrays) for index, item in enumerate(value))
+        return type(value)(
+            _filled(item, (*place, index), arrays) for index, item in enumerate(value)
+        )
     return value

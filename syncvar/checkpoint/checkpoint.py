@@ -19,7 +19,13 @@ from syncvar.checkpoint.on_servers import StepperThere, VariableThere, sorted_ou
 from syncvar.checkpoint.one_for_all import SavedElsewhere, restore_for_all
 from syncvar.checkpoint.optimizer_state import SlotLeaf
 from syncvar.checkpoint.pending import PendingSave, write_now
-from syncvar.checkpoint.restoring import Found, check_arguments, is_local, restore_leaves, stage_leaves
+from syncvar.checkpoint.restoring import (
+    Found,
+    check_arguments,
+    is_local,
+    restore_leaves,
+    stage_leaves,
+)
 from syncvar.checkpoint.saving import Saving
 from syncvar.checkpoint.together import Alone
 from syncvar.errors import ConfigError
@@ -127,12 +133,18 @@ class Checkpoint:
     def __getattr__(self, name: str) -> Any:
         objects = self.__dict__.get("_objects", {})
         if name not in objects:
-            raise AttributeError(f"the checkpoint has no object {name!r}; it has {', '.join(objects) or 'none'}")
+            raise AttributeError(
+                f"the checkpoint has no object {name!r}; it has {', '.join(objects) or 'none'}"
+            )
         return objects[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not _NAME.fullmatch(name) or hasattr(type(self), name):
-            why = "is a method of checkpoints" if hasattr(type(self), name) else "is no name: up to 128 characters, no / in it, none of _ first"
+            why = (
+                "is a method of checkpoints"
+                if hasattr(type(self), name)
+                else "is no name: up to 128 characters, no / in it, none of _ first"
+            )
             raise ConfigError(f"{name!r} {why}; give the object another name")
         if not isinstance(value, Checkpoint) and not is_nested(value):
             checked_object(name, value)
@@ -151,15 +163,21 @@ class Checkpoint:
         getattr(self, name)
         del self._objects[name]
 
-    # -- saving ---------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     @overload
-    def save(self, path: Any, *, async_op: Literal[False] = False, timeout: float | None = None) -> str: ...
+    def save(
+        self, path: Any, *, async_op: Literal[False] = False, timeout: float | None = None
+    ) -> str: ...
 
     @overload
-    def save(self, path: Any, *, async_op: Literal[True], timeout: float | None = None) -> PendingSave: ...
+    def save(
+        self, path: Any, *, async_op: Literal[True], timeout: float | None = None
+    ) -> PendingSave: ...
 
-    def save(self, path: Any, *, async_op: bool = False, timeout: float | None = None) -> str | PendingSave:
+    def save(
+        self, path: Any, *, async_op: bool = False, timeout: float | None = None
+    ) -> str | PendingSave:
         """Save everything. Collective, right in every context. Returns the path.
 
         Atomic: `path` holds the checkpoint that was there before until the new one is complete and on the medium, whatever
@@ -202,8 +220,11 @@ class Checkpoint:
                 waiting.is_news = False
                 _log.warning(
                     "%d entries of the checkpoint that was restored from %s wait for their objects, and are not part of %s: %s",
-                    len(waiting.keys), waiting.path, path, ", ".join(sorted(waiting.keys)[:8]),
-                )  # fmt: skip
+                    len(waiting.keys),
+                    waiting.path,
+                    path,
+                    ", ".join(sorted(waiting.keys)[:8]),
+                )
             saving: Saving | SavedElsewhere
             if refused is None and isinstance(communicator, Alone) and communicator.rank:
                 saving = SavedElsewhere(path)
@@ -222,7 +243,9 @@ class Checkpoint:
                 return pending
             try:
                 written = write_now(saving)
-            except BaseException:  # the program is being ended: what was written must not lie around, or be locked
+            except (
+                BaseException
+            ):  # the program is being ended: what was written must not lie around, or be locked
                 saving.discard()
                 raise
             saving.commit(written)
@@ -236,12 +259,21 @@ class Checkpoint:
         if pending is not None:
             error = pending.exception()
             if error is not None:
-                _log.warning("the checkpoint %s, which nobody has waited for, failed: %s", pending.path, error)
+                _log.warning(
+                    "the checkpoint %s, which nobody has waited for, failed: %s",
+                    pending.path,
+                    error,
+                )
 
-    # -- restoring ------------------------------------------------------------------------------------------------
+    # -- restoring ---------------------------------------------------------------------------------
 
     def restore(
-        self, path: Any, *, restore_policy: str = "same_rank_or_initial", partial: bool = False, timeout: float | None = None
+        self,
+        path: Any,
+        *,
+        restore_policy: str = "same_rank_or_initial",
+        partial: bool = False,
+        timeout: float | None = None,
     ) -> None:
         """Restore everything, or nothing. Collective, right in every context.
 
@@ -285,11 +317,19 @@ class Checkpoint:
         with outside():
             self._finish_pending()
             found_at, found = self._restored(
-                collected._replace(refused=refused or collected.refused), collected.group, path, find, policy, timeout, partial=partial
+                collected._replace(refused=refused or collected.refused),
+                collected.group,
+                path,
+                find,
+                policy,
+                timeout,
+                partial=partial,
             )
         if found_at is None:
             return None
-        waiting = _Waiting(found_at, found.identity, policy, timeout, set(found.left), partial=partial)
+        waiting = _Waiting(
+            found_at, found.identity, policy, timeout, set(found.left), partial=partial
+        )
         self.__dict__["_waiting"] = waiting
         if waiting.keys and not partial and collected.group.rank == 0:
             shown = sorted(waiting.keys)
@@ -297,8 +337,11 @@ class Checkpoint:
                 "%d entries of the checkpoint %s have no object in this program and are not restored: "
                 "%s%s. Add the object, checkpoint.name = object, or say that this is meant: "
                 "restore(…, partial=True)",
-                len(shown), found_at, ", ".join(shown[:8]), ", …" * (len(shown) > 8),
-            )  # fmt: skip
+                len(shown),
+                found_at,
+                ", ".join(shown[:8]),
+                ", …" * (len(shown) > 8),
+            )
         for name, value in list(self._objects.items()):
             self._follow(name, value)
         return found_at
@@ -326,13 +369,33 @@ class Checkpoint:
                 raise refused
 
             def stage(where: str) -> tuple[list[tuple[Leaf, Any]], Found]:
-                return stage_leaves(everything, group, where, policy, identity, prefix, partial=partial)
+                return stage_leaves(
+                    everything, group, where, policy, identity, prefix, partial=partial
+                )
 
-            return restore_for_all(everything, there, group, path, find or (lambda: path), stage, timeout, partial=partial)
+            return restore_for_all(
+                everything,
+                there,
+                group,
+                path,
+                find or (lambda: path),
+                stage,
+                timeout,
+                partial=partial,
+            )
         assert path is not None, "ranks that restore together agree on the path before"
         last = None if there is None else there.restored_by_all(path, timeout)
         found = restore_leaves(
-            everything, group, path, policy, timeout, partial=partial, identity=identity, prefix=prefix, refused=refused, last=last
+            everything,
+            group,
+            path,
+            policy,
+            timeout,
+            partial=partial,
+            identity=identity,
+            prefix=prefix,
+            refused=refused,
+            last=last,
         )
         return path, found
 
@@ -348,9 +411,16 @@ class Checkpoint:
         group = None if collected.there is None and is_local(collected.leaves) else collected.group
         with outside():
             self._restored(
-                collected, group, waiting.path, None, waiting.policy, waiting.timeout,
-                partial=waiting.partial, identity=waiting.identity, prefix=waiting.prefix,
-            )  # fmt: skip
+                collected,
+                group,
+                waiting.path,
+                None,
+                waiting.policy,
+                waiting.timeout,
+                partial=waiting.partial,
+                identity=waiting.identity,
+                prefix=waiting.prefix,
+            )
         taken = [*collected.leaves, *([] if collected.there is None else collected.there.leaves())]
         waiting.keys.difference_update(waiting.prefix + leaf.key for leaf in taken)
 
@@ -367,7 +437,7 @@ class Checkpoint:
             for inner, item in _items(value):
                 self._follow(f"{key}/{inner}", item)
 
-    # -- what it holds --------------------------------------------------------------------------------------------
+    # -- what it holds -----------------------------------------------------------------------------
 
     def _collect(self) -> Collected:
         """Return everything it holds."""
@@ -414,7 +484,10 @@ class Checkpoint:
 def _path_or_error(path: Any) -> tuple[str, Exception | None]:
     """Return a path, or why it is none, for the other ranks to be told."""
     try:
-        return checked_path(path, "checkpoint.save('folder/name'), or, to begin with nothing, manager.restore_latest()"), None
+        return checked_path(
+            path,
+            "checkpoint.save('folder/name'), or, to begin with nothing, manager.restore_latest()",
+        ), None
     except ConfigError as error:
         return "", error
 
@@ -433,7 +506,9 @@ def _items(value: Any) -> list[tuple[str, Any]]:
         return [(str(index), item) for index, item in enumerate(value)]
     for key in value:
         if not isinstance(key, str) or not _NAME.fullmatch(key):
-            raise ConfigError(f"a dict of objects in a checkpoint must have names as keys, not {key!r:.80}")
+            raise ConfigError(
+                f"a dict of objects in a checkpoint must have names as keys, not {key!r:.80}"
+            )
     return sorted(value.items())
 
 

@@ -90,7 +90,9 @@ class Folder:
         except FileNotFoundError:
             raise NotFound(f"there is no checkpoint at {path}: no such folder") from None
         except OSError as error:
-            raise CheckpointError(f"the folder {path} cannot be opened: {error.strerror}") from error
+            raise CheckpointError(
+                f"the folder {path} cannot be opened: {error.strerror}"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +131,10 @@ class Folder:
             doing = "sync"
             Disk.sync(descriptor)
             doing = "close"
-            closing, descriptor = descriptor, -1  # whatever close says, the number is no longer ours
+            closing, descriptor = (
+                descriptor,
+                -1,
+            )  # whatever close says, the number is no longer ours
             Disk.close(closing)
             doing = "rename"
             Disk.rename(self._descriptor, temporary, name)
@@ -137,7 +142,9 @@ class Folder:
             Disk.sync_folder(self._descriptor)
         except OSError as error:
             note = "; it is there, but may not survive a power cut" if renamed else ""
-            raise CheckpointError(f"cannot {doing} {self.path}/{name}: {error.strerror or error}{note}") from error
+            raise CheckpointError(
+                f"cannot {doing} {self.path}/{name}: {error.strerror or error}{note}"
+            ) from error
         finally:
             if descriptor >= 0:
                 with contextlib.suppress(OSError):
@@ -156,7 +163,9 @@ class Folder:
         try:
             free = Disk.free_bytes(self._descriptor)
         except OSError as error:
-            raise CheckpointError(f"cannot ask for the free space of {self.path}: {error.strerror}") from error
+            raise CheckpointError(
+                f"cannot ask for the free space of {self.path}: {error.strerror}"
+            ) from error
         if free < nbytes * _SLACK:
             raise CheckpointError(
                 f"{self.path} has room for {free} bytes, the checkpoint takes {nbytes}: free some space, or keep fewer "
@@ -195,11 +204,17 @@ class Folder:
             CheckpointError: It is no ordinary file, or cannot be read.
         """
         try:
-            descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._descriptor)
+            descriptor = os.open(
+                name,
+                os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
+                dir_fd=self._descriptor,
+            )
         except FileNotFoundError:
             raise NotFound(f"{self.path} has no {name}") from None
         except OSError as error:
-            raise CheckpointError(f"{self.path}/{name} cannot be opened: {error.strerror}") from error
+            raise CheckpointError(
+                f"{self.path}/{name} cannot be opened: {error.strerror}"
+            ) from error
         try:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode):
@@ -221,7 +236,9 @@ class Folder:
         """
         with self.reading(name) as (descriptor, nbytes):
             if nbytes > limit_nbytes:
-                raise CheckpointError(f"{self.path}/{name} has {nbytes} bytes, more than {limit_nbytes}")
+                raise CheckpointError(
+                    f"{self.path}/{name} has {nbytes} bytes, more than {limit_nbytes}"
+                )
             made = bytearray(nbytes)
             read_into(descriptor, memoryview(made), 0, name)
             return bytes(made)
@@ -288,6 +305,10 @@ def make_folder(path: str) -> Folder:
             finally:
                 os.close(above)
     except OSError as error:
-        where = f"the folder {path} cannot be made" if error.errno != errno.EPERM else f"nothing is written to {error.filename}"
+        where = (
+            f"the folder {path} cannot be made"
+            if error.errno != errno.EPERM
+            else f"nothing is written to {error.filename}"
+        )
         raise CheckpointError(f"{where}: {error.strerror or error}") from error
     return Folder(path)

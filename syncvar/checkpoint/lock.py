@@ -45,12 +45,20 @@ class Lock:
             if before:
                 _log.warning(
                     "%s was left locked by %s, which is gone (it was killed, or its machine was): the lock is taken over, "
-                    "what it did not commit is not used", folder, before,
-                )  # fmt: skip
-            text = json.dumps({
-                "host": socket.gethostname(), "pid": os.getpid(), "started": _start_of(os.getpid()),
-                "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "job": os.environ.get("SYNCVAR_JOB_ID", ""),
-            }, sort_keys=True)  # fmt: skip
+                    "what it did not commit is not used",
+                    folder,
+                    before,
+                )
+            text = json.dumps(
+                {
+                    "host": socket.gethostname(),
+                    "pid": os.getpid(),
+                    "started": _start_of(os.getpid()),
+                    "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                    "job": os.environ.get("SYNCVAR_JOB_ID", ""),
+                },
+                sort_keys=True,
+            )
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, text.encode(), 0)
         except OSError as error:
@@ -75,7 +83,9 @@ def _locked(path: str, what: str) -> int:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(path, flags, REQUESTED)
         except OSError as error:
-            raise CheckpointError(f"cannot lock {os.path.dirname(path)}: {error.strerror}") from error
+            raise CheckpointError(
+                f"cannot lock {os.path.dirname(path)}: {error.strerror}"
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Whoever held it may have removed the file between our open and our lock: then it is not the folder's any more.
@@ -132,4 +142,6 @@ def _start_of(pid: int) -> str:
             booted = next(int(line.split()[1]) for line in file if line.startswith("btime "))
     except (OSError, ValueError, IndexError, StopIteration):
         return "unknown"
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(booted + ticks / os.sysconf("SC_CLK_TCK")))
+    return time.strftime(
+        "%Y-%m-%dT%H:%M:%SZ", time.gmtime(booted + ticks / os.sysconf("SC_CLK_TCK"))
+    )

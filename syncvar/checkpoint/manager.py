@@ -82,16 +82,22 @@ class CheckpointManager(Taught):
     ) -> None:
         if "max_to_keep" in _foreign:
             if keep != _KEPT:
-                raise ConfigError(f"keep={keep!r:.60} and max_to_keep={_foreign['max_to_keep']!r:.60} are two words for one thing: give keep")
+                raise ConfigError(
+                    f"keep={keep!r:.60} and max_to_keep={_foreign['max_to_keep']!r:.60} are two words for one thing: give keep"
+                )
             keep = _foreign.pop("max_to_keep")
         if _foreign:
             raise unexpected(CheckpointManager, _foreign)
         if not isinstance(checkpoint, Checkpoint):
-            raise ConfigError(f"checkpoint must be a sv.Checkpoint, not a {type(checkpoint).__name__}: sv.Checkpoint(model=…)")
+            raise ConfigError(
+                f"checkpoint must be a sv.Checkpoint, not a {type(checkpoint).__name__}: sv.Checkpoint(model=…)"
+            )
         for name, number in (("keep", keep), ("check_every", check_every)):
             is_count = isinstance(number, int) and not isinstance(number, bool) and number >= 1
             if not is_count and not (name == "keep" and number is None):
-                raise ConfigError(f"{name} must be an integer of at least 1{' or None' * (name == 'keep')}, not {number!r:.60}")
+                raise ConfigError(
+                    f"{name} must be an integer of at least 1{' or None' * (name == 'keep')}, not {number!r:.60}"
+                )
         if best is not None and best not in _BEST:
             raise ConfigError(f"best must be 'min', 'max' or None, not {best!r:.60}")
         if not isinstance(on_preemption, bool):
@@ -102,7 +108,9 @@ class CheckpointManager(Taught):
         self._check_every, self._asked = check_every, 0
         self._must_stop = False
         self._lock: Lock | None = None
-        self._saved: tuple[int, float | None, object] | None = None  # step, metric, restore before it
+        self._saved: tuple[int, float | None, object] | None = (
+            None  # step, metric, restore before it
+        )
         self._warned_of_going_back = False
         self._notice = Notice(listens=on_preemption)
         weakref.finalize(self, self._notice.close)
@@ -113,7 +121,9 @@ class CheckpointManager(Taught):
 
     def __exit__(self, *error: object) -> None:
         try:
-            if error[0] is None:  # all ranks leave here together, and a save that nobody has waited for is worth its files
+            if (
+                error[0] is None
+            ):  # all ranks leave here together, and a save that nobody has waited for is worth its files
                 self._checkpoint._finish_pending()  # noqa: SLF001
         finally:
             self.close()
@@ -127,7 +137,7 @@ class CheckpointManager(Taught):
             self._lock.release()
         self._notice.close()
 
-    # -- what there is --------------------------------------------------------------------------------------------
+    # -- what there is -----------------------------------------------------------------------------
 
     @property
     def directory(self) -> str:
@@ -153,20 +163,35 @@ class CheckpointManager(Taught):
         winner = best_of(self._folders.committed(), self._best)
         return None if winner is None else self._folders.path(winner.step)
 
-    # -- saving ---------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     @overload
     def save(
-        self, step: int | None = None, metric: Any = None, *, async_op: Literal[False] = False, timeout: float | None = None
+        self,
+        step: int | None = None,
+        metric: Any = None,
+        *,
+        async_op: Literal[False] = False,
+        timeout: float | None = None,
     ) -> str: ...
 
     @overload
     def save(
-        self, step: int | None = None, metric: Any = None, *, async_op: Literal[True], timeout: float | None = None
+        self,
+        step: int | None = None,
+        metric: Any = None,
+        *,
+        async_op: Literal[True],
+        timeout: float | None = None,
     ) -> PendingSave: ...
 
     def save(
-        self, step: int | None = None, metric: Any = None, *, async_op: bool = False, timeout: float | None = None
+        self,
+        step: int | None = None,
+        metric: Any = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
     ) -> str | PendingSave:
         """Save as a step, then remove what need not stay. Collective, right in every context. Returns the path.
 
@@ -187,7 +212,9 @@ class CheckpointManager(Taught):
         """
         communicator = self._checkpoint._collect().group  # noqa: SLF001  (the manager is the checkpoint's other half)
         if isinstance(communicator, Alone) and communicator.rank and step is None:
-            raise ConfigError("rank 0 saves what is on servers, and other workers do not know how often it has: say the step, manager.save(step)")
+            raise ConfigError(
+                "rank 0 saves what is on servers, and other workers do not know how often it has: say the step, manager.save(step)"
+            )
         self._finish_pending()
 
         def bring() -> list[Any]:
@@ -198,11 +225,15 @@ class CheckpointManager(Taught):
             following = found[-1].step + 1 if found else 0
             return [self.directory, step, None if rated is None else repr(rated), following]
 
-        communicator.require_all("saving a checkpoint", "let one rank write alone: sv.save(path, …)")
+        communicator.require_all(
+            "saving a checkpoint", "let one rank write alone: sv.save(path, …)"
+        )
         everyone = gathered(communicator, "checkpoint step", bring, timeout)
         if any(one[:3] != everyone[0][:3] for one in everyone):
             table = {
-                communicator.members[rank]: f"step {one[1]}, metric {one[2]}, directory {one[0]!r:.200}"
+                communicator.members[
+                    rank
+                ]: f"step {one[1]}, metric {one[2]}, directory {one[0]!r:.200}"
                 for rank, one in enumerate(everyone)
             }
             raise MismatchError(
@@ -242,8 +273,12 @@ class CheckpointManager(Taught):
         _log.warning(
             "step %d is saved in %s, which has step %d already. Checkpoints go by the order of "
             "saving: step %d is now the latest%s. If this is a new run, give it a directory of its own",
-            step, self.directory, highest, step, stays,
-        )  # fmt: skip
+            step,
+            self.directory,
+            highest,
+            step,
+            stays,
+        )
 
     def _hold(self) -> None:
         """Take the directory's lock, on rank 0; remove what unfinished saves and removals left."""
@@ -276,10 +311,14 @@ class CheckpointManager(Taught):
         except CheckpointError as error:
             _log.warning("an old checkpoint cannot be removed: %s", error)
 
-    # -- restoring ------------------------------------------------------------------------------------------------
+    # -- restoring ---------------------------------------------------------------------------------
 
     def restore_latest(
-        self, *, restore_policy: str = "same_rank_or_initial", partial: bool = False, timeout: float | None = None
+        self,
+        *,
+        restore_policy: str = "same_rank_or_initial",
+        partial: bool = False,
+        timeout: float | None = None,
     ) -> str | None:
         """Restore the latest save that is whole. Collective. Returns its path, None if there is none.
 
@@ -297,7 +336,9 @@ class CheckpointManager(Taught):
         """
         communicator = self._checkpoint._collect().group  # noqa: SLF001
         if isinstance(communicator, Alone):
-            return self._checkpoint._restore(None, self._latest_whole, restore_policy, timeout, partial=partial)  # noqa: SLF001
+            return self._checkpoint._restore(  # noqa: SLF001
+                None, self._latest_whole, restore_policy, timeout, partial=partial
+            )
         self._finish_pending()
         mine: CheckpointError | None = None
 
@@ -313,7 +354,9 @@ class CheckpointManager(Taught):
         if failure is not None:
             raise_failures({communicator.members[0]: failure}, mine, "nothing was restored")
         if path is not None:
-            self._checkpoint.restore(path, restore_policy=restore_policy, partial=partial, timeout=timeout)
+            self._checkpoint.restore(
+                path, restore_policy=restore_policy, partial=partial, timeout=timeout
+            )
         found: str | None = path
         return found
 
@@ -330,7 +373,9 @@ class CheckpointManager(Taught):
                 f"Repair one, or remove their folders and start from the beginning"
             )
         for fault in faults:
-            _log.warning("restore_latest takes %s and passes over one that is damaged: %s", path, fault)
+            _log.warning(
+                "restore_latest takes %s and passes over one that is damaged: %s", path, fault
+            )
         return path
 
     def _communicator(self) -> Together:
@@ -340,7 +385,7 @@ class CheckpointManager(Taught):
             self._group = state, self._checkpoint._collect().group  # noqa: SLF001
         return self._group[1]
 
-    # -- stopping -------------------------------------------------------------------------------------------------
+    # -- stopping ----------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
         """Ask for a stop from this rank, as SIGTERM does; for notices that come another way. Sends nothing."""
@@ -368,13 +413,17 @@ class CheckpointManager(Taught):
             is_writing = pending is not None and not pending.done()
             must_stop, somebody_writes = int(self._notice.is_given), int(is_writing)
             if not isinstance(communicator, Alone):
-                must_stop, somebody_writes = _most(communicator, [must_stop, somebody_writes], timeout)
+                must_stop, somebody_writes = _most(
+                    communicator, [must_stop, somebody_writes], timeout
+                )
             self._must_stop = bool(must_stop)
             if pending is not None and not somebody_writes:
                 self._checkpoint._finish_pending()  # noqa: SLF001
         return self._must_stop
 
-    def stop(self, step: int | None = None, metric: Any = None, timeout: float | None = None) -> NoReturn:
+    def stop(
+        self, step: int | None = None, metric: Any = None, timeout: float | None = None
+    ) -> NoReturn:
         """Save, leave the job in order and end the process with exit code 75: "run me again". Collective.
 
         A step that has just been saved is not saved again, unless something was restored since.
@@ -413,6 +462,8 @@ def _most(communicator: Communicator, mine: list[int], timeout: float | None) ->
     """Return for each place whether a rank has something there."""
     flags = np.array(mine, np.uint8)
     made: list[int] = communicator.perform(
-        "should_stop", lambda: reduce_request(communicator, flags, "max", name="should_stop"), timeout
+        "should_stop",
+        lambda: reduce_request(communicator, flags, "max", name="should_stop"),
+        timeout,
     ).tolist()
     return made

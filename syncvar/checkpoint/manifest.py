@@ -17,7 +17,18 @@ from syncvar.checkpoint.naming import shard_name
 from syncvar.checkpoint.tensors import CODES, itemsize_of, strict_json
 from syncvar.errors import CheckpointError, Corrupt
 
-__all__ = ["DIGEST_BYTES", "FORMAT", "MANIFEST_BYTES_MAX", "Entry", "Label", "Manifest", "Piece", "Shard", "Stored", "digest_of"]
+__all__ = [
+    "DIGEST_BYTES",
+    "FORMAT",
+    "MANIFEST_BYTES_MAX",
+    "Entry",
+    "Label",
+    "Manifest",
+    "Piece",
+    "Shard",
+    "Stored",
+    "digest_of",
+]
 
 FORMAT = "syncvar.checkpoint"
 VERSION = 1
@@ -99,7 +110,9 @@ class Entry:
         """Every array of it."""
         return [*([] if self.value is None else [self.value]), *self.copies.values()]
 
-    def choose(self, key: str, replica: int, replicas: int, policy: str, *, own: bool) -> Stored | None:
+    def choose(
+        self, key: str, replica: int, replicas: int, policy: str, *, own: bool
+    ) -> Stored | None:
         """Return what a replica takes, None if it keeps what it has.
 
         Args:
@@ -124,7 +137,9 @@ class Entry:
             return self.value
         if not own:
             if 0 not in self.copies:
-                raise CheckpointError(f"{key!r}: the checkpoint has no copy of replica 0, which all would take")
+                raise CheckpointError(
+                    f"{key!r}: the checkpoint has no copy of replica 0, which all would take"
+                )
             return self.copies[0]
         if policy == "error" and replicas != self.replicas:
             raise CheckpointError(
@@ -174,7 +189,11 @@ class Manifest:
             "step": self.label.step,
             "metric": None if self.label.metric is None else repr(float(self.label.metric)),
             "shards": {
-                str(rank): {"file": self.shard_file(rank), "nbytes": one.nbytes, "header_digest": one.header_digest}
+                str(rank): {
+                    "file": self.shard_file(rank),
+                    "nbytes": one.nbytes,
+                    "header_digest": one.header_digest,
+                }
                 for rank, one in self.shards.items()
             },
             "entries": {key: _entry_body(entry) for key, entry in self.entries.items()},
@@ -212,10 +231,15 @@ class Manifest:
                 _label(body),
                 {_index(rank): _shard(one) for rank, one in _is(body["shards"], dict).items()},
                 {key: _entry(one) for key, one in _is(body["entries"], dict).items()},
-                {_index(rank): _number(count, 0, 1 << 62) for rank, count in _is(body.get("pushes", {}), dict).items()},
+                {
+                    _index(rank): _number(count, 0, 1 << 62)
+                    for rank, count in _is(body.get("pushes", {}), dict).items()
+                },
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"the manifest is not of the right form: {type(error).__name__}: {str(error)[:200]}") from None
+            raise CheckpointError(
+                f"the manifest is not of the right form: {type(error).__name__}: {str(error)[:200]}"
+            ) from None
         made.check()
         return made
 
@@ -231,7 +255,9 @@ class Manifest:
             if (entry.value is None) == (not entry.copies):
                 raise CheckpointError(f"entry {key!r:.80} must have a value or copies")
             if any(number >= entry.replicas for number in entry.copies):
-                raise CheckpointError(f"entry {key!r:.80} has copies of more than {entry.replicas} replicas")
+                raise CheckpointError(
+                    f"entry {key!r:.80} has copies of more than {entry.replicas} replicas"
+                )
             for stored in entry.stored:
                 _check_stored(key, stored, self.shards)
 
@@ -240,11 +266,15 @@ def _check_stored(key: str, stored: Stored, shards: dict[int, Shard]) -> None:
     count, at = math.prod(stored.shape), 0
     for piece in stored.pieces:
         if piece.start != at or piece.stop <= at:
-            raise CheckpointError(f"the pieces of entry {key!r:.80} have a hole or an overlap at element {at}")
+            raise CheckpointError(
+                f"the pieces of entry {key!r:.80} have a hole or an overlap at element {at}"
+            )
         at = piece.stop
         shard = shards.get(piece.shard)
         if shard is None or (piece.stop - piece.start) * itemsize_of(stored.dtype) > shard.nbytes:
-            raise CheckpointError(f"a piece of entry {key!r:.80} does not fit into the shard of rank {piece.shard}")
+            raise CheckpointError(
+                f"a piece of entry {key!r:.80} does not fit into the shard of rank {piece.shard}"
+            )
     if at != count:
         raise CheckpointError(f"the pieces of entry {key!r:.80} end at element {at} of {count}")
 
@@ -263,7 +293,11 @@ def _entry_body(entry: Entry) -> dict[str, Any]:
 
 
 def _stored_body(stored: Stored) -> dict[str, Any]:
-    return {"dtype": stored.dtype, "shape": list(stored.shape), "pieces": [list(piece) for piece in stored.pieces]}
+    return {
+        "dtype": stored.dtype,
+        "shape": list(stored.shape),
+        "pieces": [list(piece) for piece in stored.pieces],
+    }
 
 
 def _entry(body: Any) -> Entry:
@@ -272,7 +306,9 @@ def _entry(body: Any) -> Entry:
         raise ValueError(f"unknown kind {kind!r:.40}")
     replicas = _number(body["replicas"], 1, _REPLICAS_MAX)
     value = _stored(body["value"]) if "value" in body else None
-    copies = {_index(number): _stored(one) for number, one in _is(body.get("copies", {}), dict).items()}
+    copies = {
+        _index(number): _stored(one) for number, one in _is(body.get("copies", {}), dict).items()
+    }
     return Entry(kind, _is(body["mode"], str), replicas, value, copies)
 
 
@@ -298,12 +334,17 @@ def _stored(body: Any) -> Stored:
 def _piece(body: Any) -> Piece:
     shard, start, stop, digest = body
     return Piece(
-        _number(shard, 0, _REPLICAS_MAX), _number(start, 0, 1 << 62), _number(stop, 0, 1 << 62), _text(digest, 2 * DIGEST_BYTES)
+        _number(shard, 0, _REPLICAS_MAX),
+        _number(start, 0, 1 << 62),
+        _number(stop, 0, 1 << 62),
+        _text(digest, 2 * DIGEST_BYTES),
     )
 
 
 def _shard(body: Any) -> Shard:
-    return Shard(_number(body["nbytes"], 8, 1 << 62), _text(body["header_digest"], 2 * DIGEST_BYTES))
+    return Shard(
+        _number(body["nbytes"], 8, 1 << 62), _text(body["header_digest"], 2 * DIGEST_BYTES)
+    )
 
 
 def _is(value: Any, kind: type) -> Any:

@@ -100,7 +100,9 @@ def step_name(step: int) -> str:
         'step-0000001200'
     """
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _STEP_MAX:
-        raise ConfigError(f"step must be an integer of at least 0, not {step!r}: write manager.save(step=100)")
+        raise ConfigError(
+            f"step must be an integer of at least 0, not {step!r}: write manager.save(step=100)"
+        )
     return f"step-{step:010d}"
 
 

@@ -39,9 +39,18 @@ if TYPE_CHECKING:
     from syncvar.engine.group import Communicator
 
 __all__ = [
-    "KEEP", "Leaf", "PlainLeaf", "VariableLeaf", "checked_object", "communicator_of_leaves", "is_nested", "leaf_of", "outside",
-    "require_fit", "require_kind",
-]  # fmt: skip
+    "KEEP",
+    "Leaf",
+    "PlainLeaf",
+    "VariableLeaf",
+    "checked_object",
+    "communicator_of_leaves",
+    "is_nested",
+    "leaf_of",
+    "outside",
+    "require_fit",
+    "require_kind",
+]
 
 _log = logging.getLogger("syncvar")
 
@@ -65,7 +74,13 @@ class Leaf(Protocol):
     def snapshot(self) -> NDArray[Any]:
         """Return the array to save, which never changes; may be a collective of the replicas."""
 
-    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Together) -> Any:
+    def stage(
+        self,
+        entry: Entry,
+        read: Callable[[Stored], NDArray[Any]],
+        policy: str,
+        communicator: Together,
+    ) -> Any:
         """Return what `put` takes, or KEEP, without changing anything.
 
         Raises:
@@ -87,8 +102,13 @@ class VariableLeaf:
     def __init__(self, key: str, variable: Variable) -> None:
         self.key = key
         self.variable = variable
-        self._reading = decide(variable.synchronization, variable.aggregation, Context.CROSS, Operation.SYNC)
-        self.is_own = variable.synchronization is VariableSynchronization.NONE or self._reading.error is not None
+        self._reading = decide(
+            variable.synchronization, variable.aggregation, Context.CROSS, Operation.SYNC
+        )
+        self.is_own = (
+            variable.synchronization is VariableSynchronization.NONE
+            or self._reading.error is not None
+        )
         self.are_parts = isinstance(variable, Variable) and are_parts(variable)
 
     def bring(self, communicator: Together) -> Brought:
@@ -103,7 +123,13 @@ class VariableLeaf:
         mode = f"{variable.synchronization.name} {variable.aggregation.name}"
         members = tuple(communicator.members.index(member) for member in replicas.members)
         return Brought(
-            "variable", mode, variable.dtype.name, variable.shape, replicas.member_rank, members, self.is_own
+            "variable",
+            mode,
+            variable.dtype.name,
+            variable.shape,
+            replicas.member_rank,
+            members,
+            self.is_own,
         )
 
     def snapshot(self) -> NDArray[Any]:
@@ -114,23 +140,39 @@ class VariableLeaf:
             return self.variable.sync()
         return self.variable.read_value()
 
-    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Together) -> Any:
+    def stage(
+        self,
+        entry: Entry,
+        read: Callable[[Stored], NDArray[Any]],
+        policy: str,
+        communicator: Together,
+    ) -> Any:
         """Return this replica's new copy."""
         del communicator  # its own replicas count
         variable = self.variable
         replicas = variable.strategy.communicator
         require_kind(self.key, entry, "variable", f"variable {variable.name!r}")
-        stored = entry.choose(self.key, replicas.member_rank, replicas.size, policy, own=self.is_own)
+        stored = entry.choose(
+            self.key, replicas.member_rank, replicas.size, policy, own=self.is_own
+        )
         parts = [] if stored is None else [stored]
         if self.are_parts and entry.copies and entry.replicas != replicas.size:
             parts = [entry.copies[replica] for replica in sorted(entry.copies)]
         if not parts:
             return KEEP
         for one in parts:
-            require_fit(self.key, one, variable.dtype.name, variable.shape, f"variable {variable.name!r}")
+            require_fit(
+                self.key, one, variable.dtype.name, variable.shape, f"variable {variable.name!r}"
+            )
         value = _mean_of([read(one) for one in parts])
-        action = decide(variable.synchronization, variable.aggregation, Context.CROSS, Operation.ASSIGN)
-        return share_of(value, replicas.size, replicas.member_rank) if action.effect is Effect.SHARE else value
+        action = decide(
+            variable.synchronization, variable.aggregation, Context.CROSS, Operation.ASSIGN
+        )
+        return (
+            share_of(value, replicas.size, replicas.member_rank)
+            if action.effect is Effect.SHARE
+            else value
+        )
 
     def now(self) -> Any:
         """Return this replica's copy; writes that wait are made first."""
@@ -146,7 +188,9 @@ def _mean_of(parts: list[NDArray[Any]]) -> NDArray[Any]:
     if len(parts) == 1:
         return parts[0]
     with np.errstate(all="ignore"):
-        mean: NDArray[Any] = functools.reduce(np.add, parts) / np.asarray(len(parts), parts[0].dtype)
+        mean: NDArray[Any] = functools.reduce(np.add, parts) / np.asarray(
+            len(parts), parts[0].dtype
+        )
     return mean
 
 
@@ -164,25 +208,40 @@ class PlainLeaf:
     is_optional = False
 
     def __init__(
-        self, key: str, kind: str, get: Callable[[], Any], put: Callable[[Any], None], check: Callable[[Any], None] | None = None
+        self,
+        key: str,
+        kind: str,
+        get: Callable[[], Any],
+        put: Callable[[Any], None],
+        check: Callable[[Any], None] | None = None,
     ) -> None:
         self.key = key
         self._kind, self._get, self._put, self._check = kind, get, put, check
         self._packed = b""
-        self.told: list[bytes | None] = []  # what each worker is to have, where one restores for all
+        self.told: list[
+            bytes | None
+        ] = []  # what each worker is to have, where one restores for all
 
     def bring(self, communicator: Together) -> Brought:
         """Return the length and digest of its state, which is taken now."""
         self._packed = packed(self._get(), self.key)
         everyone = tuple(range(communicator.size))
         shape, digest = (len(self._packed),), digest_of(self._packed)
-        return Brought(self._kind, "", "uint8", shape, communicator.member_rank, everyone, None, digest)
+        return Brought(
+            self._kind, "", "uint8", shape, communicator.member_rank, everyone, None, digest
+        )
 
     def snapshot(self) -> NDArray[Any]:
         """Return the bytes that were taken."""
         return np.frombuffer(self._packed, np.uint8)
 
-    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Together) -> Any:
+    def stage(
+        self,
+        entry: Entry,
+        read: Callable[[Stored], NDArray[Any]],
+        policy: str,
+        communicator: Together,
+    ) -> Any:
         """Return the state."""
         require_kind(self.key, entry, self._kind, f"a {self._kind}")
         if isinstance(communicator, Alone):
@@ -190,20 +249,33 @@ class PlainLeaf:
             self.told = [self._read(entry, read, policy, rank, workers) for rank in range(workers)]
             packed_state = self.told[0]
         else:
-            packed_state = self._read(entry, read, policy, communicator.member_rank, communicator.size)
+            packed_state = self._read(
+                entry, read, policy, communicator.member_rank, communicator.size
+            )
         return KEEP if packed_state is None else self.accept(packed_state)
 
-    def _read(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, rank: int, ranks: int) -> bytes | None:
+    def _read(
+        self,
+        entry: Entry,
+        read: Callable[[Stored], NDArray[Any]],
+        policy: str,
+        rank: int,
+        ranks: int,
+    ) -> bytes | None:
         stored = entry.choose(self.key, rank, ranks, policy, own=True)
         if stored is None:
             _log.warning(
                 "%r differed between the %d ranks that saved it, and rank %d keeps its own: restore_policy='cycle' gives it one of theirs, "
                 "'error' refuses; state that is to be equal (buffers of a model) is made equal before it is saved",
-                self.key, entry.replicas, rank,
-            )  # fmt: skip
+                self.key,
+                entry.replicas,
+                rank,
+            )
             return None
         if stored.dtype != "uint8" or len(stored.shape) != 1:
-            raise CheckpointError(f"{self.key!r}: the checkpoint has {stored.words}, where the bytes of a state should be")
+            raise CheckpointError(
+                f"{self.key!r}: the checkpoint has {stored.words}, where the bytes of a state should be"
+            )
         return read(stored).tobytes()
 
     def accept(self, data: bytes) -> Any:
@@ -248,8 +320,15 @@ def checked_object(name: str, value: Any) -> Any:
         ConfigError: It cannot.
     """
     if isinstance(value, np.random.RandomState):
-        raise ConfigError(f"{name!r} is a numpy.random.RandomState; use np.random.default_rng(seed), whose state is saved")
-    if isinstance(value, Variable | np.random.Generator) or is_plain(value) or hasattr(value, "tracked") or _has_state(value):
+        raise ConfigError(
+            f"{name!r} is a numpy.random.RandomState; use np.random.default_rng(seed), whose state is saved"
+        )
+    if (
+        isinstance(value, Variable | np.random.Generator)
+        or is_plain(value)
+        or hasattr(value, "tracked")
+        or _has_state(value)
+    ):
         return value
     raise ConfigError(
         f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it takes variables, "
@@ -285,7 +364,9 @@ def leaf_of(key: str, value: Any, replace: Callable[[Any], None] | None) -> Leaf
     if _has_state(value):
         return PlainLeaf(key, "state", value.state_dict, value.load_state_dict)
     if replace is None:
-        raise ConfigError(f"{key!r} is plain data beside objects: give it a name of its own, checkpoint.name = {value!r:.40}")
+        raise ConfigError(
+            f"{key!r} is plain data beside objects: give it a name of its own, checkpoint.name = {value!r:.40}"
+        )
     return PlainLeaf(key, "value", lambda: value, replace)
 
 
@@ -297,25 +378,33 @@ def _generator_leaf(key: str, generator: np.random.Generator) -> Leaf:
         mine = type(generator.bit_generator).__name__
         saved = state.get("bit_generator") if isinstance(state, dict) else None
         if saved != mine:
-            raise CheckpointError(f"{key!r}: the checkpoint has the state of a {saved!r:.40}, the generator is a {mine}")
+            raise CheckpointError(
+                f"{key!r}: the checkpoint has the state of a {saved!r:.40}, the generator is a {mine}"
+            )
 
     return PlainLeaf(key, "generator", lambda: generator.bit_generator.state, put, check)
 
 
 def _has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
 
 
 def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], what: str) -> None:
     """Raise CheckpointError unless an array of a checkpoint has this dtype and shape."""
     if stored.dtype != dtype or stored.shape != shape:
-        raise CheckpointError(f"{key!r}: the checkpoint has {stored.words}, {what} is {dtype}{list(shape)}")
+        raise CheckpointError(
+            f"{key!r}: the checkpoint has {stored.words}, {what} is {dtype}{list(shape)}"
+        )
 
 
 def require_kind(key: str, entry: Entry, kind: str, what: str) -> None:
     """Raise CheckpointError unless an entry is of a kind."""
     if entry.kind != kind:
-        raise CheckpointError(f"{key!r}: the checkpoint has a {entry.kind}, this program has {what}")
+        raise CheckpointError(
+            f"{key!r}: the checkpoint has a {entry.kind}, this program has {what}"
+        )
 
 
 def communicator_of_leaves(leaves: list[Leaf], default: Callable[[], Communicator]) -> Communicator:

@@ -42,7 +42,15 @@ if TYPE_CHECKING:
     from syncvar.strategies.server_state import ServerState
     from syncvar.variables import Variable
 
-__all__ = ["Collected", "OnServers", "StepperThere", "VariableThere", "Walked", "sorted_out", "taken_alone"]
+__all__ = [
+    "Collected",
+    "OnServers",
+    "StepperThere",
+    "VariableThere",
+    "Walked",
+    "sorted_out",
+    "taken_alone",
+]
 
 _MODE = "ON_WRITE NONE"  # what other strategies make of such a variable
 _STEPS = "steps"
@@ -58,7 +66,9 @@ class _ArrayLeaf:
         is_optional: Whether there may be no entry for it.
     """
 
-    def __init__(self, key: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, is_optional: bool) -> None:
+    def __init__(
+        self, key: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, is_optional: bool
+    ) -> None:
         self.key = key
         self.shape, self.dtype, self.is_optional = shape, dtype, is_optional
         self.array: NDArray[Any] | None = None  # of the snapshot, or what is to be restored
@@ -73,7 +83,13 @@ class _ArrayLeaf:
         assert self.array is not None, "a snapshot is taken before it is saved"
         return self.array
 
-    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Together) -> Any:
+    def stage(
+        self,
+        entry: Entry,
+        read: Callable[[Stored], NDArray[Any]],
+        policy: str,
+        communicator: Together,
+    ) -> Any:
         """Return its value, on the rank that restores what is on servers."""
         if communicator.member_rank:
             return KEEP
@@ -100,7 +116,13 @@ class _IterationsLeaf(_ArrayLeaf):
         self._optimizer = optimizer
         self.told: list[Any] = []
 
-    def stage(self, entry: Entry, read: Callable[[Stored], NDArray[Any]], policy: str, communicator: Together) -> Any:
+    def stage(
+        self,
+        entry: Entry,
+        read: Callable[[Stored], NDArray[Any]],
+        policy: str,
+        communicator: Together,
+    ) -> Any:
         """Return the number, on every rank."""
         del communicator
         require_kind(self.key, entry, "variable", "the iterations of an optimizer")
@@ -183,22 +205,37 @@ class OnServers:
         self, found: Iterable[VariableThere], steppers: Iterable[StepperThere], keys: dict[int, str]
     ) -> None:
         variables = dict(found)
-        self._variables = {key: _ArrayLeaf(key, one.shape, one.dtype, is_optional=False) for key, one in variables.items()}
+        self._variables = {
+            key: _ArrayLeaf(key, one.shape, one.dtype, is_optional=False)
+            for key, one in variables.items()
+        }
         self._found, self._keys = variables, keys
         self._steppers = list(steppers)
-        self._slots: dict[tuple[str, str], dict[str, _ArrayLeaf]] = {}  # key of an optimizer, key of a variable -> slots
-        self._iterations = {one.key: _IterationsLeaf(f"{one.key}/iterations", one.optimizer) for one in self._steppers}
+        self._slots: dict[
+            tuple[str, str], dict[str, _ArrayLeaf]
+        ] = {}  # key of an optimizer, key of a variable -> slots
+        self._iterations = {
+            one.key: _IterationsLeaf(f"{one.key}/iterations", one.optimizer)
+            for one in self._steppers
+        }
         for stepper in self._steppers:
             rule = rule_of(stepper.rule[0], dict(stepper.rule[1]))
             for variable in variables.values():
                 known = keys[id(variable)]
                 below = f"{stepper.key}/{known}/"
                 slots = {
-                    name: _ArrayLeaf(below + name, variable.shape, compute_dtype(variable.dtype), is_optional=True)
+                    name: _ArrayLeaf(
+                        below + name,
+                        variable.shape,
+                        compute_dtype(variable.dtype),
+                        is_optional=True,
+                    )
                     for name in slot_names(rule, variable.dtype)
                 }
                 if rule._counts_steps:  # noqa: SLF001  (a rule as its variables see it)
-                    slots[_STEPS] = _ArrayLeaf(below + _STEPS, (), np.dtype(np.int64), is_optional=True)
+                    slots[_STEPS] = _ArrayLeaf(
+                        below + _STEPS, (), np.dtype(np.int64), is_optional=True
+                    )
                 self._slots[stepper.key, known] = slots
 
     @property
@@ -237,7 +274,9 @@ class OnServers:
                 if not one.steps:
                     continue
                 for name, slot in self._slots[stepper.key, self._keys[id(kept.variable)]].items():
-                    slot.array = np.array(one.steps, np.int64) if name == _STEPS else one.slots[name]
+                    slot.array = (
+                        np.array(one.steps, np.int64) if name == _STEPS else one.slots[name]
+                    )
                     made.append(slot)
         for stepper in self._steppers:
             counted = self._iterations[stepper.key]
@@ -250,7 +289,11 @@ class OnServers:
         here = self.strategy.here
         here.restorings += 1
         number = here.restorings
-        return lambda: self.give_back(number, {"failure": None, "path": path, "identity": "", "left": [], "own": {}, "pushes": {}}, timeout)
+        return lambda: self.give_back(
+            number,
+            {"failure": None, "path": path, "identity": "", "left": [], "own": {}, "pushes": {}},
+            timeout,
+        )
 
     def give_back(self, number: int, says: Any, timeout: float | None) -> None:
         """Make everything on servers what was put into the leaves, as one transaction; and keep what is said of it.
@@ -264,7 +307,11 @@ class OnServers:
             variable = self._found[key]
             slots: dict[RuleKey, Slots] = {}
             for stepper in self._steppers:
-                arrays = {name: slot.array for name, slot in self._slots[stepper.key, self._keys[id(variable)]].items() if slot.array is not None}
+                arrays = {
+                    name: slot.array
+                    for name, slot in self._slots[stepper.key, self._keys[id(variable)]].items()
+                    if slot.array is not None
+                }
                 steps = arrays.pop(_STEPS, None)
                 if arrays or steps is not None:
                     count = max(1, stepper.optimizer.iterations if steps is None else int(steps))
@@ -272,7 +319,14 @@ class OnServers:
                 elif self._iterations[stepper.key].told:
                     slots[stepper.rule] = Slots(0, {})
             given.append(Kept(variable, leaf.array, slots))
-        give_back(self.strategy, given, number, says, timeout, None if says["path"] is None else says["pushes"])
+        give_back(
+            self.strategy,
+            given,
+            number,
+            says,
+            timeout,
+            None if says["path"] is None else says["pushes"],
+        )
 
 
 def _require_variables(steppers: Iterable[StepperThere], names: Collection[str]) -> None:
@@ -287,7 +341,9 @@ def _require_variables(steppers: Iterable[StepperThere], names: Collection[str])
             )
 
 
-def taken_alone(variables: list[ServerVariable], optimizers: list[Optimizer]) -> tuple[dict[int, NDArray[Any]], dict[int, dict[str, NDArray[Any]]]]:
+def taken_alone(
+    variables: list[ServerVariable], optimizers: list[Optimizer]
+) -> tuple[dict[int, NDArray[Any]], dict[int, dict[str, NDArray[Any]]]]:
     """Take one snapshot for a worker that writes a file of its own.
 
     Args:
@@ -302,7 +358,11 @@ def taken_alone(variables: list[ServerVariable], optimizers: list[Optimizer]) ->
     found = {id(one): one for one in variables}
     for one, _ in steppers:
         assert one.elsewhere is not None
-        found |= {id(variable): variable for variable in one.elsewhere.variables.values() if isinstance(variable, ServerVariable)}
+        found |= {
+            id(variable): variable
+            for variable in one.elsewhere.variables.values()
+            if isinstance(variable, ServerVariable)
+        }
     if not found:
         return {}, {}
     chosen = list(found.values())
@@ -310,8 +370,16 @@ def taken_alone(variables: list[ServerVariable], optimizers: list[Optimizer]) ->
     slots: dict[int, dict[str, NDArray[Any]]] = {}
     for one, leaf in steppers:
         counts = rule_of(leaf.rule[0], dict(leaf.rule[1]))._counts_steps  # noqa: SLF001
-        kept = {kept.variable.name: kept.slots[leaf.rule] for kept in state.variables if kept.slots[leaf.rule].steps}
-        slots[id(one)] = {"iterations": np.array(one.iterations or max((each.steps for each in kept.values()), default=0), np.int64)}
+        kept = {
+            kept.variable.name: kept.slots[leaf.rule]
+            for kept in state.variables
+            if kept.slots[leaf.rule].steps
+        }
+        slots[id(one)] = {
+            "iterations": np.array(
+                one.iterations or max((each.steps for each in kept.values()), default=0), np.int64
+            )
+        }
         for name, each in kept.items():
             slots[id(one)] |= {f"{name}/{slot}": array for slot, array in each.slots.items()}
             slots[id(one)] |= {f"{name}/{_STEPS}": np.array(each.steps, np.int64)} if counts else {}
@@ -359,12 +427,21 @@ def sorted_out(
     keys: dict[int, str] = {}
     local: dict[str, Variable] = {}
     for one in found:
-        if isinstance(one, VariableThere | VariableLeaf) and keys.setdefault(id(one.variable), prefix + one.key) == prefix + one.key:
+        if (
+            isinstance(one, VariableThere | VariableLeaf)
+            and keys.setdefault(id(one.variable), prefix + one.key) == prefix + one.key
+        ):
             local |= {prefix + one.key: one.variable} if isinstance(one, VariableLeaf) else {}
-    steppers_there = [one for one in steppers if variables and one.optimizer.elsewhere is not None and one.can_be_there]
+    steppers_there = [
+        one
+        for one in steppers
+        if variables and one.optimizer.elsewhere is not None and one.can_be_there
+    ]
     for stepper in steppers:
         leaves.append(RuleLeaf(stepper.key, stepper.optimizer))
-        leaves += local_leaves(stepper.key, stepper.optimizer, local, has_own=stepper not in steppers_there)
+        leaves += local_leaves(
+            stepper.key, stepper.optimizer, local, has_own=stepper not in steppers_there
+        )
     leaves.sort(key=lambda leaf: leaf.key)
     if only is not None:
         leaves = [leaf for leaf in leaves if prefix + leaf.key in only]

@@ -95,12 +95,17 @@ def restore_for_all(
     if told["failure"] is not None:
         raise_failures({0: told["failure"]}, None, _NOTHING)
     if path is not None and told["path"] != path:
-        raise MismatchError("the workers do not restore the same checkpoint", {0: str(told["path"]), group.rank: path})
+        raise MismatchError(
+            "the workers do not restore the same checkpoint",
+            {0: str(told["path"]), group.rank: path},
+        )
     here.went_back(told["path"])
     own = [leaf for leaf in leaves if hasattr(leaf, "accept")]
     missing = [leaf.key for leaf in own if leaf.key not in told["own"] and not leaf.is_optional]
     if missing and not partial and told["path"] is not None:
-        raise CheckpointError(f"rank 0 has restored {told['path']}, and nothing for {', '.join(map(repr, missing[:8]))}: every worker makes the same sv.Checkpoint(…)")
+        raise CheckpointError(
+            f"rank 0 has restored {told['path']}, and nothing for {', '.join(map(repr, missing[:8]))}: every worker makes the same sv.Checkpoint(…)"
+        )
     for leaf in own:
         mine: Any = told["own"].get(leaf.key)
         mine = mine[group.rank % len(mine)] if mine else None
@@ -110,9 +115,21 @@ def restore_for_all(
 
 
 def _restore(
-    leaves: list[Leaf], there: OnServers, number: int, where: str | Callable[[], str | None], stage: Any, timeout: float | None
+    leaves: list[Leaf],
+    there: OnServers,
+    number: int,
+    where: str | Callable[[], str | None],
+    stage: Any,
+    timeout: float | None,
 ) -> tuple[str | None, Found]:
-    says: dict[str, Any] = {"failure": None, "path": None, "identity": "", "left": [], "own": {}, "pushes": {}}
+    says: dict[str, Any] = {
+        "failure": None,
+        "path": None,
+        "identity": "",
+        "left": [],
+        "own": {},
+        "pushes": {},
+    }
     done: list[tuple[Leaf, Any]] = []
     found = Found()
     try:
@@ -120,7 +137,9 @@ def _restore(
         if says["path"] is not None:
             staged, found = stage(says["path"])
             says |= {"identity": found.identity, "left": sorted(found.left), "pushes": found.pushes}
-            says["own"] = {leaf.key: told for leaf in leaves if (told := getattr(leaf, "told", None))}
+            says["own"] = {
+                leaf.key: told for leaf in leaves if (told := getattr(leaf, "told", None))
+            }
             for leaf, value in staged:
                 done.append((leaf, leaf.now()))
                 _put(leaf, value)
@@ -128,8 +147,16 @@ def _restore(
     except Exception as error:
         for leaf, before in reversed(done):
             leaf.put(before)
-        if isinstance(error, SyncvarError) and not isinstance(error, TransportError):  # for the workers that wait for it
-            give_back(there.strategy, [], number, {**says, "own": {}, "failure": failure_of(error)}, timeout)
+        if isinstance(error, SyncvarError) and not isinstance(
+            error, TransportError
+        ):  # for the workers that wait for it
+            give_back(
+                there.strategy,
+                [],
+                number,
+                {**says, "own": {}, "failure": failure_of(error)},
+                timeout,
+            )
         raise
     return says["path"], found
 
@@ -138,4 +165,6 @@ def _put(leaf: Leaf, value: Any) -> None:
     try:
         leaf.put(value)
     except Exception as error:  # of the program's own object
-        raise CheckpointError(f"{leaf.key!r} refused its state: {type(error).__name__}: {error}"[:500]) from error
+        raise CheckpointError(
+            f"{leaf.key!r} refused its state: {type(error).__name__}: {error}"[:500]
+        ) from error

@@ -54,7 +54,9 @@ class PendingSave:
         array([1., 2.], dtype=float32)
     """
 
-    def __init__(self, saving: Saving | SavedElsewhere, rank: int, after: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, saving: Saving | SavedElsewhere, rank: int, after: Callable[[], None] | None = None
+    ) -> None:
         self._saving = saving
         self._after = after
         self._written: list[list[Any] | CheckpointError] = []
@@ -92,8 +94,10 @@ class PendingSave:
             if self._thread.is_alive():
                 raise DeadlineExceeded(
                     f"this rank has been writing {self.path} for {time.monotonic() - began:.1f} s of wait(); call wait again, "
-                    f"with a longer timeout", (), timeout or 0.0,
-                )  # fmt: skip
+                    f"with a longer timeout",
+                    (),
+                    timeout or 0.0,
+                )
             self._settle(timeout)
         if self._error is not None:
             raise self._error
@@ -134,10 +138,12 @@ def _give_up(saving: Saving | SavedElsewhere, thread: threading.Thread, process:
         if saving.is_speaker:
             _log.warning(
                 "the save of the checkpoint %s ended without a commit: %s. The checkpoints before it are whole",
-                saving.path, saving.failure,
-            )  # fmt: skip
+                saving.path,
+                saving.failure,
+            )
         return
     _log.warning(
         "the checkpoint %s was never committed, so it does not exist: call wait() on what save(…, async_op=True) returned, on "
-        "every rank, before the program ends", saving.path,
-    )  # fmt: skip
+        "every rank, before the program ends",
+        saving.path,
+    )

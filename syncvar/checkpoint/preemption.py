@@ -68,7 +68,10 @@ class Notice:
             self._listens = False
             if signal.getsignal(signal.SIGTERM) == self._signalled:
                 release_signal(signal.SIGTERM, self._signalled)
-                tell("takes_notice", on=int(isinstance(getattr(self._before, "__self__", None), Notice)))
+                tell(
+                    "takes_notice",
+                    on=int(isinstance(getattr(self._before, "__self__", None), Notice)),
+                )
 
     def end(self) -> None:
         """Give SIGTERM back for good: what it asks for is done, and the process is about to end with that exit code."""

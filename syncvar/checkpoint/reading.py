@@ -10,7 +10,14 @@ import numpy as np
 from syncvar.checkpoint.files import Folder, read_into
 from syncvar.checkpoint.manifest import MANIFEST_BYTES_MAX, Manifest, digest_of
 from syncvar.checkpoint.naming import MANIFEST, is_left_over
-from syncvar.checkpoint.tensors import CODES, Tensor, header_length, itemsize_of, parse_header, stored_shape
+from syncvar.checkpoint.tensors import (
+    CODES,
+    Tensor,
+    header_length,
+    itemsize_of,
+    parse_header,
+    stored_shape,
+)
 from syncvar.errors import CheckpointError, Corrupt, NotFound
 from syncvar.wire import DTYPE_NAMES, dtype_from_index
 
@@ -40,8 +47,14 @@ def read_manifest(folder: Folder) -> Manifest:
     try:
         data = folder.read(MANIFEST, MANIFEST_BYTES_MAX)
     except NotFound:
-        found = " (there are files of a save that did not finish)" if any(is_left_over(n, None) for n in folder.names()) else ""
-        raise NotFound(f"there is no checkpoint at {folder.path}: it has no {MANIFEST}{found}") from None
+        found = (
+            " (there are files of a save that did not finish)"
+            if any(is_left_over(n, None) for n in folder.names())
+            else ""
+        )
+        raise NotFound(
+            f"there is no checkpoint at {folder.path}: it has no {MANIFEST}{found}"
+        ) from None
     try:
         return Manifest.from_bytes(data)
     except Corrupt as error:
@@ -137,21 +150,33 @@ class Source:
             try:
                 read_into(descriptor, part, data_start + tensors[key].start, file)
             except OSError as error:
-                raise CheckpointError(f"{self._folder.path}/{file} cannot be read: {error.strerror}") from error
+                raise CheckpointError(
+                    f"{self._folder.path}/{file} cannot be read: {error.strerror}"
+                ) from error
             actual = digest_of(part)
             if actual != piece.digest:
-                raise Corrupt(key, piece.digest, actual, f"elements {piece.start} to {piece.stop} in {file}")
+                raise Corrupt(
+                    key, piece.digest, actual, f"elements {piece.start} to {piece.stop} in {file}"
+                )
         return made
 
     def _tensor(self, key: str, stored: Stored, piece: Piece) -> None:
         """Look whether a shard has a piece, of the right length."""
         tensors = self._shard(piece.shard)[2]
         count = piece.stop - piece.start
-        shape = stored_shape(stored.dtype, stored.shape if count == int(np.prod(stored.shape, dtype=object)) else (count,))
+        shape = stored_shape(
+            stored.dtype,
+            stored.shape if count == int(np.prod(stored.shape, dtype=object)) else (count,),
+        )
         tensor = tensors.get(key)
         if tensor is None or tensor.dtype != CODES[stored.dtype] or tensor.shape != shape:
             there = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
-            raise Corrupt(key, f"{CODES[stored.dtype]}{list(shape)}", there, self.manifest.shard_file(piece.shard))
+            raise Corrupt(
+                key,
+                f"{CODES[stored.dtype]}{list(shape)}",
+                there,
+                self.manifest.shard_file(piece.shard),
+            )
 
     def _shard(self, rank: int) -> tuple[int, int, dict[str, Tensor]]:
         """Return (descriptor, first byte of the data, tensors) of a shard, opened and compared with the manifest."""
@@ -161,7 +186,9 @@ class Source:
         try:
             descriptor, nbytes = self._stack.enter_context(self._folder.reading(file))
         except NotFound:
-            raise Corrupt(file, f"a file of {said.nbytes} bytes", "no such file", self._folder.path) from None
+            raise Corrupt(
+                file, f"a file of {said.nbytes} bytes", "no such file", self._folder.path
+            ) from None
         if nbytes != said.nbytes:
             raise Corrupt(file, f"{said.nbytes} bytes", f"{nbytes} bytes", self._folder.path)
         prefix = bytearray(8)
@@ -171,11 +198,15 @@ class Source:
             read_into(descriptor, memoryview(header), 0, file)
             actual = digest_of(header)
             if actual != said.header_digest:
-                raise Corrupt(f"the header of {file}", said.header_digest, actual, self._folder.path)
+                raise Corrupt(
+                    f"the header of {file}", said.header_digest, actual, self._folder.path
+                )
             tensors = parse_header(bytes(header), nbytes)[0]
         except Corrupt:
             raise
         except CheckpointError as error:
-            raise Corrupt(f"the header of {file}", said.header_digest, str(error), self._folder.path) from error
+            raise Corrupt(
+                f"the header of {file}", said.header_digest, str(error), self._folder.path
+            ) from error
         self._shards[rank] = descriptor, len(header), tensors
         return self._shards[rank]

@@ -26,7 +26,6 @@ from syncvar.errors import CheckpointError, ConfigError, Corrupt, NotFound
 from syncvar.variables import VariableSynchronization
 
 if TYPE_CHECKING:
-
     from collections.abc import Callable
 
     from syncvar.checkpoint.objects import Leaf
@@ -59,7 +58,9 @@ class Found(NamedTuple):
 def check_arguments(policy: Any, partial: Any) -> None:
     """Raise ConfigError about arguments of a restore."""
     if policy not in POLICIES:
-        raise ConfigError(f"restore_policy must be one of {', '.join(POLICIES)}, not {policy!r:.60}")
+        raise ConfigError(
+            f"restore_policy must be one of {', '.join(POLICIES)}, not {policy!r:.60}"
+        )
     if not isinstance(partial, bool):
         raise ConfigError(f"partial must be True or False, not {partial!r:.60}")
 
@@ -108,7 +109,9 @@ def restore_leaves(
             raise refused
         check_arguments(policy, partial)
         try:
-            staged, found = stage_leaves(leaves, communicator, path, policy, identity, prefix, partial=partial)
+            staged, found = stage_leaves(
+                leaves, communicator, path, policy, identity, prefix, partial=partial
+            )
         except CheckpointError as error:
             mine = error
             return [failure_of(error), ""]
@@ -126,7 +129,11 @@ def restore_leaves(
     before: list[str] = []
     for _ in range(_ROUNDS):
         everyone = gathered(communicator, "checkpoint restore", stage, timeout)
-        raise_failures({members[rank]: one[0] for rank, one in enumerate(everyone) if one[0] is not None}, mine, _NOTHING)
+        raise_failures(
+            {members[rank]: one[0] for rank, one in enumerate(everyone) if one[0] is not None},
+            mine,
+            _NOTHING,
+        )
         seen = [one[1] for one in everyone]
         if len(set(seen)) == 1:
             _put(staged, communicator, timeout, last)
@@ -144,9 +151,15 @@ def restore_leaves(
 
 
 def stage_leaves(
-    leaves: list[Leaf], communicator: Together | None, path: str, policy: str, identity: str | None, prefix: str,
-    *, partial: bool,
-) -> tuple[list[tuple[Leaf, Any]], Found]:  # fmt: skip
+    leaves: list[Leaf],
+    communicator: Together | None,
+    path: str,
+    policy: str,
+    identity: str | None,
+    prefix: str,
+    *,
+    partial: bool,
+) -> tuple[list[tuple[Leaf, Any]], Found]:
     """Read everything; once more if the checkpoint is replaced while it is read."""
     for left in reversed(range(_TRIES)):
         with Source(path) as source:
@@ -157,13 +170,22 @@ def stage_leaves(
                     f"restored from it: add them (or run one step) before the next save"
                 )
             try:
-                skipped = _skipped_prefixes(leaves, communicator, source, policy, prefix) if partial else ()
+                skipped = (
+                    _skipped_prefixes(leaves, communicator, source, policy, prefix)
+                    if partial
+                    else ()
+                )
                 found, missing = [], []
                 for leaf in leaves:
                     if skipped and leaf.key.startswith(skipped):
                         continue
-                    if isinstance(leaf, SlotLeaf) and prefix + leaf.rule_key not in manifest.entries:
-                        missing.append(leaf.rule_key)  # earlier versions saved state by names of variables
+                    if (
+                        isinstance(leaf, SlotLeaf)
+                        and prefix + leaf.rule_key not in manifest.entries
+                    ):
+                        missing.append(
+                            leaf.rule_key
+                        )  # earlier versions saved state by names of variables
                         continue
                     entry = manifest.entries.get(prefix + leaf.key)
                     if entry is not None:
@@ -189,9 +211,17 @@ def stage_leaves(
                     continue
                 raise
             taken = {prefix + leaf.key for leaf in leaves}
-            taken |= {key for key in manifest.entries if key.startswith(tuple(prefix + one for one in skipped))}
-            return found, Found(manifest.identity, frozenset(manifest.entries.keys() - taken), manifest.pushes)
-    raise CheckpointError(f"the checkpoint at {path} was replaced again and again while it was read")
+            taken |= {
+                key
+                for key in manifest.entries
+                if key.startswith(tuple(prefix + one for one in skipped))
+            }
+            return found, Found(
+                manifest.identity, frozenset(manifest.entries.keys() - taken), manifest.pushes
+            )
+    raise CheckpointError(
+        f"the checkpoint at {path} was replaced again and again while it was read"
+    )
 
 
 def _skipped_prefixes(
@@ -208,7 +238,9 @@ def _skipped_prefixes(
             continue
         assert communicator is not None, "optimizers are restored by a group"
         try:
-            leaf.stage(entry, functools.partial(source.array, prefix + leaf.key), policy, communicator)
+            leaf.stage(
+                entry, functools.partial(source.array, prefix + leaf.key), policy, communicator
+            )
         except Corrupt:
             raise
         except CheckpointError as error:
@@ -224,7 +256,10 @@ def _alone(leaf: Leaf) -> Communicator:
 
 
 def _put(
-    staged: list[tuple[Leaf, Any]], communicator: Communicator, timeout: float | None, last: Callable[[], None] | None
+    staged: list[tuple[Leaf, Any]],
+    communicator: Communicator,
+    timeout: float | None,
+    last: Callable[[], None] | None,
 ) -> None:
     """Change everything; take it back on all ranks if an object of one refuses."""
     before: list[tuple[Leaf, Any]] = []
@@ -239,7 +274,11 @@ def _put(
         failure = error
 
     def told() -> str | None:
-        return None if failure is None else f"{key!r} refused its state: {type(failure).__name__}: {failure}"[:500]
+        return (
+            None
+            if failure is None
+            else f"{key!r} refused its state: {type(failure).__name__}: {failure}"[:500]
+        )
 
     everyone = gathered(communicator, "checkpoint restored", told, timeout)
     if last is not None and not any(everyone):
@@ -250,7 +289,11 @@ def _put(
         except Exception as error:
             failure = error
         everyone = gathered(communicator, "servers restored", told, timeout)
-    refused = {communicator.members[rank]: ["CheckpointError", one] for rank, one in enumerate(everyone) if one is not None}
+    refused = {
+        communicator.members[rank]: ["CheckpointError", one]
+        for rank, one in enumerate(everyone)
+        if one is not None
+    }
     if not refused:
         return
     _take_back(before)
@@ -268,7 +311,7 @@ def _take_back(before: list[tuple[Leaf, Any]]) -> None:
 def is_local(leaves: list[Leaf]) -> bool:
     """Return whether objects are restored without the others: variables of which each rank has its own."""
     return bool(leaves) and all(
-        isinstance(leaf, VariableLeaf) and leaf.variable.synchronization is VariableSynchronization.NONE for leaf in leaves
+        isinstance(leaf, VariableLeaf)
+        and leaf.variable.synchronization is VariableSynchronization.NONE
+        for leaf in leaves
     )
-
-

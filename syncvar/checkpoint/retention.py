@@ -46,7 +46,11 @@ def best_of(kept: Sequence[Kept], best: str | None) -> Kept | None:
     if best is None:
         return None
     sign = 1.0 if best == "max" else -1.0
-    rated = [(sign * one.metric, one) for one in kept if one.metric is not None and not math.isnan(one.metric)]
+    rated = [
+        (sign * one.metric, one)
+        for one in kept
+        if one.metric is not None and not math.isnan(one.metric)
+    ]
     return max(rated, key=lambda pair: (pair[0], pair[1].place))[1] if rated else None
 
 

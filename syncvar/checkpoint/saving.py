@@ -87,11 +87,15 @@ class Saving:
         guard: Callable[[], None] | None = None,
         pushes: dict[int, int] | None = None,
     ) -> None:
-        communicator.require_all("saving a checkpoint", "let one rank write alone: sv.save(path, …)")
+        communicator.require_all(
+            "saving a checkpoint", "let one rank write alone: sv.save(path, …)"
+        )
         self.path = path
         self._label = label
         self._pushes = pushes or {}
-        self._context = None if isinstance(communicator, Alone) else current()  # who saves alone need not have joined
+        self._context = (
+            None if isinstance(communicator, Alone) else current()
+        )  # who saves alone need not have joined
         self._communicator = communicator
         self._rank = communicator.member_rank
         self._timeout = timeout
@@ -113,7 +117,9 @@ class Saving:
         if self._lock is not None:
             self._lock.release()
 
-    def _agree(self, leaves: list[Leaf], refused: Exception | None, guard: Callable[[], None] | None) -> Layout:
+    def _agree(
+        self, leaves: list[Leaf], refused: Exception | None, guard: Callable[[], None] | None
+    ) -> Layout:
         communicator = self._communicator
         mine: CheckpointError | None = None
 
@@ -123,8 +129,16 @@ class Saving:
                 raise refused
             brought = {leaf.key: leaf.bring(communicator) for leaf in leaves}
             if len(brought) != len(leaves):
-                twice = sorted({leaf.key for leaf in leaves if sum(leaf.key == other.key for other in leaves) > 1})
-                raise ConfigError(f"two objects of a checkpoint have the same key {twice[0]!r}: give one of them another name")
+                twice = sorted(
+                    {
+                        leaf.key
+                        for leaf in leaves
+                        if sum(leaf.key == other.key for other in leaves) > 1
+                    }
+                )
+                raise ConfigError(
+                    f"two objects of a checkpoint have the same key {twice[0]!r}: give one of them another name"
+                )
             said: list[Any] = ["", None]
             if self._rank == 0:
                 try:
@@ -135,14 +149,23 @@ class Saving:
                     mine = error
                     said = ["", failure_of(error)]
             step, metric, _ = self._label
-            return [self.path, step, None if metric is None else repr(metric), {key: [*one] for key, one in brought.items()}, said]
+            return [
+                self.path,
+                step,
+                None if metric is None else repr(metric),
+                {key: [*one] for key, one in brought.items()},
+                said,
+            ]
 
         everyone = gathered(communicator, "checkpoint save", bring, self._timeout)
         self._identity, failure = everyone[0][4]
         if failure is not None:
             raise_failures({communicator.members[0]: failure}, mine, _NOTHING)
         self._require_same([one[:3] for one in everyone])
-        return lay_out([{key: Brought(*one) for key, one in rank[3].items()} for rank in everyone], communicator.members)
+        return lay_out(
+            [{key: Brought(*one) for key, one in rank[3].items()} for rank in everyone],
+            communicator.members,
+        )
 
     def _prepare_folder(self, nbytes: int) -> str:
         """Make the folder, lock it, remove what an unfinished save left there; return a new identity."""
@@ -160,12 +183,14 @@ class Saving:
     def _require_same(self, saves: list[Any]) -> None:
         if any(one != saves[0] for one in saves):
             table = {
-                self._communicator.members[rank]: f"path {path!r:.200}, step {step}, metric {metric}"
+                self._communicator.members[
+                    rank
+                ]: f"path {path!r:.200}, step {step}, metric {metric}"
                 for rank, (path, step, metric) in enumerate(saves)
             }
             raise MismatchError("the ranks do not make the same save; nothing was written", table)
 
-    # -- writing: no calls of the group ---------------------------------------------------------------------------
+    # -- writing: no calls of the group ------------------------------------------------------------
 
     def write(self) -> list[Any]:
         """Write this rank's shard; return what the others have to know.
@@ -194,8 +219,14 @@ class Saving:
             array = self._arrays[key]
             flat = array.reshape(-1)[start:stop]
             arrays.append(flat)
-            described.append((key, array.dtype.name, array.shape if flat.size == array.size else flat.shape))
-        about = {"format": "syncvar.checkpoint", "identity": self._identity, "rank": str(self._rank)}
+            described.append(
+                (key, array.dtype.name, array.shape if flat.size == array.size else flat.shape)
+            )
+        about = {
+            "format": "syncvar.checkpoint",
+            "identity": self._identity,
+            "rank": str(self._rank),
+        }
         header = header_bytes(described, about)[0]
         digests: dict[str, str] = {}
 
@@ -225,7 +256,7 @@ class Saving:
             f"needs a folder that all its ranks share; give an absolute path on a shared file system"
         )
 
-    # -- committing -----------------------------------------------------------------------------------------------
+    # -- committing --------------------------------------------------------------------------------
 
     def commit(self, written: list[Any] | CheckpointError, timeout: float | None = None) -> str:
         """Tell the others how writing went, and commit if all went well. Collective. Returns the path.
@@ -245,13 +276,21 @@ class Saving:
                 f"call wait() on what save(…, async_op=True) returned before that"
             )
         communicator = self._communicator
-        communicator.require_all("committing a checkpoint", "let one rank write alone: sv.save(path, …)")
+        communicator.require_all(
+            "committing a checkpoint", "let one rank write alone: sv.save(path, …)"
+        )
         timeout = self._timeout if timeout is None else timeout
         mine = written if isinstance(written, CheckpointError) else None
-        told = [failure_of(written), None] if isinstance(written, CheckpointError) else [None, written]
+        told = (
+            [failure_of(written), None] if isinstance(written, CheckpointError) else [None, written]
+        )
         try:
             everyone = gathered(communicator, "checkpoint written", lambda: told, timeout)
-            failures = {communicator.members[rank]: one[0] for rank, one in enumerate(everyone) if one[0] is not None}
+            failures = {
+                communicator.members[rank]: one[0]
+                for rank, one in enumerate(everyone)
+                if one[0] is not None
+            }
             if failures:
                 self._discard()
                 raise_failures(failures, mine, _NOTHING)
@@ -274,7 +313,11 @@ class Saving:
                 failure, is_visible = sealed
                 if not is_visible:
                     self._discard()
-                raise_failures({communicator.members[0]: failure}, mine, "it may not be there" if is_visible else _NOTHING)
+                raise_failures(
+                    {communicator.members[0]: failure},
+                    mine,
+                    "it may not be there" if is_visible else _NOTHING,
+                )
         finally:
             self.let_go()
         return self.path
@@ -301,18 +344,27 @@ class Saving:
     def _discard(self) -> None:
         if self._is_written:
             self._is_written = False
-            with contextlib.suppress(CheckpointError), Folder(self.path) as folder:  # else it is gone, and the shard with it
+            with (
+                contextlib.suppress(CheckpointError),
+                Folder(self.path) as folder,
+            ):  # else it is gone, and the shard with it
                 folder.remove(shard_name(self._identity, self._rank, self._communicator.size))
 
     def _write_manifest(self, written: list[Any]) -> None:
-        shards = {rank: shard for rank, one in enumerate(written) if (shard := shard_of(one[0])) is not None}
+        shards = {
+            rank: shard
+            for rank, one in enumerate(written)
+            if (shard := shard_of(one[0])) is not None
+        }
         entries = entries_of(self._layout, [one[1] for one in written])
         size = self._communicator.size
         manifest = Manifest(self._identity, size, self._label, shards, entries, self._pushes)
         with Folder(self.path) as folder:
             folder.write(MANIFEST, [memoryview(manifest.to_bytes())], self._identity)
             with contextlib.suppress(CheckpointError):
-                folder.sweep(self._identity)  # the shards of the checkpoint before: the new one is on the medium
+                folder.sweep(
+                    self._identity
+                )  # the shards of the checkpoint before: the new one is on the medium
 
     def _is_visible(self) -> bool:
         """Return whether the manifest is there although writing it failed: only syncing the folder did."""
@@ -342,5 +394,7 @@ def checked_metric(metric: Any) -> float | None:
     except (TypeError, ValueError):
         made = math.nan
         if not isinstance(metric, float):
-            raise ConfigError(f"metric must be a number, not {metric!r:.60}: write manager.save(metric=float(loss))") from None
+            raise ConfigError(
+                f"metric must be a number, not {metric!r:.60}: write manager.save(metric=float(loss))"
+            ) from None
     return made

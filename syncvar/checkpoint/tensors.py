@@ -14,20 +14,52 @@ from typing import Any, NamedTuple
 
 from syncvar.errors import CheckpointError
 
-__all__ = ["CODES", "HEADER_BYTES_MAX", "Tensor", "header_bytes", "header_length", "itemsize_of", "parse_header", "strict_json"]
+__all__ = [
+    "CODES",
+    "HEADER_BYTES_MAX",
+    "Tensor",
+    "header_bytes",
+    "header_length",
+    "itemsize_of",
+    "parse_header",
+    "strict_json",
+]
 
 HEADER_BYTES_MAX = 16 << 20
 _NDIM_MAX = 65
 _PREFIX = 8
 CODES = {
-    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8", "uint16": "U16",
-    "uint32": "U32", "uint64": "U64", "float16": "F16", "float32": "F32", "float64": "F64", "bfloat16": "BF16",
-    "complex64": "F32", "complex128": "F64",
-}  # fmt: skip
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "bfloat16": "BF16",
+    "complex64": "F32",
+    "complex128": "F64",
+}
 _CODE_BYTES = {
-    "BOOL": 1, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "U8": 1, "U16": 2, "U32": 4, "U64": 8, "F16": 2, "F32": 4, "F64": 8,
+    "BOOL": 1,
+    "I8": 1,
+    "I16": 2,
+    "I32": 4,
+    "I64": 8,
+    "U8": 1,
+    "U16": 2,
+    "U32": 4,
+    "U64": 8,
+    "F16": 2,
+    "F32": 4,
+    "F64": 8,
     "BF16": 2,
-}  # fmt: skip
+}
 
 
 class Tensor(NamedTuple):
@@ -58,7 +90,9 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape, 2) if dtype.startswith("complex") else shape
 
 
-def header_bytes(arrays: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> tuple[bytes, list[Tensor]]:
+def header_bytes(
+    arrays: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]
+) -> tuple[bytes, list[Tensor]]:
     """Return the beginning of a file and where its tensors lie, in the order given.
 
     Args:
@@ -79,11 +113,16 @@ def header_bytes(arrays: list[tuple[str, str, tuple[int, ...]]], metadata: dict[
         tensors.append(Tensor(name, CODES[dtype], stored_shape(dtype, shape), at, stop))
         at = stop
     head: dict[str, Any] = {"__metadata__": metadata}
-    head |= {t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.start, t.stop]} for t in tensors}
+    head |= {
+        t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.start, t.stop]}
+        for t in tensors
+    }
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_BYTES_MAX:
-        raise CheckpointError(f"a shard's header takes {len(text)} bytes, more than {HEADER_BYTES_MAX}: save fewer variables")
+        raise CheckpointError(
+            f"a shard's header takes {len(text)} bytes, more than {HEADER_BYTES_MAX}: save fewer variables"
+        )
     return len(text).to_bytes(_PREFIX, "little") + text, tensors
 
 
@@ -111,22 +150,30 @@ def parse_header(data: bytes, file_nbytes: int) -> tuple[dict[str, Tensor], dict
     """
     head = strict_json(data[_PREFIX:], "the header")
     metadata = head.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise CheckpointError("the header's metadata are not texts")
     tensors = {name: _tensor(name, given) for name, given in head.items()}
     at = 0
     for tensor in sorted(tensors.values(), key=lambda one: (one.start, one.stop)):
         if tensor.start != at:
-            raise CheckpointError(f"tensor {tensor.name!r} begins at {tensor.start}, not at {at}: a hole or an overlap")
+            raise CheckpointError(
+                f"tensor {tensor.name!r} begins at {tensor.start}, not at {at}: a hole or an overlap"
+            )
         at = tensor.stop
     if len(data) + at != file_nbytes:
-        raise CheckpointError(f"the tensors end at byte {len(data) + at} of a file of {file_nbytes}")
+        raise CheckpointError(
+            f"the tensors end at byte {len(data) + at} of a file of {file_nbytes}"
+        )
     return tensors, metadata
 
 
 def _tensor(name: str, given: Any) -> Tensor:
     if not isinstance(given, dict) or set(given) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"tensor {name!r:.80} is not described by dtype, shape and data_offsets")
+        raise CheckpointError(
+            f"tensor {name!r:.80} is not described by dtype, shape and data_offsets"
+        )
     dtype, shape, offsets = given["dtype"], given["shape"], given["data_offsets"]
     sizes_are_right = (
         isinstance(shape, list)
@@ -139,7 +186,9 @@ def _tensor(name: str, given: Any) -> Tensor:
         raise CheckpointError(f"tensor {name!r:.80} has a wrong dtype, shape or offsets")
     start, stop = offsets
     if stop - start != math.prod(shape) * _CODE_BYTES[dtype]:
-        raise CheckpointError(f"tensor {name!r:.80} of shape {shape} and dtype {dtype} does not take {stop - start} bytes")
+        raise CheckpointError(
+            f"tensor {name!r:.80} of shape {shape} and dtype {dtype} does not take {stop - start} bytes"
+        )
     return Tensor(name, dtype, tuple(shape), start, stop)
 
 

@@ -35,7 +35,9 @@ class Alone:
 Together = Communicator | Alone
 
 
-def gathered(group: Together, name: str, make: Callable[[], Any], timeout: float | None) -> list[Any]:
+def gathered(
+    group: Together, name: str, make: Callable[[], Any], timeout: float | None
+) -> list[Any]:
     """Return what every rank of a group makes; what `make` raises is the caller's error, of which the others are told."""
     if isinstance(group, Alone):
         return [make()]

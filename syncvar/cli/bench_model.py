@@ -61,7 +61,9 @@ class Model:
 
     def fit(self, measured: Mapping[Case, float]) -> None:
         """Fit latency and time of a byte to two measured times, in seconds; fewer leave the constants as they are."""
-        found = fitted([(self._predictor(case), seconds) for case, seconds in measured.items()], self.constants)
+        found = fitted(
+            [(self._predictor(case), seconds) for case, seconds in measured.items()], self.constants
+        )
         self.is_fitted = found is not None
         self.constants = found or self.constants
 
@@ -71,7 +73,11 @@ class Model:
 
     def note(self) -> str:
         """Return in words where the constants come from."""
-        source = "fitted to the first and the last size" if self.is_fitted else "not fitted, orders of magnitude"
+        source = (
+            "fitted to the first and the last size"
+            if self.is_fitted
+            else "not fitted, orders of magnitude"
+        )
         return f"{source}: {self.constants.text()}"
 
     def record(self) -> dict[str, Any]:
@@ -90,7 +96,11 @@ class Model:
 
     def _itemsize(self, case: Case) -> int:
         kind = dtype_from_index(DTYPE_NAMES.index(case.dtype))
-        return int(reduction(case.op, kind).accumulate.itemsize if self.collective.has_op else kind.itemsize)
+        return int(
+            reduction(case.op, kind).accumulate.itemsize
+            if self.collective.has_op
+            else kind.itemsize
+        )
 
     def _plans(self, case: Case) -> list[Plan]:
         count = self.collective.total(case)
@@ -103,10 +113,14 @@ class Model:
             shared=self.is_shared,
         )
         count = count if self.collective.layout == "vector" else count // case.size
-        return build_all(self.collective.name, chosen.algorithm, case.size, count=count, root=case.root)
+        return build_all(
+            self.collective.name, chosen.algorithm, case.size, count=count, root=case.root
+        )
 
 
-def fitted(points: Sequence[tuple[Callable[[CostModel], float], float]], start: CostModel) -> CostModel | None:
+def fitted(
+    points: Sequence[tuple[Callable[[CostModel], float], float]], start: CostModel
+) -> CostModel | None:
     """Return the constants with which two predictions are two measured times, or None where there are none.
 
     A predicted time is the longest of many sums of constants, so it is linear as long as the same sum is the longest:
@@ -139,13 +153,18 @@ def fitted(points: Sequence[tuple[Callable[[CostModel], float], float]], start: 
         rows = []
         for predict, seconds in points:
             here = predict(constants(latency, per_byte))
-            by_latency = (predict(constants(latency * (1 + _STEP), per_byte)) - here) / (latency * _STEP)
+            by_latency = (predict(constants(latency * (1 + _STEP), per_byte)) - here) / (
+                latency * _STEP
+            )
             rows.append((by_latency, (here - by_latency * latency) / per_byte, seconds))
         (a, b, first), (c, d, second) = rows
         determinant = a * d - b * c
         if abs(determinant) <= 1e-9 * max(abs(a * d), abs(b * c), 1e-30):
             return None
-        latency, per_byte = (first * d - second * b) / determinant, (a * second - c * first) / determinant
+        latency, per_byte = (
+            (first * d - second * b) / determinant,
+            (a * second - c * first) / determinant,
+        )
         if latency <= 0 or per_byte <= 0:
             return None
     return constants(latency, per_byte)

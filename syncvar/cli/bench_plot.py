@@ -42,14 +42,30 @@ def draw(path: str, title: str, rows: Sequence[Row]) -> None:
     for (dtype, op, root), group in _grouped(rows).items():
         name = f"{dtype}{'' if op == 'none' else f' {op}'}{'' if root < 0 else f' root {root}'}"
         sizes = [row.size for row in group]
-        (drawn,) = times.plot(sizes, [row.out_of_place.time for row in group], marker=".", label=name)
+        (drawn,) = times.plot(
+            sizes, [row.out_of_place.time for row in group], marker=".", label=name
+        )
         color = drawn.get_color()
-        rates.plot(sizes, [row.out_of_place.bus_bw for row in group], marker=".", color=color, label=name)
+        rates.plot(
+            sizes, [row.out_of_place.bus_bw for row in group], marker=".", color=color, label=name
+        )
         inside = [(row.size, row.in_place) for row in group if row.in_place is not None]
         if inside:
             where = [size for size, _ in inside]
-            times.plot(where, [half.time for _, half in inside], ls="--", color=color, label=f"{name}, in place")
-            rates.plot(where, [half.bus_bw for _, half in inside], ls="--", color=color, label=f"{name}, in place")
+            times.plot(
+                where,
+                [half.time for _, half in inside],
+                ls="--",
+                color=color,
+                label=f"{name}, in place",
+            )
+            rates.plot(
+                where,
+                [half.bus_bw for _, half in inside],
+                ls="--",
+                color=color,
+                label=f"{name}, in place",
+            )
         model = [(row.size, row.model_us) for row in group if row.model_us is not None]
         if model:
             times.plot(*zip(*model, strict=True), ls=":", color=color, label=f"{name}, model")

@@ -61,7 +61,12 @@ class Row:
 
 
 def rated(
-    seconds: Sequence[float], nbytes: int, factor: float, nwrong: int | None, iterations: int, shown: int = 1
+    seconds: Sequence[float],
+    nbytes: int,
+    factor: float,
+    nwrong: int | None,
+    iterations: int,
+    shown: int = 1,
 ) -> Half:
     """Return the measurement that the ranks' times make.
 
@@ -79,7 +84,12 @@ def rated(
         (3.0, 1.0, 1.0)
     """
     microseconds = [one * 1e6 for one in seconds]
-    times = (microseconds[0], sum(microseconds) / len(microseconds), min(microseconds), max(microseconds))
+    times = (
+        microseconds[0],
+        sum(microseconds) / len(microseconds),
+        min(microseconds),
+        max(microseconds),
+    )
     time = times[shown]
     rate = nbytes / time / 1e3 if time else 0.0
     return Half(round(time, 6), round(rate, 9), round(rate * factor, 9), nwrong, times, iterations)

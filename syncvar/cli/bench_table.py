@@ -37,7 +37,9 @@ def parse_size(text: str) -> int:
     return int(value)
 
 
-def sizes(first: int, last: int, *, factor: float | None = None, step: int | None = None) -> list[int]:
+def sizes(
+    first: int, last: int, *, factor: float | None = None, step: int | None = None
+) -> list[int]:
     """Return the sizes from `first` to `last`: by a factor, by a step, or, without either, twice the one before.
 
     Raises:

@@ -47,7 +47,9 @@ def work(chosen: argparse.Namespace) -> int:
     plan = planned(chosen)
     transport = current().transport
     if chosen.transport == "zmq" and sv.world_size() > 1 and not transport.startswith("zmq"):
-        raise UsageError("--transport zmq is for a job's start: start this one with SYNCVAR_TRANSPORT=zmq")
+        raise UsageError(
+            "--transport zmq is for a job's start: start this one with SYNCVAR_TRANSPORT=zmq"
+        )
     measuring = _Measuring(plan)
     with _report(chosen.report_to) as tell:
         tell(_preamble(plan, transport))
@@ -58,7 +60,9 @@ def work(chosen: argparse.Namespace) -> int:
         for cases in measuring.groups():
             done: dict[Case, Row] = {}
             if not no_model:
-                done = {case: measuring.row(case) for case in {cases[-1]: None, cases[0]: None}}  # the small one warm
+                done = {
+                    case: measuring.row(case) for case in {cases[-1]: None, cases[0]: None}
+                }  # the small one warm
                 models.append((cases[0], Model(plan.collective, chosen)))
                 models[-1][1].fit({case: row.out_of_place.time / 1e6 for case, row in done.items()})
             for case in cases:
@@ -68,7 +72,12 @@ def work(chosen: argparse.Namespace) -> int:
                 tell(line(row, predicted=not no_model))
                 rows.append(row)
         wrong, average = summary(rows)
-        if any(half.nwrong is not None for row in rows for half in (row.out_of_place, row.in_place) if half):
+        if any(
+            half.nwrong is not None
+            for row in rows
+            for half in (row.out_of_place, row.in_place)
+            if half
+        ):
             tell(f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}")
         tell(f"# {'Avg bus bandwidth':<20} : {average:g}")
         for case, model in models:
@@ -77,7 +86,9 @@ def work(chosen: argparse.Namespace) -> int:
         if no_model:
             tell(f"# {'Model':<20} : none: {no_model}")
         if sv.rank() == 0:
-            _keep(plan, transport, rows, {_kind(plan, case): model.record() for case, model in models})
+            _keep(
+                plan, transport, rows, {_kind(plan, case): model.record() for case, model in models}
+            )
     sv.barrier()
     return 1 if wrong else 0
 
@@ -125,13 +136,23 @@ class _Measuring:
     def groups(self) -> Iterator[list[Case]]:
         """Yield the cases, those together that differ in size only."""
         collective, plan = self.collective, self.plan
-        roots = range(self.size) if plan.roots == "all" and collective.has_root else [0 if plan.roots == "all" else int(plan.roots)]
+        roots = (
+            range(self.size)
+            if plan.roots == "all" and collective.has_root
+            else [0 if plan.roots == "all" else int(plan.roots)]
+        )
         for dtype, op in plan.kinds:
             dtype = "uint8" if dtype == "-" else dtype  # noqa: PLW2901
             itemsize = _itemsize(dtype)
-            shapes = [collective.shape(max(nbytes // itemsize, int(nbytes > 0)), self.size) for nbytes in plan.sizes]
+            shapes = [
+                collective.shape(max(nbytes // itemsize, int(nbytes > 0)), self.size)
+                for nbytes in plan.sizes
+            ]
             for root in roots:
-                yield [Case(self.rank, self.size, shape, dtype, op or "sum", root) for shape in dict.fromkeys(shapes)]
+                yield [
+                    Case(self.rank, self.size, shape, dtype, op or "sum", root)
+                    for shape in dict.fromkeys(shapes)
+                ]
 
     def row(self, case: Case) -> Row:
         """Measure one size."""
@@ -234,7 +255,11 @@ class _Measuring:
 
     def _output(self, wanted: Any) -> Any:
         """Return an array for the result, where it is an array and the function takes one."""
-        if not isinstance(wanted, np.ndarray) or not self._takes("out") or self.chosen.agg_iters > 1:
+        if (
+            not isinstance(wanted, np.ndarray)
+            or not self._takes("out")
+            or self.chosen.agg_iters > 1
+        ):
             return None
         return self._placed(np.zeros_like(wanted))
 
@@ -257,8 +282,16 @@ def _report(descriptor: int | None) -> Iterator[Callable[[str], None]]:
 
 def _preamble(plan: Plan, transport: str) -> str:
     chosen = plan.chosen
-    step = f"{chosen.stepfactor or 2:g}(factor)" if chosen.stepbytes is None else f"{chosen.stepbytes}(bytes)"
-    ways = {"async": chosen.asynchronous, "resident arrays": chosen.resident, "reproducible": chosen.reproducible}
+    step = (
+        f"{chosen.stepfactor or 2:g}(factor)"
+        if chosen.stepbytes is None
+        else f"{chosen.stepbytes}(bytes)"
+    )
+    ways = {
+        "async": chosen.asynchronous,
+        "resident arrays": chosen.resident,
+        "reproducible": chosen.reproducible,
+    }
     words = [plan.collective.name, *(way for way, is_on in ways.items() if is_on)]
     words += [f"algorithm {chosen.algorithm}"] if chosen.algorithm else []
     settings = {
@@ -311,7 +344,13 @@ def _write_json(plan: Plan, transport: str, rows: list[Row], models: dict[str, A
         record = asdict(row)
         for half in (record["out_of_place"], record["in_place"]):
             if half is not None:
-                half |= dict(zip(("time_rank0", "time_avg", "time_min", "time_max"), half.pop("times"), strict=True))
+                half |= dict(
+                    zip(
+                        ("time_rank0", "time_avg", "time_min", "time_max"),
+                        half.pop("times"),
+                        strict=True,
+                    )
+                )
         results.append(record)
     record = {
         "version": 1,
@@ -319,9 +358,21 @@ def _write_json(plan: Plan, transport: str, rows: list[Row], models: dict[str, A
         "ranks": sv.world_size(),
         "transport": transport,
         "bus_factor": plan.collective.bus,
-        "config": {key: value for key, value in vars(chosen).items() if key not in ("report_to", "command", "cudagraph")},
-        "machine": {"host": socket.gethostname(), "system": platform.platform(), "cores": os.cpu_count()},
-        "versions": {"syncvar": sv.__version__, "python": platform.python_version(), "numpy": np.__version__},
+        "config": {
+            key: value
+            for key, value in vars(chosen).items()
+            if key not in ("report_to", "command", "cudagraph")
+        },
+        "machine": {
+            "host": socket.gethostname(),
+            "system": platform.platform(),
+            "cores": os.cpu_count(),
+        },
+        "versions": {
+            "syncvar": sv.__version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        },
         "results": results,
         "out_of_bounds": {"count": wrong, "okay": not wrong},
         "average_bus_bandwidth": {"bandwidth": average},

@@ -17,12 +17,25 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-__all__ = ["LIBRARIES", "SHORT", "TASKS", "WORDS", "Task", "add_options", "coming_from_text", "table_text"]
+__all__ = [
+    "LIBRARIES",
+    "SHORT",
+    "TASKS",
+    "WORDS",
+    "Task",
+    "add_options",
+    "coming_from_text",
+    "table_text",
+]
 
 LIBRARIES = ("tf.distribute", "horovod", "mpi4py", "torch.distributed")
 SHORT = {
-    "torch": "torch.distributed", "tf": "tf.distribute", "tensorflow": "tf.distribute", "hvd": "horovod", "mpi": "mpi4py",
-}  # fmt: skip
+    "torch": "torch.distributed",
+    "tf": "tf.distribute",
+    "tensorflow": "tf.distribute",
+    "hvd": "horovod",
+    "mpi": "mpi4py",
+}
 WORDS = "words"
 _TITLES = ("tf.distribute", "Horovod", "mpi4py", "torch.distributed")
 _NONE = "-"
@@ -290,9 +303,13 @@ TASKS = (
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `syncvar coming-from`."""
     parser.add_argument(
-        "library", nargs="?", choices=(*LIBRARIES, WORDS), type=_library, metavar="LIBRARY",
+        "library",
+        nargs="?",
+        choices=(*LIBRARIES, WORDS),
+        type=_library,
+        metavar="LIBRARY",
         help=f"one of {', '.join(LIBRARIES)} beside syncvar, with notes; {WORDS}: their single words [all, as a table]",
-    )  # fmt: skip
+    )
 
 
 def _library(name: str) -> str:
@@ -307,7 +324,10 @@ def table_text() -> str:
         >>> print(table_text().splitlines()[0])
         | task | tf.distribute | Horovod | mpi4py | torch.distributed | syncvar |
     """
-    rows = [(one.what, *(_code(one.of(library)) for library in LIBRARIES), _code(one.syncvar)) for one in TASKS]
+    rows = [
+        (one.what, *(_code(one.of(library)) for library in LIBRARIES), _code(one.syncvar))
+        for one in TASKS
+    ]
     return _grid(("task", *_TITLES, "syncvar"), rows)
 
 
@@ -326,9 +346,17 @@ def coming_from_text(library: str | None = None) -> str:
     title = _TITLES[LIBRARIES.index(library)]
     rows = [(one.what, _code(one.of(library)), _code(one.syncvar)) for one in TASKS]
     notes = [
-        f"- {one.what}: {text}" for one in TASKS for libraries, text in one.notes if not libraries or library in libraries
+        f"- {one.what}: {text}"
+        for one in TASKS
+        for libraries, text in one.notes
+        if not libraries or library in libraries
     ]
-    return _grid(("task", title, "syncvar"), rows) + "\nWhat is different:\n\n" + "\n".join(notes) + "\n"
+    return (
+        _grid(("task", title, "syncvar"), rows)
+        + "\nWhat is different:\n\n"
+        + "\n".join(notes)
+        + "\n"
+    )
 
 
 def _code(spelling: str) -> str:

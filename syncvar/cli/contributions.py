@@ -20,7 +20,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["FOLDED_OPS", "PERIOD", "Case", "combined", "count_wrong", "cut", "first_wrong", "part", "spoiled"]
+__all__ = [
+    "FOLDED_OPS",
+    "PERIOD",
+    "Case",
+    "combined",
+    "count_wrong",
+    "cut",
+    "first_wrong",
+    "part",
+    "spoiled",
+]
 
 PERIOD = 1021
 
@@ -160,10 +170,16 @@ def _pattern(dtype: str, op: str, rank: int, size: int) -> NDArray[Any]:
         return (mixed % 2).astype(kind)
     if op in ("and", "or", "xor"):
         return ((mixed * 37 + 11) % 128).astype(kind)
-    if op == "prod":  # one rank brings a 2 to each element, so that products stay small on any number of ranks
+    if (
+        op == "prod"
+    ):  # one rank brings a 2 to each element, so that products stay small on any number of ranks
         signs = np.ones(PERIOD) if kind.kind == "u" else 1.0 - 2.0 * (mixed % 2)
         factors = np.where(index % size == rank, 2.0, 1.0) * signs
-        return (factors * np.where(mixed % 3 == 0, 1j, 1)).astype(kind) if kind.kind == "c" else factors.astype(kind)
+        return (
+            (factors * np.where(mixed % 3 == 0, 1j, 1)).astype(kind)
+            if kind.kind == "c"
+            else factors.astype(kind)
+        )
     values = mixed % 6 if kind.kind == "u" else mixed % 8 - 5
     if op == "mean" and size * 5 <= np.iinfo(np.int8).max:
         values = values * size  # so that the mean is a whole number
@@ -177,11 +193,17 @@ def _combined(dtype: str, op: str, ranks: tuple[int, ...], size: int) -> Any:
     kind = _dtype(dtype)
     parts = [_pattern(dtype, op, rank, size) for rank in ranks]
     if op in _LOCATING:
-        wide = np.stack([one.astype(np.float64) for one in parts]) if kind.kind == "V" else np.stack(parts)
+        wide = (
+            np.stack([one.astype(np.float64) for one in parts])
+            if kind.kind == "V"
+            else np.stack(parts)
+        )
         at = _LOCATING[op](wide, axis=0)  # of equal values, that of the lowest rank
         return np.take_along_axis(wide, at[None], axis=0)[0].astype(kind), np.asarray(ranks)[at]
     if not parts:
-        return np.full(PERIOD, _identity(op, kind), np.float64 if op == "mean" and kind.kind in "iu" else kind)
+        return np.full(
+            PERIOD, _identity(op, kind), np.float64 if op == "mean" and kind.kind in "iu" else kind
+        )
     if kind.kind in "fV":
         parts = [one.astype(np.float64) for one in parts]
     elif kind.kind == "c":
@@ -191,7 +213,9 @@ def _combined(dtype: str, op: str, ranks: tuple[int, ...], size: int) -> Any:
     with np.errstate(over="ignore"):
         total = reduce(_FOLDS[op], parts)
     if op == "mean":  # complex division is not rounded once: it has to be that of the dtype itself
-        total = total.astype(kind) / kind.type(len(ranks)) if kind.kind == "c" else total / len(ranks)
+        total = (
+            total.astype(kind) / kind.type(len(ranks)) if kind.kind == "c" else total / len(ranks)
+        )
     return np.asarray(total).astype(kind)
 
 

@@ -69,7 +69,8 @@ def divergences(records: Sequence[Record]) -> list[Divergence]:
     every: list[Divergence] = []
     for group, calls in calls_of(records).items():
         numbers = {
-            record.rank: [event.call for event in record.events if event.group == group] for record in records
+            record.rank: [event.call for event in record.events if event.group == group]
+            for record in records
         }
         for call, made in calls.items():
             began = min(event.began_ns for event in made.values())
@@ -77,7 +78,11 @@ def divergences(records: Sequence[Record]) -> list[Divergence]:
                 rank
                 for rank in groups.get(group, ())
                 if rank not in made
-                and (_would_know(by_rank[rank], numbers[rank], call, began) if rank in by_rank else rank in _ended_before(made.values()))
+                and (
+                    _would_know(by_rank[rank], numbers[rank], call, began)
+                    if rank in by_rank
+                    else rank in _ended_before(made.values())
+                )
             )
             every.append(Divergence(group, call, made, absent, began))
     found: dict[int, Divergence] = {}
@@ -94,7 +99,9 @@ def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
     that hold each other up have no excuse.
     """
     suspects = [one for one in every if one.absent or _differs(one)]
-    held: dict[int, list[Event]] = {}  # by rank, the calls that hold it up for good, or did for a while
+    held: dict[
+        int, list[Event]
+    ] = {}  # by rank, the calls that hold it up for good, or did for a while
     for one in every:
         for rank, event in one.made.items():
             if event.state != "done":
@@ -104,7 +111,8 @@ def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
         excused = [
             one
             for one in suspects
-            if not _differs(one) and all(_held_up(held.get(rank, ()), one, blamed) for rank in one.absent)
+            if not _differs(one)
+            and all(_held_up(held.get(rank, ()), one, blamed) for rank in one.absent)
         ]
         if not excused:
             return suspects
@@ -124,7 +132,9 @@ def _differs(one: Divergence) -> bool:
 def _held_up(held: Sequence[Event], one: Divergence, blamed: Container[tuple[int, int]]) -> bool:
     return any(
         (event.group, event.call) not in blamed
-        and (event.state == "started" or event.ended_ns > one.began or _kind(event.detail) in _FINAL)
+        and (
+            event.state == "started" or event.ended_ns > one.began or _kind(event.detail) in _FINAL
+        )
         for event in held
     )
 
@@ -137,7 +147,11 @@ def _cycle(found: Sequence[Divergence]) -> dict[int, Divergence]:
     waits: dict[int, Divergence] = {}
     for one in found:
         for rank, event in one.made.items():
-            if one.absent and _kind(event.detail) == "MismatchError" and _DEADLOCK in event.detail.split("\n", 1)[0]:
+            if (
+                one.absent
+                and _kind(event.detail) == "MismatchError"
+                and _DEADLOCK in event.detail.split("\n", 1)[0]
+            ):
                 waits.setdefault(rank, one)
     path: list[int] = []
     rank = next((rank for rank, one in waits.items() if one is found[0]), -1)
@@ -153,12 +167,18 @@ def _cycle(found: Sequence[Divergence]) -> dict[int, Divergence]:
 
 def _ended_before(events: Iterable[Event]) -> list[int]:
     """Return the ranks that had ended before a call, as those heard who waited in it."""
-    return [rank for event in events for rank, lost in lost_ranks(event.detail).items() if lost.did_end]
+    return [
+        rank for event in events for rank, lost in lost_ranks(event.detail).items() if lost.did_end
+    ]
 
 
 def _would_know(record: Record, numbers: Sequence[int], call: int, began: int) -> bool:
     """Return whether a call that is not in a record was not entered by its rank."""
-    if not record.is_final and not record.written > began and not any(number > call for number in numbers):
+    if (
+        not record.is_final
+        and not record.written > began
+        and not any(number > call for number in numbers)
+    ):
         return False  # the record was made before
     if record.is_whole:
         return True
@@ -182,7 +202,9 @@ def explained(records: Sequence[Record]) -> tuple[str, bool]:
     cycle = _cycle(found)
     if cycle:
         lines += _describe_cycle(records, cycle, names, zero)
-        lines += [f"also: {_one_line(records, one, zero)}" for one in found if one not in cycle.values()][:_ELSEWHERE]
+        lines += [
+            f"also: {_one_line(records, one, zero)}" for one in found if one not in cycle.values()
+        ][:_ELSEWHERE]
     elif found:
         lines += _told(records, found[0], zero)
         lines += [f"also: {_one_line(records, one, zero)}" for one in found[1 : 1 + _ELSEWHERE]]
@@ -190,12 +212,16 @@ def explained(records: Sequence[Record]) -> tuple[str, bool]:
             lines.append(f"also: {len(found) - 1 - _ELSEWHERE} more groups")
     else:
         lines += _agreed(records, zero)
-    lines += ["", "at the end", *(f"  {line}" for record in everybody for line in _last(record, zero, names))]
+    lines += [
+        "",
+        "at the end",
+        *(f"  {line}" for record in everybody for line in _last(record, zero, names)),
+    ]
     lines += _waiting(records)
     return "".join(f"{line}\n" for line in lines), bool(found)
 
 
-# -- parts ------------------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------
 
 
 def _head(records: Sequence[Record]) -> list[str]:
@@ -204,15 +230,24 @@ def _head(records: Sequence[Record]) -> list[str]:
     missing = sorted(set(range(first.world_size)) - set(ranks))
     job = f" of job {first.job[:8]}" if first.job else ""
     generation = f", generation {first.generation}" if first.generation else ""
-    lines = [f"flight records of {process_list(ranks)}{job}{generation}, {first.world_size} ranks in the world"]
+    lines = [
+        f"flight records of {process_list(ranks)}{job}{generation}, {first.world_size} ranks in the world"
+    ]
     lost = _lost(records)
     how: dict[str, list[int]] = {}
     for rank in missing:
-        how.setdefault(lost[rank].words if rank in lost else "killed before there was time for it, never joined, or ended before anything went wrong", []).append(rank)
+        how.setdefault(
+            lost[rank].words
+            if rank in lost
+            else "killed before there was time for it, never joined, or ended before anything went wrong",
+            [],
+        ).append(rank)
     lines += [f"{rank_list(ranks)} left none: {words}" for words, ranks in how.items()]
     boots = {record.boot: record.host for record in records}
     if len(boots) > 1:
-        lines.append(f"times of hosts {', '.join(sorted(boots.values()))} are not known to be of one clock")
+        lines.append(
+            f"times of hosts {', '.join(sorted(boots.values()))} are not known to be of one clock"
+        )
     return [*lines, ""]
 
 
@@ -230,7 +265,9 @@ def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
     names = names_of(records)
     group = names[one.group]
     after = duration(one.began - zero)
-    lines = [f"first divergence: call {_number(records, one)} of {group}, {after} after the first event"]
+    lines = [
+        f"first divergence: call {_number(records, one)} of {group}, {after} after the first event"
+    ]
     does: dict[str, list[int]] = {}
     for rank, event in sorted(one.made.items()):
         does.setdefault(_did(event), []).append(rank)
@@ -238,12 +275,19 @@ def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
     texts = []
     for text, ranks in does.items():
         begins = [one.made[rank].began_ns - zero for rank in ranks]
-        when = f"at {duration(min(begins))}" + (f" to {duration(max(begins))}" if len(ranks) > 1 else "")
+        when = f"at {duration(min(begins))}" + (
+            f" to {duration(max(begins))}" if len(ranks) > 1 else ""
+        )
         texts.append((ranks, f"{rank_list(ranks)}: {text}, begun {when}"))
     lost = _lost(records)
     for rank in one.absent:
         if rank in by_rank:
-            texts.append(([rank], f"{rank_list([rank])}: never entered it; {_instead(by_rank[rank], one, zero, names)}"))
+            texts.append(
+                (
+                    [rank],
+                    f"{rank_list([rank])}: never entered it; {_instead(by_rank[rank], one, zero, names)}",
+                )
+            )
         else:
             call = _number(records, one)
             texts.append(([rank], f"{rank_list([rank])}: {lost[rank].words} without call {call}"))
@@ -251,7 +295,9 @@ def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
     texts = sorted(texts, key=lambda item: item[0])
     lines += [f"  {text}" for _, text in texts[:_LINES]]
     if len(texts) > _LINES:
-        lines.append(f"  {rank_list(rank for ranks, _ in texts[_LINES:] for rank in ranks)}: otherwise")
+        lines.append(
+            f"  {rank_list(rank for ranks, _ in texts[_LINES:] for rank in ranks)}: otherwise"
+        )
     if unknown:
         lines.append(f"  {rank_list(unknown)}: not known")
     lines += _verdict(one)
@@ -263,13 +309,18 @@ def _describe_cycle(
 ) -> list[str]:
     ranks = list(cycle)
     after = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
-    waits = [f"rank {rank} {'waits ' if rank == ranks[0] else ''}for {_awaited(cycle[rank].made[rank])}rank {after[rank]}" for rank in ranks[:_LINES]]
+    waits = [
+        f"rank {rank} {'waits ' if rank == ranks[0] else ''}for {_awaited(cycle[rank].made[rank])}rank {after[rank]}"
+        for rank in ranks[:_LINES]
+    ]
     lines = [f"deadlock: {', '.join(waits[:-1])}, and {waits[-1]}"]
     for rank, one in list(cycle.items())[:_LINES]:
         event = one.made[rank]
         number = _number(records, one)
         begun = duration(event.began_ns - zero)
-        lines.append(f"  rank {rank}: call {number} of {names[one.group]}, {_did(event)}, begun at {begun}")
+        lines.append(
+            f"  rank {rank}: call {number} of {names[one.group]}, {_did(event)}, begun at {begun}"
+        )
     return [*lines, *_verdict(cycle[ranks[0]]), ""]
 
 
@@ -308,19 +359,32 @@ def _instead(record: Record, one: Divergence, zero: int, names: Mapping[int, str
         number = number_of([record], one.group, before[-1].call)
         text = f"its call {number} was {before[-1].what}, {before[-1].state}"
     else:
-        text = "it made no call of the group before" if record.is_whole else "what it did before is not known"
+        text = (
+            "it made no call of the group before"
+            if record.is_whole
+            else "what it did before is not known"
+        )
     if after:
-        number, at = number_of([record], one.group, after[0].call), duration(after[0].began_ns - zero)
+        number, at = (
+            number_of([record], one.group, after[0].call),
+            duration(after[0].began_ns - zero),
+        )
         return f"{text}; it went on with its call {number}, {after[0].what}, at {at}"
-    others = [event for event in record.events if event.group != one.group and event.state != "noted"]
+    others = [
+        event for event in record.events if event.group != one.group and event.state != "noted"
+    ]
     later = [event for event in others if event.began_ns > since]
-    elsewhere = next((event for event in later if event.state != "done"), later[0] if before and later else None)
+    elsewhere = next(
+        (event for event in later if event.state != "done"), later[0] if before and later else None
+    )
     if elsewhere is not None:
         where = names[elsewhere.group] if elsewhere.group >= 0 else ""
         number = number_of([record], elsewhere.group, elsewhere.call)
         at = f"call {number} of {where}" if where else "a question"
         return f"{text}; instead it made {at}, {elsewhere.what}, {_state(elsewhere)}, at {duration(elsewhere.began_ns - zero)}"
-    return f"{text}; it made no other call" + (f": {_first(record.reason)}" if record.reason else "")
+    return f"{text}; it made no other call" + (
+        f": {_first(record.reason)}" if record.reason else ""
+    )
 
 
 def _first(reason: str) -> str:
@@ -360,9 +424,13 @@ def _before(records: Sequence[Record], group: int, call: int, zero: int) -> list
 
 def _one_line(records: Sequence[Record], one: Divergence, zero: int) -> str:
     group = names_of(records)[one.group]
-    what = "; ".join(f"rank {rank} {event.what}" for rank, event in sorted(one.made.items())[:_ELSEWHERE])
+    what = "; ".join(
+        f"rank {rank} {event.what}" for rank, event in sorted(one.made.items())[:_ELSEWHERE]
+    )
     absent = f"; not entered by {rank_list(one.absent)}" if one.absent else ""
-    return f"call {_number(records, one)} of {group} at {duration(one.began - zero)}: {what}{absent}"
+    return (
+        f"call {_number(records, one)} of {group} at {duration(one.began - zero)}: {what}{absent}"
+    )
 
 
 def _agreed(records: Sequence[Record], zero: int) -> list[str]:
@@ -382,7 +450,9 @@ def _agreed(records: Sequence[Record], zero: int) -> list[str]:
             began = min(event.began_ns for event in events.values())
             number = number_of(records, group, call)
             at = duration(began - zero)
-            lines.append(f"first without an end in {names[group]}: call {number}, {what}, begun at {at}")
+            lines.append(
+                f"first without an end in {names[group]}: call {number}, {what}, begun at {at}"
+            )
             lines += [f"  {rank_list(ranks)}: {said}" for said, ranks in states.items()]
             lines += ["before it", *_before(records, group, call, zero)]
             break
@@ -443,7 +513,9 @@ def _waiting(records: Sequence[Record]) -> list[str]:
                 wait = max(0, min(events[last].began_ns, event.ended_ns) - event.began_ns)
                 waited[rank] += wait
                 caused[last] += wait
-            last_in[last] += any(event.began_ns < events[last].began_ns for event in events.values())
+            last_in[last] += any(
+                event.began_ns < events[last].began_ns for event in events.values()
+            )
     if not count:
         return []
     lines = ["", f"waiting in calls that all have made ({count} calls)"]

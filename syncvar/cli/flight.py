@@ -31,22 +31,42 @@ def add_options(commands: Any) -> None:
     """Add the commands to those of `syncvar`."""
     trace = commands.add_parser("trace", help="make a trace of all ranks from their flight records")
     parts = trace.add_subparsers(dest="part", required=True, metavar="merge")
-    merge = parts.add_parser("merge", help="merge flight records into one trace, for ui.perfetto.dev")
-    merge.add_argument("records", nargs="+", metavar="DIR|FILE", help="folders with flight-rank<r>.json, or such files")
-    merge.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="where the trace goes (trace.json)")
+    merge = parts.add_parser(
+        "merge", help="merge flight records into one trace, for ui.perfetto.dev"
+    )
+    merge.add_argument(
+        "records",
+        nargs="+",
+        metavar="DIR|FILE",
+        help="folders with flight-rank<r>.json, or such files",
+    )
+    merge.add_argument(
+        "-o",
+        "--output",
+        default="trace.json",
+        metavar="FILE",
+        help="where the trace goes (trace.json)",
+    )
     explain = commands.add_parser(
-        "explain", help="name the first call in which ranks parted; exit code 1 if there is one, 0 if there is none"
+        "explain",
+        help="name the first call in which ranks parted; exit code 1 if there is one, 0 if there is none",
     )
     explain.add_argument(
-        "records", nargs="*", metavar="JOB|DIR|FILE",
+        "records",
+        nargs="*",
+        metavar="JOB|DIR|FILE",
         help="a job that failed, by the digits its failure block names; folders with flight-rank<r>.json, or such files "
         "(the job that failed last)",
-    )  # fmt: skip
+    )
 
 
 def _of_job(names: list[str]) -> list[str]:
     """Return where the records are that were asked for: those of the newest job, or of the one that is named."""
-    job = names[0] if len(names) == 1 and _JOB_ID.fullmatch(names[0]) and not os.path.exists(names[0]) else ""
+    job = (
+        names[0]
+        if len(names) == 1 and _JOB_ID.fullmatch(names[0]) and not os.path.exists(names[0])
+        else ""
+    )
     if names and not job:
         return names
     found = find_job(os.environ, job)
@@ -96,10 +116,19 @@ def run(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"{chosen.output}: {error.strerror}") from error
     hosts = unaligned(records)
     if hosts:
-        sys.stderr.write(f"syncvar: the clocks of hosts {', '.join(hosts)} are not known to be the same\n")
-    count, servers = sum(len(record.events) for record in records), sum(is_server(record.rank) for record in records)
+        sys.stderr.write(
+            f"syncvar: the clocks of hosts {', '.join(hosts)} are not known to be the same\n"
+        )
+    count, servers = (
+        sum(len(record.events) for record in records),
+        sum(is_server(record.rank) for record in records),
+    )
     more = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
-    print(f"{chosen.output}: {count} events of {len(records) - servers} ranks{more}; open it in ui.perfetto.dev or chrome://tracing")
+    print(
+        f"{chosen.output}: {count} events of {len(records) - servers} ranks{more}; open it in ui.perfetto.dev or chrome://tracing"
+    )
     for rank, calls, seconds in stragglers(records)[:_STRAGGLERS]:
-        print(f"rank {rank} came last to {calls} call{'s' * (calls != 1)}; others waited up to {seconds:.3g} s for it in all")
+        print(
+            f"rank {rank} came last to {calls} call{'s' * (calls != 1)}; others waited up to {seconds:.3g} s for it in all"
+        )
     return 0

@@ -31,26 +31,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         tree: ...
         0
     """
-    parser = argparse.ArgumentParser(prog="syncvar", description="Look at plans, settings and running jobs. Jobs are started by syncvar-launch.")
+    parser = argparse.ArgumentParser(
+        prog="syncvar",
+        description="Look at plans, settings and running jobs. Jobs are started by syncvar-launch.",
+    )
     parser.add_argument("--version", action="version", version=f"syncvar {syncvar.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan.add_options(commands.add_parser("plan", help="show the plan of a collective, what it costs, and why it would be chosen"))
+    plan.add_options(
+        commands.add_parser(
+            "plan", help="show the plan of a collective, what it costs, and why it would be chosen"
+        )
+    )
     commands.add_parser("rules", help="show what each operation on a variable does, as a table")
     commands.add_parser("collectives", help="show all collectives, as a table")
     coming_from.add_options(
-        commands.add_parser("coming-from", help="show how syncvar spells what other libraries do, side by side")
+        commands.add_parser(
+            "coming-from", help="show how syncvar spells what other libraries do, side by side"
+        )
     )
-    bench.add_options(commands.add_parser("bench", help="time a collective by size, and check its results"))
-    selftest.add_options(commands.add_parser("test", help="prove all collectives on real processes"))
+    bench.add_options(
+        commands.add_parser("bench", help="time a collective by size, and check its results")
+    )
+    selftest.add_options(
+        commands.add_parser("test", help="prove all collectives on real processes")
+    )
     commands.add_parser("settings", help="list every setting with unit, default and meaning")
     flight.add_options(commands)
-    stacks.add_options(commands.add_parser("stacks", help="show where the ranks of a running job stand, equal stacks once"))
+    stacks.add_options(
+        commands.add_parser(
+            "stacks", help="show where the ranks of a running job stand, equal stacks once"
+        )
+    )
     arguments = sys.argv[1:] if argv is None else list(argv)
     chosen = parser.parse_args(arguments)
     try:
         code = _run(chosen, arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # as in `syncvar settings | head -1`; what is left in the buffer has no reader either
+    except (
+        BrokenPipeError
+    ):  # as in `syncvar settings | head -1`; what is left in the buffer has no reader either
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code
@@ -65,7 +84,12 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
         elif chosen.command == "collectives":
             print(collectives_text(), end="")
         elif chosen.command == "coming-from":
-            print(words_text() if chosen.library == coming_from.WORDS else coming_from.coming_from_text(chosen.library), end="")
+            print(
+                words_text()
+                if chosen.library == coming_from.WORDS
+                else coming_from.coming_from_text(chosen.library),
+                end="",
+            )
         elif chosen.command == "bench":
             return bench.run(chosen, arguments[1:])
         elif chosen.command == "test":
@@ -86,6 +110,10 @@ def _settings() -> None:
     for item in RuntimeConfig.knobs():
         unit = f" {item.unit}" if item.unit else ""
         print(f"SYNCVAR_{item.name.upper()} = {item.default}{unit}: {item.text}")
-    print(f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): the secret of a job of several hosts that another launcher has started")
+    print(
+        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): the secret of a job of several hosts that another launcher has started"
+    )
     print("SYNCVAR_KEY_FILE = (path): a file that holds it, mode 0600, in place of SYNCVAR_KEY")
-    print("SYNCVAR_MEETING_DIR = (path): a folder that all hosts have, where ranks meet that a scheduler has started; your home without it")
+    print(
+        "SYNCVAR_MEETING_DIR = (path): a folder that all hosts have, where ranks meet that a scheduler has started; your home without it"
+    )

@@ -42,15 +42,42 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("collective", choices=sorted(ALGORITHMS))
     parser.add_argument("--ranks", type=int, default=4, help="ranks of the group (4)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--bytes", help="bytes of the vector, or of all blocks; of all_to_all, of what a rank sends; 64K, 1M")
-    size.add_argument("--count", type=int, default=8, help="elements of the vector, or of each block (8)")
-    parser.add_argument("--dtype", choices=DTYPE_NAMES, default="float32", metavar="DTYPE", help="of the elements (float32)")
-    parser.add_argument("--root", type=int, default=0, help="root of a broadcast, reduce, gather or scatter (0)")
-    parser.add_argument("--path", choices=("links", "arena"), help="sockets, or shared memory as in a job on one host (arena)")
-    parser.add_argument("--algorithm", help="show this one instead of SYNCVAR_ALGORITHM's, or the one that would be chosen")
+    size.add_argument(
+        "--bytes",
+        help="bytes of the vector, or of all blocks; of all_to_all, of what a rank sends; 64K, 1M",
+    )
+    size.add_argument(
+        "--count", type=int, default=8, help="elements of the vector, or of each block (8)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPE_NAMES,
+        default="float32",
+        metavar="DTYPE",
+        help="of the elements (float32)",
+    )
+    parser.add_argument(
+        "--root", type=int, default=0, help="root of a broadcast, reduce, gather or scatter (0)"
+    )
+    parser.add_argument(
+        "--path",
+        choices=("links", "arena"),
+        help="sockets, or shared memory as in a job on one host (arena)",
+    )
+    parser.add_argument(
+        "--algorithm",
+        help="show this one instead of SYNCVAR_ALGORITHM's, or the one that would be chosen",
+    )
     parser.add_argument("--reproducible", action="store_true", help="reduce by the fixed tree")
-    parser.add_argument("--program", type=int, metavar="RANK", help="also show what this rank does in shared memory, instruction by instruction")
-    parser.add_argument("--full", action="store_true", help="show all ranks and rounds of a long plan")
+    parser.add_argument(
+        "--program",
+        type=int,
+        metavar="RANK",
+        help="also show what this rank does in shared memory, instruction by instruction",
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="show all ranks and rounds of a long plan"
+    )
 
 
 def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
@@ -76,8 +103,18 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
     path = chosen.path or ("links" if config.transport == "zmq" else "arena")
     is_shared = path == "arena"
     nbytes = 0 if collective == "barrier" else count * blocks * itemsize
-    options: dict[str, Any] = {"reproducible": chosen.reproducible, "shared": is_shared, "even": True}
-    demanded = suited(collective, parse_forced(config.algorithm).get(collective), n, even=True, reproducible=chosen.reproducible)
+    options: dict[str, Any] = {
+        "reproducible": chosen.reproducible,
+        "shared": is_shared,
+        "even": True,
+    }
+    demanded = suited(
+        collective,
+        parse_forced(config.algorithm).get(collective),
+        n,
+        even=True,
+        reproducible=chosen.reproducible,
+    )
     choice = choose(collective, nbytes, n, forced=chosen.algorithm or demanded, **options)
     reason = choice.reason
     if demanded and not chosen.algorithm:
@@ -93,30 +130,53 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
     if usual.algorithm != choice.algorithm:
         lines.append(f"else {usual.reason}")
     if chosen.program is not None and not (is_shared and 0 <= chosen.program < n and n > 1):
-        raise ConfigError(f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares memory (--path arena), not {chosen.program}")
-    lines += ["", plan_text(plans[choice.algorithm], most=None if chosen.full else _SHORT).rstrip("\n"), ""]
+        raise ConfigError(
+            f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares memory (--path arena), not {chosen.program}"
+        )
+    lines += [
+        "",
+        plan_text(plans[choice.algorithm], most=None if chosen.full else _SHORT).rstrip("\n"),
+        "",
+    ]
     lines += _table(collective, plans, itemsize, model, choice.algorithm)
     if chosen.program is not None:
         most = None if chosen.full else _INSTRUCTIONS
         lines += program_lines(
-            collective, choice.algorithm, chosen.program, n, count, itemsize, chosen.root, is_demanded=bool(chosen.algorithm or demanded), most=most
+            collective,
+            choice.algorithm,
+            chosen.program,
+            n,
+            count,
+            itemsize,
+            chosen.root,
+            is_demanded=bool(chosen.algorithm or demanded),
+            most=most,
         )
     lines.append("")
-    lines.append(f"Predicted {'in shared memory' if is_shared else 'over links'} with {model.text()}: for comparison, no promise.")
+    lines.append(
+        f"Predicted {'in shared memory' if is_shared else 'over links'} with {model.text()}: for comparison, no promise."
+    )
     if chosen.path is None:
         lines.append(
-            "Jobs on one host share memory; --path links shows those over sockets." if is_shared
+            "Jobs on one host share memory; --path links shows those over sockets."
+            if is_shared
             else "SYNCVAR_TRANSPORT=zmq: over sockets; --path arena shows jobs that share memory."
-        )  # fmt: skip
+        )
     if any(sums_by_the_tree(collective, algorithm, n) for algorithm in plans):
         lines.append("tree: sums by the fixed tree over the ranks, as reproducible=True demands.")
     return "".join(f"{line}\n" for line in lines)
 
 
-def _table(collective: str, plans: dict[str, list[Plan]], itemsize: int, model: CostModel, chosen: str) -> list[str]:
+def _table(
+    collective: str, plans: dict[str, list[Plan]], itemsize: int, model: CostModel, chosen: str
+) -> list[str]:
     """Return the algorithms by predicted time, and what they send."""
-    seconds = {algorithm: predicted_seconds(some, itemsize, model) for algorithm, some in plans.items()}
-    rows = [("", "algorithm", "predicted", "rounds", "messages", "sent by a rank", "scratch", "tree")]
+    seconds = {
+        algorithm: predicted_seconds(some, itemsize, model) for algorithm, some in plans.items()
+    }
+    rows = [
+        ("", "algorithm", "predicted", "rounds", "messages", "sent by a rank", "scratch", "tree")
+    ]
     for algorithm in sorted(plans, key=lambda name: (seconds[name], name != chosen)):
         some = plans[algorithm]
         sent = traffic(some)

@@ -23,7 +23,16 @@ _MOVED = ("all_gather", "broadcast", "reduce_scatter", "all_to_all")
 
 
 def program_lines(
-    collective: str, algorithm: str, rank: int, size: int, count: int, itemsize: int, root: int, *, is_demanded: bool, most: int | None
+    collective: str,
+    algorithm: str,
+    rank: int,
+    size: int,
+    count: int,
+    itemsize: int,
+    root: int,
+    *,
+    is_demanded: bool,
+    most: int | None,
 ) -> list[str]:
     """Return what a rank does in shared memory, and where this differs from the plan.
 
@@ -44,22 +53,36 @@ def program_lines(
 
 
 def _program(
-    collective: str, algorithm: str, rank: int, size: int, count: int, itemsize: int, root: int, is_demanded: bool
+    collective: str,
+    algorithm: str,
+    rank: int,
+    size: int,
+    count: int,
+    itemsize: int,
+    root: int,
+    is_demanded: bool,
 ) -> tuple[str, Program]:
     if collective in _REDUCED and algorithm in ("direct", "owners"):
         ends = Ends(collective, root)
         if is_direct(count * itemsize, size) or not count:
             return "", lower_small(rank, size, count, ends=ends)
         cells, block = cells_of(size, itemsize, are_native=True)
-        return ", of ordinary arrays, with the C kernel", lower_reduce(rank, size, count, cells, Places(), block, ends)
+        return ", of ordinary arrays, with the C kernel", lower_reduce(
+            rank, size, count, cells, Places(), block, ends
+        )
     if collective in _MOVED and not is_demanded:
         return _move(collective, rank, size, count, itemsize, root)
     rounds = publications(build_all(collective, algorithm, size, count=count, root=root), rank)
     return "", lower_rounds(rounds, rank, SEGMENT_BYTES // itemsize, SMALL_BYTES // itemsize)
 
 
-def _move(collective: str, rank: int, size: int, count: int, itemsize: int, root: int) -> tuple[str, Program]:
-    is_apart = collective in ("reduce_scatter", "all_to_all")  # each rank puts a block for each other
+def _move(
+    collective: str, rank: int, size: int, count: int, itemsize: int, root: int
+) -> tuple[str, Program]:
+    is_apart = collective in (
+        "reduce_scatter",
+        "all_to_all",
+    )  # each rank puts a block for each other
     is_root = collective == "broadcast" and rank == root
     peers = [peer for peer in range(size) if peer != rank]
     if collective == "broadcast":
@@ -68,10 +91,19 @@ def _move(collective: str, rank: int, size: int, count: int, itemsize: int, root
     puts = size - 1 if is_apart else int(is_root or collective == "all_gather")
     most = size - 1 if is_apart else 1
     move = Move(
-        rank, count, *cells_of_blocks(count, itemsize, most, size, are_native=True), most, puts, takes, keeps=is_root or collective != "broadcast", folds=collective == "reduce_scatter"
+        rank,
+        count,
+        *cells_of_blocks(count, itemsize, most, size, are_native=True),
+        most,
+        puts,
+        takes,
+        keeps=is_root or collective != "broadcast",
+        folds=collective == "reduce_scatter",
     )
     if fits_slots(count * itemsize * most, are_native=True):
         return ", side by side", lower_move(move, Way.SLOTS)
-    if not move.folds and is_worth_reading(count * itemsize, most, 1 if collective == "broadcast" else size - 1, are_native=True):
+    if not move.folds and is_worth_reading(
+        count * itemsize, most, 1 if collective == "broadcast" else size - 1, are_native=True
+    ):
         return ", of blocks that are read where they lie", lower_move(move, Way.LYING)
     return ", of ordinary arrays, with the C kernel", lower_move(move, Way.CELLS)

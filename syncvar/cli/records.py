@@ -20,7 +20,18 @@ if TYPE_CHECKING:
 
     from syncvar.recording.call_numbers import Gap
 
-__all__ = ["Record", "as_record", "calls_of", "duration", "load", "lost_ranks", "members_of", "names_of", "newest", "number_of"]
+__all__ = [
+    "Record",
+    "as_record",
+    "calls_of",
+    "duration",
+    "load",
+    "lost_ranks",
+    "members_of",
+    "names_of",
+    "newest",
+    "number_of",
+]
 
 _LARGEST = 64 << 20
 # What `PeerLost` says of a rank that has ended, in the words of the membership and of the launcher.
@@ -100,7 +111,9 @@ def as_record(data: Mapping[str, Any]) -> Record:
             for group, gaps in data.get("gaps", {}).items()
         },
         threads={int(ident): dict(about) for ident, about in data["threads"].items()},
-        stack=tuple(Frame(str(file), int(line), str(name)) for file, line, name in data.get("stack", ())),
+        stack=tuple(
+            Frame(str(file), int(line), str(name)) for file, line, name in data.get("stack", ())
+        ),
         events=tuple(sorted(events, key=lambda event: event.began_ns)),
     )
 
@@ -117,9 +130,15 @@ def load(names: Sequence[str]) -> list[Record]:
     paths: list[Path] = []
     for name in names:
         path = Path(name)
-        found = sorted(one for one in path.glob(RECORDS) if is_record(one.name)) if path.is_dir() else [path]
+        found = (
+            sorted(one for one in path.glob(RECORDS) if is_record(one.name))
+            if path.is_dir()
+            else [path]
+        )
         if not found:
-            raise ConfigError(f"{name}: there is no flight record (flight-rank0.json, …) in this folder")
+            raise ConfigError(
+                f"{name}: there is no flight record (flight-rank0.json, …) in this folder"
+            )
         paths += found
     records: dict[tuple[int, int], Record] = {}
     for path in paths:
@@ -129,7 +148,9 @@ def load(names: Sequence[str]) -> list[Record]:
             records[record.generation, record.rank] = record
     jobs = sorted({record.job for record in records.values()})
     if len(jobs) > 1:
-        raise ConfigError(f"the records are of {len(jobs)} jobs ({', '.join(job[:8] for job in jobs)}): name those of one")
+        raise ConfigError(
+            f"the records are of {len(jobs)} jobs ({', '.join(job[:8] for job in jobs)}): name those of one"
+        )
     return [records[key] for key in sorted(records)]
 
 
@@ -196,7 +217,11 @@ def names_of(records: Iterable[Record]) -> dict[int, str]:
             alike.setdefault(members, []).append(group)
     for members, groups in alike.items():
         for number, group in enumerate(sorted(groups, key=lambda one: firsts.get(one, 0)), 1):
-            names[group] = f"group {number} of {rank_list(members)}" if len(groups) > 1 else f"the group of {rank_list(members)}"
+            names[group] = (
+                f"group {number} of {rank_list(members)}"
+                if len(groups) > 1
+                else f"the group of {rank_list(members)}"
+            )
     return names
 
 
@@ -225,7 +250,11 @@ def lost_ranks(detail: str) -> dict[int, Lost]:
     if found is None:
         return {}
     code, number = found["left"] or found["code"] or "0", found["signal"]
-    return {int(found["rank"]): Lost(f"killed by signal {number}" if number else f"ended (exit {code})", not number)}
+    return {
+        int(found["rank"]): Lost(
+            f"killed by signal {number}" if number else f"ended (exit {code})", not number
+        )
+    }
 
 
 def duration(ns: float) -> str:

@@ -21,7 +21,17 @@ from syncvar.wire import DTYPE_NAMES, dtype_from_index
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["BUS_FACTORS", "COLLECTIVES", "Collective", "available", "dtypes", "find", "has_result_like_input", "ops_of"]
+__all__ = [
+    "BUS_FACTORS",
+    "COLLECTIVES",
+    "Collective",
+    "available",
+    "dtypes",
+    "find",
+    "has_result_like_input",
+    "ops_of",
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
@@ -222,9 +232,13 @@ def find(name: str) -> Collective:
         ConfigError: There is none of this name; the text lists them.
     """
     known = [one.name for one in available() if one.layout != "none" or one.run is not None]
-    name = {"send": "send_recv", "recv": "send_recv", "sendrecv": "send_recv"}.get(name, name).removesuffix("_perf")
+    name = {"send": "send_recv", "recv": "send_recv", "sendrecv": "send_recv"}.get(
+        name, name
+    ).removesuffix("_perf")
     if name not in known:
-        raise ConfigError(f"unknown collective {name!r}{nearest(name, known)}: it is one of {', '.join(known)}")
+        raise ConfigError(
+            f"unknown collective {name!r}{nearest(name, known)}: it is one of {', '.join(known)}"
+        )
     return COLLECTIVES[name]
 
 

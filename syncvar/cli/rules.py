@@ -47,18 +47,26 @@ def rules_text() -> str:
     """
     joined = _columns()
     lines = [
-        "| operation | synchronization | aggregation | " + " | ".join(", ".join(c.value for c in same) for same in joined) + " |",
+        "| operation | synchronization | aggregation | "
+        + " | ".join(", ".join(c.value for c in same) for same in joined)
+        + " |",
         "|---" * (3 + len(joined)) + "|",
     ]
     for operations, rows in _operations():
         for synchronizations, aggregations, cells in rows:
             shown = [cells[_CONTEXTS.index(same[0])] for same in joined]
-            lines.append(f"| {operations} | {synchronizations} | {aggregations} | " + " | ".join(shown) + " |")
+            lines.append(
+                f"| {operations} | {synchronizations} | {aggregations} | "
+                + " | ".join(shown)
+                + " |"
+            )
     return "\n".join(lines) + "\n"
 
 
 def _cell(action: Action) -> str:
-    return action.error.__name__ if action.error is not None else _WORDS[action.travel, action.effect]
+    return (
+        action.error.__name__ if action.error is not None else _WORDS[action.travel, action.effect]
+    )
 
 
 def _cells(s: VariableSynchronization, a: VariableAggregation, o: Operation) -> _Cells:
@@ -103,7 +111,9 @@ def _rows(operation: Operation) -> list[tuple[str, str, _Cells]]:
     for synchronization in VariableSynchronization:
         same: dict[_Cells, list[str]] = {}
         for aggregation in VariableAggregation:
-            same.setdefault(_cells(synchronization, aggregation, operation), []).append(aggregation.name)
+            same.setdefault(_cells(synchronization, aggregation, operation), []).append(
+                aggregation.name
+            )
         for cells, aggregations in same.items():
             every = len(aggregations) == len(VariableAggregation)
             shown = "any" if every else ", ".join(aggregations)

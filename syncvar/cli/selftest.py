@@ -45,8 +45,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("collectives", nargs="*", metavar="collective", help="only these (all)")
     parser.add_argument("--workers", metavar="N", default="4", help="how many processes (4)")
-    parser.add_argument("--transport", choices=("auto", "zmq"), help="only this data path (first auto, then zmq)")
-    parser.add_argument("-T", "--timeout", metavar="S", type=float, default=120.0, help="limit of each job, in seconds (120)")
+    parser.add_argument(
+        "--transport", choices=("auto", "zmq"), help="only this data path (first auto, then zmq)"
+    )
+    parser.add_argument(
+        "-T",
+        "--timeout",
+        metavar="S",
+        type=float,
+        default=120.0,
+        help="limit of each job, in seconds (120)",
+    )
     parser.add_argument("--result", help=argparse.SUPPRESS)
     parser.add_argument("--report-to", type=int, help=argparse.SUPPRESS)
 
@@ -77,7 +86,10 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
                 ["--result", str(result), *arguments],
                 workers=chosen.workers,
                 timeout_s=chosen.timeout,
-                settings={"SYNCVAR_TRANSPORT": transport, "SYNCVAR_COLLECTIVE_TIMEOUT_S": str(_CALL_TIMEOUT_S)},
+                settings={
+                    "SYNCVAR_TRANSPORT": transport,
+                    "SYNCVAR_COLLECTIVE_TIMEOUT_S": str(_CALL_TIMEOUT_S),
+                },
             )
             told = json.loads(result.read_text()) if result.exists() else None
         if told is not None:
@@ -85,7 +97,9 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
                 continue
             paths[told["path"]] = [Outcome(**one) for one in told["outcomes"]]
         if code:
-            broken.append(f"the job over {transport if told is None else told['path']} ended with exit code {code}")
+            broken.append(
+                f"the job over {transport if told is None else told['path']} ended with exit code {code}"
+            )
     lines, is_good = outcome_lines(paths)
     print("\n".join([*lines, *(f"FAIL  {words}" for words in broken)]))
     is_good = is_good and not broken and bool(paths)
@@ -115,9 +129,15 @@ def outcome_lines(paths: Mapping[str, Sequence[Outcome]]) -> tuple[list[str], bo
     for name, by_path in together.items():
         failures = [f"{path}: {words}" for path, one in by_path.items() for words in one.failures]
         calls = {one.calls for one in by_path.values()}
-        shown = str(calls.pop()) if len(calls) == 1 else " and ".join(str(one.calls) for one in by_path.values())
+        shown = (
+            str(calls.pop())
+            if len(calls) == 1
+            else " and ".join(str(one.calls) for one in by_path.values())
+        )
         proves = next(iter(by_path.values())).proves
-        lines.append(f"{name:<18} {'FAIL' if failures else 'OK':<5} {proves}; {shown} calls over {' and '.join(by_path)}")
+        lines.append(
+            f"{name:<18} {'FAIL' if failures else 'OK':<5} {proves}; {shown} calls over {' and '.join(by_path)}"
+        )
         lines += [f"    {words}" for words in failures[:_SHOWN_FAILURES]]
         if len(failures) > _SHOWN_FAILURES:
             lines.append(f"    and {len(failures) - _SHOWN_FAILURES} more")

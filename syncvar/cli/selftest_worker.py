@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["wanted", "work"]
 
 _MANY = 10_007
-_LONG_BYTES = (SMALL_BYTES + 4096, SEGMENT_BYTES, SEGMENT_BYTES + 4096)  # in shared memory each goes another way
+_LONG_BYTES = (
+    SMALL_BYTES + 4096,
+    SEGMENT_BYTES,
+    SEGMENT_BYTES + 4096,
+)  # in shared memory each goes another way
 _TURNS = 8
 _PLACES = ("private", "in the arena", "inside something private", "inside something in the arena")
 _FAILURES_MAX = 5
@@ -48,7 +52,9 @@ def wanted(names: Sequence[str]) -> list[Collective]:
     known = {one.name: one for one in available()}
     for name in names:
         if name not in known:
-            raise ConfigError(f"unknown collective {name!r}{nearest(name, known)}: it is one of {', '.join(known)}")
+            raise ConfigError(
+                f"unknown collective {name!r}{nearest(name, known)}: it is one of {', '.join(known)}"
+            )
     return [one for one in known.values() if not names or one.name in names]
 
 
@@ -74,7 +80,9 @@ def work(chosen: argparse.Namespace) -> int:
             outcome.failures = [words for rank in every for words in rank[place][1]]
     failed = any(outcome.failures for outcome in mine)
     if sv.rank() == 0 and chosen.result is not None:
-        Path(chosen.result).write_text(json.dumps({"path": path, "outcomes": list(map(asdict, mine))}), "utf-8")
+        Path(chosen.result).write_text(
+            json.dumps({"path": path, "outcomes": list(map(asdict, mine))}), "utf-8"
+        )
     elif sv.rank() == 0:
         print("\n".join(outcome_lines({path: mine})[0]), flush=True)
     if broken is not None:
@@ -98,10 +106,18 @@ def _proves(one: Collective) -> str:
     if one.has_root:
         words.append("every root")
     parameters = signature(getattr(sv, one.functions[-1])).parameters
-    ways = ["out="] * ("out" in parameters and one.name != "all_to_all") + ["in place"] * one.in_place
+    ways = ["out="] * ("out" in parameters and one.name != "all_to_all") + [
+        "in place"
+    ] * one.in_place
     ways += ["async"] * ("async_op" in parameters) or ["brought in reverse order"]
     ways.append("repeated with arrays anywhere")
-    return "; ".join([*words, f"counts {', '.join(map(str, _counts(size)))} and {_matrix(size)}", ", ".join(ways)])
+    return "; ".join(
+        [
+            *words,
+            f"counts {', '.join(map(str, _counts(size)))} and {_matrix(size)}",
+            ", ".join(ways),
+        ]
+    )
 
 
 def _counts(size: int) -> list[int]:
@@ -151,7 +167,14 @@ def _test_places(one: Collective, outcome: Outcome) -> None:
             mine = _placed(where, x if x is not None else part(case, rank) if is_same else None)
             out = {"out": mine} if is_same and target is not None else {}
             what = f"call {turn + 1} of {_shape_text(case.shape)}{', in place' if is_same else ''}, {where}"
-            _judge(outcome, what, partial(one.call, case, None if x is None else mine, **out), target, case, one)
+            _judge(
+                outcome,
+                what,
+                partial(one.call, case, None if x is None else mine, **out),
+                target,
+                case,
+                one,
+            )
 
 
 def _placed(where: str, x: Any) -> Any:
@@ -159,12 +182,18 @@ def _placed(where: str, x: Any) -> Any:
     if x is None:
         return None
     make = np.empty if where.endswith("private") else sv.empty
-    made = make(x.size + 2, x.dtype)[1:-1].reshape(x.shape) if where.startswith("inside") else make(x.shape, x.dtype)
+    made = (
+        make(x.size + 2, x.dtype)[1:-1].reshape(x.shape)
+        if where.startswith("inside")
+        else make(x.shape, x.dtype)
+    )
     made[...] = x
     return made
 
 
-def _ways(one: Collective, case: Case, *, is_first: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _ways(
+    one: Collective, case: Case, *, is_first: bool
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the ways in which a case is called: plainly; with one dtype's first op also with out=, in place, later."""
     x = one.contribution(case)
     if x is None and case.rank % 2 and one.name == "broadcast":
@@ -202,7 +231,9 @@ def _unchanged(one: Collective, case: Case, x: Any) -> Any:
     return result
 
 
-def _judge(outcome: Outcome, what: str, call: Callable[[], Any], target: Any, case: Case, one: Collective) -> None:
+def _judge(
+    outcome: Outcome, what: str, call: Callable[[], Any], target: Any, case: Case, one: Collective
+) -> None:
     outcome.calls += 1
     try:
         words = first_wrong(call(), target)
@@ -245,20 +276,36 @@ def _test_objects(one: Collective, outcome: Outcome) -> None:
             try:
                 got = call()
             except TransportError as error:
-                _fail(outcome, rank, f"{one.name}: object {kind}, root {root}: {type(error).__name__}: {error}")
+                _fail(
+                    outcome,
+                    rank,
+                    f"{one.name}: object {kind}, root {root}: {type(error).__name__}: {error}",
+                )
                 raise
             except SyncvarError as error:
-                _fail(outcome, rank, f"{one.name}: object {kind}, root {root}: {type(error).__name__}: {error}")
+                _fail(
+                    outcome,
+                    rank,
+                    f"{one.name}: object {kind}, root {root}: {type(error).__name__}: {error}",
+                )
                 continue
             if _plain(got) != _plain(target):
-                _fail(outcome, rank, f"{one.name}: object {kind}, root {root}: {got!r} instead of {target!r}"[:300])
+                _fail(
+                    outcome,
+                    rank,
+                    f"{one.name}: object {kind}, root {root}: {got!r} instead of {target!r}"[:300],
+                )
 
 
-def _object_call(name: str, everyone: list[Any], rank: int, root: int) -> tuple[Callable[[], Any], Any]:
+def _object_call(
+    name: str, everyone: list[Any], rank: int, root: int
+) -> tuple[Callable[[], Any], Any]:
     if name == "all_gather_object":
         return (lambda: sv.all_gather_object(everyone[rank])), everyone
     if name == "broadcast_object":
-        return (lambda: sv.broadcast_object(everyone[rank] if rank == root else None, root)), everyone[root]
+        return (
+            lambda: sv.broadcast_object(everyone[rank] if rank == root else None, root)
+        ), everyone[root]
     if name == "gather_object":
         return (lambda: sv.gather_object(everyone[rank], root)), everyone if rank == root else None
     return (lambda: sv.scatter_object(everyone if rank == root else None, root)), everyone[rank]
@@ -266,9 +313,21 @@ def _object_call(name: str, everyone: list[Any], rank: int, root: int) -> tuple[
 
 def _objects(rank: int) -> list[Any]:
     return [
-        None, True, rank, rank / 2, 1 << 60, complex(rank, 1), "é" * rank, b"\0" * rank, [], [rank, [None, "x"]], (rank, ()),
-        {"rank": rank, "nested": {"list": [1.5] * rank}}, np.arange(rank + 1), {"array": np.full((2, rank), rank, np.float32)},
-    ]  # fmt: skip
+        None,
+        True,
+        rank,
+        rank / 2,
+        1 << 60,
+        complex(rank, 1),
+        "é" * rank,
+        b"\0" * rank,
+        [],
+        [rank, [None, "x"]],
+        (rank, ()),
+        {"rank": rank, "nested": {"list": [1.5] * rank}},
+        np.arange(rank + 1),
+        {"array": np.full((2, rank), rank, np.float32)},
+    ]
 
 
 def _plain(value: Any) -> Any:

@@ -31,9 +31,23 @@ _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("job", nargs="?", metavar="JOB", help="its name, or the process number of its syncvar-launch; the newest job otherwise")
-    parser.add_argument("--all-threads", action="store_true", help="the stacks of all threads, not of the main thread alone")
-    parser.add_argument("-v", "--verbose", action="store_true", help="every frame, those of syncvar and of the interpreter's start too")
+    parser.add_argument(
+        "job",
+        nargs="?",
+        metavar="JOB",
+        help="its name, or the process number of its syncvar-launch; the newest job otherwise",
+    )
+    parser.add_argument(
+        "--all-threads",
+        action="store_true",
+        help="the stacks of all threads, not of the main thread alone",
+    )
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="every frame, those of syncvar and of the interpreter's start too",
+    )
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -44,15 +58,21 @@ def run(chosen: argparse.Namespace) -> int:
     """
     path, others = _find(chosen.job, os.environ)
     if others:
-        sys.stderr.write(f"syncvar: {len(others) + 1} jobs are running; this is the newest. The others: {'; '.join(map(_named, others))}\n")
+        sys.stderr.write(
+            f"syncvar: {len(others) + 1} jobs are running; this is the newest. The others: {'; '.join(map(_named, others))}\n"
+        )
     answer = _ask(path, question="stacks", all_threads=chosen.all_threads)
     if answer is None:
-        raise ConfigError("the job has just ended, or its launcher does not answer (is it stopped?)")
+        raise ConfigError(
+            "the job has just ended, or its launcher does not answer (is it stopped?)"
+        )
     print(stacks_text(answer, all_threads=chosen.all_threads, verbose=chosen.verbose), end="")
     return int(any(rank["threads"] is None for rank in answer["ranks"]))
 
 
-def stacks_text(answer: Mapping[str, Any], *, all_threads: bool = False, verbose: bool = False) -> str:
+def stacks_text(
+    answer: Mapping[str, Any], *, all_threads: bool = False, verbose: bool = False
+) -> str:
     """Return the stacks of all ranks and servers, equal ones once.
 
     Args:
@@ -69,11 +89,16 @@ def stacks_text(answer: Mapping[str, Any], *, all_threads: bool = False, verbose
             if all_threads:
                 lines.append("main thread:" if is_main else f"thread {ident}:")
             kept = frames if verbose else shown(frames) or frames[:1]
-            lines += [f"{'  ' * all_threads}{frame.file}:{frame.line or '?'} in {frame.name}" for frame in kept]
+            lines += [
+                f"{'  ' * all_threads}{frame.file}:{frame.line or '?'} in {frame.name}"
+                for frame in kept
+            ]
         groups.setdefault(tuple(lines), []).append(rank["rank"])
     blocks = [f"job {_named(answer['job'])}\n"]
     for (headline, *rest), ranks in groups.items():
-        blocks.append("".join([f"{process_list(ranks)}: {headline}\n", *(f"  {line}\n" for line in rest)]))
+        blocks.append(
+            "".join([f"{process_list(ranks)}: {headline}\n", *(f"  {line}\n" for line in rest)])
+        )
     return "".join(blocks)
 
 
@@ -92,14 +117,16 @@ def _named(job: Mapping[str, Any]) -> str:
     return f"{job['name']}: {ranks}, launcher {job['pid']}, since {job['lasted_s']:.0f} s: {job['command']}"
 
 
-# -- finding the job --------------------------------------------------------------------------------------------------
+# -- finding the job -------------------------------------------------------------------------------
 
 
 def _find(name: str | None, environ: Mapping[str, str]) -> tuple[str, list[dict[str, Any]]]:
     """Return the socket of a job, and the other jobs that run where none was named."""
     folders = _folders(environ)
     if name is not None and name.isdigit():
-        folders += [folder for folder in _folders(_environment_of(int(name))) if folder not in folders]
+        folders += [
+            folder for folder in _folders(_environment_of(int(name))) if folder not in folders
+        ]
     found: list[tuple[str, dict[str, Any]]] = []
     for folder in folders:
         with contextlib.suppress(OSError):
@@ -116,16 +143,24 @@ def _find(name: str | None, environ: Mapping[str, str]) -> tuple[str, list[dict[
                 f"{_jobs_of_other_launchers(folders)}"
             )
         return found[0][0], [job for _, job in found[1:]]
-    named = [one for one in found if name == str(one[1]["pid"])] or [one for one in found if one[1]["name"].startswith(name)]
+    named = [one for one in found if name == str(one[1]["pid"])] or [
+        one for one in found if one[1]["name"].startswith(name)
+    ]
     if len(named) > 1:
-        raise ConfigError(f"{len(named)} jobs have names that begin with {name!r}: {'; '.join(_named(job) for _, job in named)}")
+        raise ConfigError(
+            f"{len(named)} jobs have names that begin with {name!r}: {'; '.join(_named(job) for _, job in named)}"
+        )
     if not named:
-        raise ConfigError(_why_not_found(name, [job for _, job in found]) + _jobs_of_other_launchers(folders))
+        raise ConfigError(
+            _why_not_found(name, [job for _, job in found]) + _jobs_of_other_launchers(folders)
+        )
     return named[0][0], []
 
 
 def _why_not_found(name: str, jobs: Sequence[Mapping[str, Any]]) -> str:
-    running = f"; running: {'; '.join(map(_named, jobs))}" if jobs else "; no job of yours is running"
+    running = (
+        f"; running: {'; '.join(map(_named, jobs))}" if jobs else "; no job of yours is running"
+    )
     if name.isdigit():
         with contextlib.suppress(OSError):
             owner = os.stat(f"/proc/{name}").st_uid
@@ -173,10 +208,15 @@ def _environment_of(pid: int) -> dict[str, str]:
 
 def _ask(path: str, **request: Any) -> dict[str, Any] | None:
     """Return what a launcher answers; None where there is none of this user, or no answer."""
-    with contextlib.suppress(OSError, ValueError, msgpack.UnpackException), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+    with (
+        contextlib.suppress(OSError, ValueError, msgpack.UnpackException),
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end,
+    ):
         end.settimeout(_LIMIT_S)
         end.connect(path)
-        _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        _, user, _ = _CREDENTIALS.unpack(
+            end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
         if user == os.getuid():
             end.sendall(msgpack.packb(request))
             answer: dict[str, Any] = msgpack.unpackb(b"".join(_received(end)), strict_map_key=True)

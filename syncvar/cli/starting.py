@@ -54,14 +54,28 @@ def start_workers(
     sys.stdout.flush()
     report = os.dup(1)
     alive_read, alive_write = os.pipe2(os.O_CLOEXEC)
-    environ = {name: value for name, value in os.environ.items() if name not in (*_OF_A_RANK, _STATUS)}
+    environ = {
+        name: value for name, value in os.environ.items() if name not in (*_OF_A_RANK, _STATUS)
+    }
     environ |= settings or {}
     environ |= {"SYNCVAR_PASS_FDS": str(report), "SYNCVAR_PARENT_FD": str(alive_read)}
-    command = [*command_of("syncvar_launcher.run"), *options, "-m", module, "--report-to", str(report), *arguments]
+    command = [
+        *command_of("syncvar_launcher.run"),
+        *options,
+        "-m",
+        module,
+        "--report-to",
+        str(report),
+        *arguments,
+    ]
     try:
         # In a session of its own it gets no Ctrl-C but ours: what a terminal sends to all, and `kill` to one, is the same.
         process = subprocess.Popen(  # noqa: S603
-            command, env=environ, stdin=subprocess.DEVNULL, pass_fds=(report, alive_read), start_new_session=True
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(report, alive_read),
+            start_new_session=True,
         )
         while True:
             try:

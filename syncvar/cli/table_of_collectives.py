@@ -49,7 +49,9 @@ def signature_of(name: str) -> str:
     is_common = all(one in given for one in _COMMON)
     words = []
     for one in given.values():
-        if one.kind is inspect.Parameter.VAR_KEYWORD:  # words of other libraries, which are refused with ours
+        if (
+            one.kind is inspect.Parameter.VAR_KEYWORD
+        ):  # words of other libraries, which are refused with ours
             continue
         if one.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in words:
             words.append("*")
@@ -80,7 +82,9 @@ def _notes() -> list[str]:
     rows: dict[tuple[str, ...], list[str]] = {}
     reducing = next(one for one in available() if one.has_op)
     for op in OPS:
-        rows.setdefault(tuple(dtype for dtype in dtypes() if op in ops_of(reducing, dtype)), []).append(f"`{op}`")
+        rows.setdefault(
+            tuple(dtype for dtype in dtypes() if op in ops_of(reducing, dtype)), []
+        ).append(f"`{op}`")
     lines = [
         f"`…` is `{', '.join(f'{name}={default}' for name, default in _COMMON.items())}`. n is the number of ranks.",
         "busbw is the factor of `syncvar bench` between size / time and the rate at the bottleneck; size is that of the",
@@ -91,6 +95,12 @@ def _notes() -> list[str]:
     ]
     for taken, ops in rows.items():
         missing = [dtype for dtype in dtypes() if dtype not in taken]
-        which = "all dtypes" if not missing else f"all but {', '.join(missing)}" if len(missing) < len(taken) else ", ".join(taken)
+        which = (
+            "all dtypes"
+            if not missing
+            else f"all but {', '.join(missing)}"
+            if len(missing) < len(taken)
+            else ", ".join(taken)
+        )
         lines.append(f"- {', '.join(ops)}: {which}")
     return lines

@@ -32,10 +32,20 @@ def merged(records: Sequence[Record]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     groups = names_of(records)
     for record in records:
-        label = process_name(record.rank) + (f" generation {record.generation}" if record.generation else "")
+        label = process_name(record.rank) + (
+            f" generation {record.generation}" if record.generation else ""
+        )
         pid = record.generation * 1_000_000 + record.rank
         events.append(_about("process_name", pid, 0, label))
-        events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        events.append(
+            {
+                "ph": "M",
+                "name": "process_sort_index",
+                "pid": pid,
+                "tid": 0,
+                "args": {"sort_index": pid},
+            }
+        )
         events.append(_about("process_labels", pid, 0, record.host, "labels"))
         rows, names = _rows(record, groups)
         events += [_about("thread_name", pid, row, name) for row, name in sorted(names.items())]
@@ -59,14 +69,18 @@ def stragglers(records: Sequence[Record]) -> list[tuple[int, int, float]]:
     last_in: dict[int, int] = {}
     waited_ns: dict[int, int] = {}
     for generation in {record.generation for record in records}:
-        for calls in calls_of([record for record in records if record.generation == generation]).values():
+        for calls in calls_of(
+            [record for record in records if record.generation == generation]
+        ).values():
             for events in calls.values():
                 if len(events) > 1:
                     last = max(events, key=lambda rank: (events[rank].began_ns, rank))
                     last_in[last] = last_in.get(last, 0) + 1
                     first = min(event.began_ns for event in events.values())
                     waited_ns[last] = waited_ns.get(last, 0) + events[last].began_ns - first
-    return sorted(((rank, last_in[rank], waited_ns[rank] / 1e9) for rank in last_in), key=lambda one: -one[2])
+    return sorted(
+        ((rank, last_in[rank], waited_ns[rank] / 1e9) for rank in last_in), key=lambda one: -one[2]
+    )
 
 
 def unaligned(records: Iterable[Record]) -> list[str]:
@@ -115,13 +129,21 @@ def _drawn(record: Record, event: Event, pid: int, row: int, zero: int) -> list[
         return [at | {"ph": "i", "s": "p", "cat": "event", "args": {"detail": event.detail}}]
     number = event.call if event.call < 0 else number_of([record], event.group, event.call)
     arguments: dict[str, Any] = {
-        "what": event.what, "group": event.group, "call": number, "bytes": event.nbytes, "path": event.path,
-        "state": event.state, "thread": event.thread,
-    }  # fmt: skip
+        "what": event.what,
+        "group": event.group,
+        "call": number,
+        "bytes": event.nbytes,
+        "path": event.path,
+        "state": event.state,
+        "thread": event.thread,
+    }
     if event.detail:
         arguments["detail"] = event.detail
     end = max(event.ended_ns or record.written, event.began_ns)
-    return [at | {"ph": "X", "cat": "operation", "dur": (end - event.began_ns) / 1000, "args": arguments}]
+    return [
+        at
+        | {"ph": "X", "cat": "operation", "dur": (end - event.began_ns) / 1000, "args": arguments}
+    ]
 
 
 def _arrows(records: Sequence[Record], zero: int) -> list[dict[str, Any]]:
@@ -142,11 +164,22 @@ def _arrows(records: Sequence[Record], zero: int) -> list[dict[str, Any]]:
                     continue  # it did not wait
                 place = _place(by_rank[rank], places[rank][event], event.began_ns, zero)
                 about = {"args": {"for_rank": last, "call": number_of(records, group, call)}}
-                wait = {"ph": "X", "cat": "wait", "name": f"wait for rank {last}", "dur": (came - event.began_ns) / 1000}
+                wait = {
+                    "ph": "X",
+                    "cat": "wait",
+                    "name": f"wait for rank {last}",
+                    "dur": (came - event.began_ns) / 1000,
+                }
                 drawn.append(place | wait | about)
-                arrow = {"cat": "waited for", "name": "came", "id": f"{by_rank[rank].generation}.{group}.{call}.{rank}"}
+                arrow = {
+                    "cat": "waited for",
+                    "name": "came",
+                    "id": f"{by_rank[rank].generation}.{group}.{call}.{rank}",
+                }
                 drawn.append(start | arrow | {"ph": "s"})
-                drawn.append(place | arrow | {"ph": "f", "bp": "e", "ts": _us(max(end - 1, came), zero)})
+                drawn.append(
+                    place | arrow | {"ph": "f", "bp": "e", "ts": _us(max(end - 1, came), zero)}
+                )
     return drawn
 
 

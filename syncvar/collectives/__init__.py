@@ -48,7 +48,12 @@ from syncvar.collectives.broadcast import broadcast
 from syncvar.collectives.gather import gather
 from syncvar.collectives.groups import Group, communicator_of, new_group
 from syncvar.collectives.mesh import Mesh, mesh
-from syncvar.collectives.objects import all_gather_object, broadcast_object, gather_object, scatter_object
+from syncvar.collectives.objects import (
+    all_gather_object,
+    broadcast_object,
+    gather_object,
+    scatter_object,
+)
 from syncvar.collectives.point_to_point import recv, recv_object, send, send_object, sendrecv
 from syncvar.collectives.reduce import reduce
 from syncvar.collectives.reduce_scatter import reduce_scatter

@@ -32,9 +32,16 @@ __all__ = ["all_gather", "gather_form", "gather_request", "gathered_blocks", "ga
 
 @entered(second="axis", usual=0)
 def all_gather(
-    x: Any, *, axis: int = 0, out: Any = None,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    x: Any,
+    *,
+    axis: int = 0,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+    **_foreign: Never,
+) -> Any:
     """Concatenate the arrays of all ranks, in rank order, on every rank.
 
     Args:
@@ -61,10 +68,23 @@ def all_gather(
         >>> sv.all_gather(7.0).shape
         (1,)
     """
-    return make_call(all_gather, _form, gather_request, x, out, group, async_op, timeout, _foreign, (axis, algorithm))
+    return make_call(
+        all_gather,
+        _form,
+        gather_request,
+        x,
+        out,
+        group,
+        async_op,
+        timeout,
+        _foreign,
+        (axis, algorithm),
+    )
 
 
-def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:
+def _form(
+    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+) -> NDArray[Any] | None:
     axis, algorithm = how
     return gather_form(x, axis) if algorithm is None else None
 
@@ -102,24 +122,35 @@ def gather_request(
     def general() -> Generator[Stage, None, Any]:
         results = []
         for array, place in zip(arrays, axes, strict=True):
-            results.append((yield from _gathered(communicator, array, place, name, target, algorithm)))
+            results.append(
+                (yield from _gathered(communicator, array, place, name, target, algorithm))
+            )
         if not gets:
             return None
-        return deliver(results[0], out) if structure is None else unflatten(structure, results, like)
+        return (
+            deliver(results[0], out) if structure is None else unflatten(structure, results, like)
+        )
 
-    is_moved = structure is None and moves(communicator, "all_gather" if target is None else "gather", algorithm)
+    is_moved = structure is None and moves(
+        communicator, "all_gather" if target is None else "gather", algorithm
+    )
     shown, rooted = ("", ()) if target is None else (f", root {target}", (target,))
     return Moving(
-        f"{name}({kinds}, axis {axis}{shown})", fingerprint(name, int(axis), *rooted, structure, algorithm),
+        f"{name}({kinds}, axis {axis}{shown})",
+        fingerprint(name, int(axis), *rooted, structure, algorithm),
         gathered_layout(arrays[0], axes[0], size, rank, target) if is_moved else None,
-        arrange=lambda: gathered_blocks(np.moveaxis(arrays[0], axes[0], 0), out if axes[0] == 0 else None, size, rank, target),
+        arrange=lambda: gathered_blocks(
+            np.moveaxis(arrays[0], axes[0], 0), out if axes[0] == 0 else None, size, rank, target
+        ),
         finish=finish,
         general=general,
         front=lambda x, out: fits_out(gathered_blocks(x, out, size, rank, target), out),
-    )  # fmt: skip
+    )
 
 
-def _along_axis(x: Any, axis: Any, out: Any) -> tuple[Structure | None, list[NDArray[Any]], list[int], str]:
+def _along_axis(
+    x: Any, axis: Any, out: Any
+) -> tuple[Structure | None, list[NDArray[Any]], list[int], str]:
     """Check what is to be concatenated.
 
     Returns:
@@ -134,17 +165,31 @@ def _along_axis(x: Any, axis: Any, out: Any) -> tuple[Structure | None, list[NDA
             raise ConfigError(f"axis {axis} is outside an array of {array.ndim} dimensions")
         array_record(array)  # refuses too many dimensions, also where no record travels
         axes.append(axis % array.ndim)
-    kinds = (arrays[0].dtype.name if arrays else "") + ("" if structure is None else f" in {describe(structure)}")
+    kinds = (arrays[0].dtype.name if arrays else "") + (
+        "" if structure is None else f" in {describe(structure)}"
+    )
     return structure, arrays, axes, kinds
 
 
 def _gathered(
-    communicator: Communicator, array: NDArray[Any], axis: int, name: str, root: int | None, algorithm: str | None = None
+    communicator: Communicator,
+    array: NDArray[Any],
+    axis: int,
+    name: str,
+    root: int | None,
+    algorithm: str | None = None,
 ) -> Generator[Stage, None, NDArray[Any]]:
     """Concatenate arrays of all ranks on the root, or on every rank (None)."""
     records = yield from exchange(communicator, array_record(array))
     same = [
-        (record.kind, record.dtype, len(record.shape), record.shape[:axis], record.shape[axis + 1 :]) for record in records
+        (
+            record.kind,
+            record.dtype,
+            len(record.shape),
+            record.shape[:axis],
+            record.shape[axis + 1 :],
+        )
+        for record in records
     ]
     require_same(communicator, f"{name}: only lengths along axis {axis} may differ", same, records)
     moved = np.ascontiguousarray(np.moveaxis(array, axis, 0))
@@ -160,19 +205,33 @@ def _turned(whole: NDArray[Any], axis: int) -> NDArray[Any]:
     return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
 
 
-def gathered_layout(array: NDArray[Any], axis: int, size: int, rank: int, root: int | None = None) -> Layout:
+def gathered_layout(
+    array: NDArray[Any], axis: int, size: int, rank: int, root: int | None = None
+) -> Layout:
     """Return how arrays are moved where all ranks bring one of this shape and dtype."""
     shape = array.shape if axis == 0 else np.moveaxis(array, axis, 0).shape
-    takes = tuple(((rank + distance) % size, 0) for distance in range(1, size)) if root in (None, rank) else ()
-    return Layout(detail_of(array.dtype, array.shape, axis), array.dtype, shape, 1, takes, most_takes=size - 1)
+    takes = (
+        tuple(((rank + distance) % size, 0) for distance in range(1, size))
+        if root in (None, rank)
+        else ()
+    )
+    return Layout(
+        detail_of(array.dtype, array.shape, axis), array.dtype, shape, 1, takes, most_takes=size - 1
+    )
 
 
-def gathered_blocks(array: NDArray[Any], out: Any, size: int, rank: int, root: int | None = None) -> Blocks:
+def gathered_blocks(
+    array: NDArray[Any], out: Any, size: int, rank: int, root: int | None = None
+) -> Blocks:
     """Return the arrays of a call in which all ranks bring such an array as this one; a root brings nothing for others, who get nothing."""
     outgoing = () if rank == root else (array,)
     if root not in (None, rank):
         return Blocks(NOTHING, outgoing)
     rows = array.shape[0]
     made = result_buffer(out, (size * rows, *array.shape[1:]), array.dtype, array)
-    parts = [made[start : start + rows] for start in range(0, size * rows, rows)] if rows else [made] * size
+    parts = (
+        [made[start : start + rows] for start in range(0, size * rows, rows)]
+        if rows
+        else [made] * size
+    )
     return Blocks(made, outgoing, (*parts[rank + 1 :], *parts[:rank]), array, parts[rank])

@@ -41,10 +41,20 @@ __all__ = ["agree", "agreement_request", "all_reduce", "reduce_request"]
 
 @entered(second="op", usual="sum", positions=2)
 def all_reduce(
-    x: Any, op: str = "sum", *, out: Any = None, reproducible: bool = False,
-    prescale: float | None = None, postscale: float | None = None, weight: float | None = None,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    x: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    reproducible: bool = False,
+    prescale: float | None = None,
+    postscale: float | None = None,
+    weight: float | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+    **_foreign: Never,
+) -> Any:
     """Combine the values of all ranks and give every rank the result.
 
     Args:
@@ -81,11 +91,28 @@ def all_reduce(
         >>> sv.all_reduce({"loss": 0.5, "n": 3}, "mean")["n"]
         array(3.)
     """
-    scales = None if prescale is None and postscale is None and weight is None else (prescale, postscale, weight)
-    return make_call(all_reduce, _form, _request, x, out, group, async_op, timeout, _foreign, (op_name(op), reproducible, scales, algorithm))
+    scales = (
+        None
+        if prescale is None and postscale is None and weight is None
+        else (prescale, postscale, weight)
+    )
+    return make_call(
+        all_reduce,
+        _form,
+        _request,
+        x,
+        out,
+        group,
+        async_op,
+        timeout,
+        _foreign,
+        (op_name(op), reproducible, scales, algorithm),
+    )
 
 
-def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | Leaves | None:
+def _form(
+    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+) -> NDArray[Any] | Leaves | None:
     op, reproducible, scales, algorithm = how
     if scales is None and algorithm is None and isinstance(op, str) and type(reproducible) is bool:
         return x if type(x) is np.ndarray else form_of(x)
@@ -93,7 +120,14 @@ def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) 
 
 
 def _request(
-    communicator: Communicator, x: Any, out: Any, keep: bool, op: str, reproducible: bool, scales: tuple[Any, Any, Any] | None, algorithm: str | None
+    communicator: Communicator,
+    x: Any,
+    out: Any,
+    keep: bool,
+    op: str,
+    reproducible: bool,
+    scales: tuple[Any, Any, Any] | None,
+    algorithm: str | None,
 ) -> Request:
     """Return the request of a public call; scales make new contributions and results around the plain one."""
     if scales is None:
@@ -104,7 +138,9 @@ def _request(
         )
     prescale, postscale, weight = scales
     if is_structure(x):
-        raise ConfigError("prescale, postscale and weight take one array; call all_reduce for each leaf")
+        raise ConfigError(
+            "prescale, postscale and weight take one array; call all_reduce for each leaf"
+        )
     array = as_array(x)
     how = reduction_of(array, op)
     for name, scale in (("prescale", prescale), ("postscale", postscale), ("weight", weight)):
@@ -123,9 +159,14 @@ def _request(
     if weight is not None:
         factor = np.asarray(weight, work.dtype)
         # The mean over an empty batch is NaN; its weight is 0, and it takes no part.
-        brought, inner = [brought * factor if weight else np.zeros_like(brought), factor.reshape(())], "sum"
+        brought, inner = (
+            [brought * factor if weight else np.zeros_like(brought), factor.reshape(())],
+            "sum",
+        )
     scaled = f", scaled{'' if weight is None else ', weighted'}"
-    name = f"all_reduce{scaled} of {how.source}" + ("" if postscale is None else f" by {postscale!r}")
+    name = f"all_reduce{scaled} of {how.source}" + (
+        "" if postscale is None else f" by {postscale!r}"
+    )
     request = reduce_request(
         communicator, brought, inner, reproducible=reproducible, name=name, algorithm=algorithm
     )
@@ -135,7 +176,14 @@ def _request(
         total = yield from first
         if weight is not None:
             total = total[0] / total[1]  # nan where all weights are 0
-        return outcome(how._replace(is_mean=False), np.asarray(total).reshape(-1), 1, array.shape, target, postscale)
+        return outcome(
+            how._replace(is_mean=False),
+            np.asarray(total).reshape(-1),
+            1,
+            array.shape,
+            target,
+            postscale,
+        )
 
     return Request(request.what, request.digest, body())
 
@@ -176,30 +224,44 @@ def reduce_request(
         if shape_of_out != structure:
             raise ConfigError("out must have the same structure as the value")
         targets = [
-            checked_output(one, array.shape, how.result) for one, array, how in zip(outs, arrays, hows, strict=True)
+            checked_output(one, array.shape, how.result)
+            for one, array, how in zip(outs, arrays, hows, strict=True)
         ]
     digest, what = described_together(structure, arrays, hows, op, name, reproducible, algorithm)
     like = x
     if keep:
         arrays, like = [array.copy() for array in arrays], fresh(structure, x)
-        targets = [_place_of_result(communicator, *one) for one in zip(arrays, hows, targets, strict=True)]
+        targets = [
+            _place_of_result(communicator, *one) for one in zip(arrays, hows, targets, strict=True)
+        ]
 
     def together() -> Generator[Stage, None, Any]:
-        results = yield from reduce_together(communicator, arrays, hows, targets, reproducible, algorithm=algorithm, opens=True)
+        results = yield from reduce_together(
+            communicator, arrays, hows, targets, reproducible, algorithm=algorithm, opens=True
+        )
         return unflatten(structure, results, like)
 
     is_entered = all(array.dtype == how.result for array, how in zip(arrays, hows, strict=True))
     return Reducing(what, digest, together(), op, is_entered=is_entered)
 
 
-def _place_of_result(communicator: Communicator, copy: NDArray[Any], how: Reduction, target: NDArray[Any] | None) -> NDArray[Any] | None:
+def _place_of_result(
+    communicator: Communicator, copy: NDArray[Any], how: Reduction, target: NDArray[Any] | None
+) -> NDArray[Any] | None:
     """Return where the result of a started call goes: into the copy of what was brought, where ranks combine what lies in memory."""
-    is_place = target is None and communicator.is_shared and copy.dtype == how.result and not how.is_packed
+    is_place = (
+        target is None and communicator.is_shared and copy.dtype == how.result and not how.is_packed
+    )
     return copy if is_place else target
 
 
 def agree(
-    communicator: Communicator, name: str, op: str, numbers: NDArray[Any], timeout: float | None, said: tuple[str, int] | None = None
+    communicator: Communicator,
+    name: str,
+    op: str,
+    numbers: NDArray[Any],
+    timeout: float | None,
+    said: tuple[str, int] | None = None,
 ) -> NDArray[Any]:
     """Return a few numbers of all ranks, combined elementwise: a small agreement that is made again and again. Collective.
 
@@ -212,15 +274,29 @@ def agree(
         said: This call in words, and the fingerprint that is compared; None for those of `name`.
     """
     made = call_prepared(
-        communicator, (name, op, numbers.dtype, numbers.shape), numbers, None, timeout, lambda x, _: reduce_request(communicator, x, op, name=name), said
+        communicator,
+        (name, op, numbers.dtype, numbers.shape),
+        numbers,
+        None,
+        timeout,
+        lambda x, _: reduce_request(communicator, x, op, name=name),
+        said,
     )
     if made is None:
         what = name if said is None else said[0]
-        made = communicator.perform(what, lambda: agreement_request(communicator, name, op, numbers, said), timeout)
+        made = communicator.perform(
+            what, lambda: agreement_request(communicator, name, op, numbers, said), timeout
+        )
     return made  # type: ignore[no-any-return]
 
 
-def agreement_request(communicator: Communicator, name: str, op: str, numbers: NDArray[Any], said: tuple[str, int] | None) -> Request:
+def agreement_request(
+    communicator: Communicator,
+    name: str,
+    op: str,
+    numbers: NDArray[Any],
+    said: tuple[str, int] | None,
+) -> Request:
     """Return the request of such a call; see `agree`."""
     request = reduce_request(communicator, numbers, op, name=name)
     return request if said is None else Request(*said, request.body)

@@ -51,13 +51,19 @@ if TYPE_CHECKING:
 
 __all__ = ["all_reduce_shards", "shards_request"]
 
-_SMALL_BYTES = 1 << 16  # of all nodes together: up to here each rank gets all, and no second round is needed
+_SMALL_BYTES = (
+    1 << 16
+)  # of all nodes together: up to here each rank gets all, and no second round is needed
 _OPS = ("sum", "mean")
 _SHOWN_MAX = 8  # ids, or ranges of them, that a message names
 
 
 def all_reduce_shards(
-    shards: Mapping[int, Any], op: str = "sum", *, group: Group | None = None, timeout: float | None = None
+    shards: Mapping[int, Any],
+    op: str = "sum",
+    *,
+    group: Group | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Combine numbered shards, each brought by one rank, and give every rank the result.
 
@@ -119,7 +125,11 @@ class _Kind(NamedTuple):
         """Return it in words."""
         shown = ", ".join(f"{DTYPE_NAMES[index]}{list(shape)}" for index, shape in self.arrays[:3])
         more = ", …" if len(self.arrays) > 3 else ""
-        return shown if self.structure.kind == "leaf" else f"{describe(self.structure)} of {shown}{more}"
+        return (
+            shown
+            if self.structure.kind == "leaf"
+            else f"{describe(self.structure)} of {shown}{more}"
+        )
 
 
 class _Told(NamedTuple):
@@ -141,7 +151,12 @@ class _Told(NamedTuple):
 
 
 def shards_request(
-    communicator: Communicator, shards: Any, op: Any, *, name: str = "all_reduce_shards", digest: int = 0
+    communicator: Communicator,
+    shards: Any,
+    op: Any,
+    *,
+    name: str = "all_reduce_shards",
+    digest: int = 0,
 ) -> Request:
     """Check the arguments of an all-reduce of shards and return the request; `digest` must be the same on all ranks too."""
     ids, leaves, kind = _checked(shards)
@@ -152,7 +167,9 @@ def shards_request(
 
         given, op = op, op_of(str(op).lower())
         if op not in _OPS:
-            raise ConfigError(f"op of all_reduce_shards must be one of {', '.join(_OPS)}, not {given!r}{op_hint(given, _OPS)}")
+            raise ConfigError(
+                f"op of all_reduce_shards must be one of {', '.join(_OPS)}, not {given!r}{op_hint(given, _OPS)}"
+            )
     for index, _ in () if kind is None else kind.arrays:
         reduction(op, dtype_from_index(index))  # refuses a dtype that has no sum
     told = _Told(tuple(runs_of(ids)), kind)
@@ -164,26 +181,37 @@ def shards_request(
     def body() -> Generator[Stage, None, Any]:
         everyone = [told]
         if communicator.size > 1:
-            everyone = [_unpacked(data) for data in (yield from gather_bytes(communicator, _packed(told)))]
+            everyone = [
+                _unpacked(data) for data in (yield from gather_bytes(communicator, _packed(told)))
+            ]
             wrong = _first_wrong(everyone)
             if wrong:
-                table = {communicator.members[rank]: one.describe() for rank, one in enumerate(everyone)}
+                table = {
+                    communicator.members[rank]: one.describe() for rank, one in enumerate(everyone)
+                }
                 raise MismatchError(f"{name}: {wrong}", table)
         agreed = next(one.kind for one in everyone if one.kind is not None)
         results: list[Any] = [None] * len(agreed.arrays)
         runs = tuple(one.runs for one in everyone)
         hows = [reduction(op, dtype_from_index(index)) for index, _ in agreed.arrays]
-        for how, places in groupby(sorted(range(len(hows)), key=lambda place: hows[place].source), key=hows.__getitem__):
+        for how, places in groupby(
+            sorted(range(len(hows)), key=lambda place: hows[place].source), key=hows.__getitem__
+        ):
             chosen = list(places)
             shapes = [agreed.arrays[place][1] for place in chosen]
-            flat = {number: _joined([arrays[place] for place in chosen]) for number, arrays in leaves.items()}
+            flat = {
+                number: _joined([arrays[place] for place in chosen])
+                for number, arrays in leaves.items()
+            }
             total = yield from _total(communicator, flat, runs, how, sum(map(_size, shapes)))
             ends = list(accumulate(map(_size, shapes)))
             for place, shape, end in zip(chosen, shapes, ends, strict=True):
                 results[place] = total[end - _size(shape) : end].reshape(shape)
         return given_back(like, unflatten(agreed.structure, results, like))
 
-    return Request(f"{name}({op}, {_shown(told.runs)})", fingerprint("all_reduce_shards", op, digest), body())
+    return Request(
+        f"{name}({op}, {_shown(told.runs)})", fingerprint("all_reduce_shards", op, digest), body()
+    )
 
 
 def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Kind | None]:
@@ -193,7 +221,9 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
         ConfigError: Wrong ids, or shards that do not fit together.
     """
     if not isinstance(shards, Mapping):
-        raise ConfigError(f"shards must be a dict of id -> array, {{}} for none, not {type(shards).__name__}")
+        raise ConfigError(
+            f"shards must be a dict of id -> array, {{}} for none, not {type(shards).__name__}"
+        )
     leaves: dict[int, list[NDArray[Any]]] = {}
     kinds: dict[int, _Kind] = {}
     for given, value in shards.items():
@@ -205,7 +235,9 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
         for array in arrays:
             finite.look(array, f"shard {number} of all_reduce_shards")
         leaves[number] = arrays
-        kinds[number] = _Kind(structure, tuple((dtype_index(array.dtype), array.shape) for array in arrays))
+        kinds[number] = _Kind(
+            structure, tuple((dtype_index(array.dtype), array.shape) for array in arrays)
+        )
     ids = sorted(leaves)
     for number in ids:
         if kinds[number] != kinds[ids[0]]:
@@ -217,7 +249,12 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
 
 
 def _packed(told: _Told) -> bytes:
-    return pack_object([told.runs, None if told.kind is None else [plain_structure(told.kind.structure), told.kind.arrays]])
+    return pack_object(
+        [
+            told.runs,
+            None if told.kind is None else [plain_structure(told.kind.structure), told.kind.arrays],
+        ]
+    )
 
 
 def _unpacked(data: bytes) -> _Told:
@@ -227,7 +264,9 @@ def _unpacked(data: bytes) -> _Told:
 
 def _first_wrong(everyone: Sequence[_Told]) -> str:
     """Return in words why what the ranks bring cannot be combined, or an empty text."""
-    found = {one.kind: rank for rank, one in reversed(list(enumerate(everyone))) if one.kind is not None}
+    found = {
+        one.kind: rank for rank, one in reversed(list(enumerate(everyone))) if one.kind is not None
+    }
     if not found:
         return "no rank brings a shard: there is nothing to combine"
     if len(found) > 1:
@@ -236,17 +275,24 @@ def _first_wrong(everyone: Sequence[_Told]) -> str:
         return "classes of dataclasses do not travel, so every rank must bring a shard; or pass dicts: dataclasses.asdict(x)"
     twice, missing = [], []
     reached, last = 0, 0  # all ids below are accounted for; the rank that brings the one just below
-    for start, stop, rank in sorted((start, stop, rank) for rank, one in enumerate(everyone) for start, stop in one.runs):
+    for start, stop, rank in sorted(
+        (start, stop, rank) for rank, one in enumerate(everyone) for start, stop in one.runs
+    ):
         if start < reached:
             twice.append(((start, min(stop, reached)), (last, rank)))
         elif start > reached:
             missing.append((reached, start))
         if stop > reached:
             reached, last = stop, rank
-    words = [f"{_shown([run])} {'are' if run[1] - run[0] > 1 else 'is'} brought by ranks {one} and {other}" for run, (one, other) in twice[:3]]
+    words = [
+        f"{_shown([run])} {'are' if run[1] - run[0] > 1 else 'is'} brought by ranks {one} and {other}"
+        for run, (one, other) in twice[:3]
+    ]
     if missing:
         words.append(f"nobody brings {_shown(missing)}")
-    return "; ".join(words) + ("" if not words else ". The ids of all ranks must be 0 to n-1, each once")
+    return "; ".join(words) + (
+        "" if not words else ". The ids of all ranks must be 0 to n-1, each once"
+    )
 
 
 def _shown(runs: Sequence[tuple[int, int]]) -> str:
@@ -258,7 +304,10 @@ def _shown(runs: Sequence[tuple[int, int]]) -> str:
     """
     if not runs:
         return "no shard"
-    shown = [str(start) if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in runs[:_SHOWN_MAX]]
+    shown = [
+        str(start) if stop == start + 1 else f"{start}-{stop - 1}"
+        for start, stop in runs[:_SHOWN_MAX]
+    ]
     is_one = len(runs) == 1 and runs[0][1] == runs[0][0] + 1
     return f"{'shard' if is_one else 'shards'} {', '.join(shown)}{', …' if len(runs) > _SHOWN_MAX else ''}"
 
@@ -272,11 +321,17 @@ def _size(shape: tuple[int, ...]) -> int:
 
 def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Return one flat array of all elements."""
-    return np.ascontiguousarray(arrays[0]).reshape(-1) if len(arrays) == 1 else np.concatenate([one.reshape(-1) for one in arrays])
+    return (
+        np.ascontiguousarray(arrays[0]).reshape(-1)
+        if len(arrays) == 1
+        else np.concatenate([one.reshape(-1) for one in arrays])
+    )
 
 
 @lru_cache(maxsize=64)
-def _nodes(runs: tuple[tuple[tuple[int, int], ...], ...]) -> tuple[list[list[tuple[int, int]]], int]:
+def _nodes(
+    runs: tuple[tuple[tuple[int, int], ...], ...],
+) -> tuple[list[list[tuple[int, int]]], int]:
     """Return which nodes of the tree each rank can sum alone, and how many shards there are."""
     count = max(stop for one in runs for _, stop in one)
     return [whole_nodes(one, count) for one in runs], count
@@ -298,9 +353,15 @@ def _total(
     own = chunks[rank]
     # Every rank sends the nodes that it can sum alone, cut by elements; each rank goes on with its own elements, or, where
     # that is quicker, every rank with all of them.
-    sent = [0 if peer == rank else len(nodes[rank]) * chunk.count for peer, chunk in enumerate(chunks)]
+    sent = [
+        0 if peer == rank else len(nodes[rank]) * chunk.count for peer, chunk in enumerate(chunks)
+    ]
     matrix = tuple(
-        tuple(0 if peer == source else len(nodes[source]) * chunk.count for peer, chunk in enumerate(chunks)) for source in range(size)
+        tuple(
+            0 if peer == source else len(nodes[source]) * chunk.count
+            for peer, chunk in enumerate(chunks)
+        )
+        for source in range(size)
     )
     arrived = [row[rank] for row in matrix]
     work = np.empty(sum(sent) + sum(arrived), how.accumulate)

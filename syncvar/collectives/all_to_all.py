@@ -35,9 +35,15 @@ _DIMENSIONS_MAX = 64  # of an array, as NumPy has it
 
 @entered(takes_numbers=False)
 def all_to_all(
-    parts: Any, *, out: Any = None,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    parts: Any,
+    *,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+    **_foreign: Never,
+) -> Any:
     """Give part d to rank d, and get from each rank the part it has for this one.
 
     Args:
@@ -63,16 +69,27 @@ def all_to_all(
         >>> sv.all_to_all([np.arange(3)])
         [array([0, 1, 2])]
     """
-    return make_call(all_to_all, _form, _request, parts, out, group, async_op, timeout, _foreign, (algorithm,))
+    return make_call(
+        all_to_all, _form, _request, parts, out, group, async_op, timeout, _foreign, (algorithm,)
+    )
 
 
-def _form(communicator: Communicator, parts: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:
+def _form(
+    communicator: Communicator, parts: Any, _out: Any, how: tuple[Any, ...]
+) -> NDArray[Any] | None:
     (algorithm,) = how
-    is_plain = type(parts) is np.ndarray and algorithm is None and parts.ndim and parts.shape[0] % communicator.size == 0
+    is_plain = (
+        type(parts) is np.ndarray
+        and algorithm is None
+        and parts.ndim
+        and parts.shape[0] % communicator.size == 0
+    )
     return parts if is_plain else None
 
 
-def _request(communicator: Communicator, parts: Any, out: Any, keep: bool, algorithm: str | None) -> Moving:
+def _request(
+    communicator: Communicator, parts: Any, out: Any, keep: bool, algorithm: str | None
+) -> Moving:
     """Check the arguments and return the request; `keep` takes copies of the parts now."""
     size, rank = communicator.size, communicator.member_rank
     mine = cut(parts, communicator, "all_to_all")
@@ -89,7 +106,10 @@ def _request(communicator: Communicator, parts: Any, out: Any, keep: bool, algor
     def general() -> Generator[Stage, None, list[NDArray[Any]]]:
         told = [unpack_object(data) for data in (yield from gather_bytes(communicator, packed))]
         if any(index != told[0][0] for index, _ in told):
-            table = {communicator.members[rank]: f"brings {DTYPE_NAMES[index]}" for rank, (index, _) in enumerate(told)}
+            table = {
+                communicator.members[rank]: f"brings {DTYPE_NAMES[index]}"
+                for rank, (index, _) in enumerate(told)
+            }
             raise MismatchError("all_to_all: the parts must have one dtype on all ranks", table)
         made = yield from _exchanged(communicator, mine, [shapes for _, shapes in told], algorithm)
         if outs is not None:
@@ -100,7 +120,12 @@ def _request(communicator: Communicator, parts: Any, out: Any, keep: bool, algor
         rows = shape[0]
         mine = [x[place * rows : (place + 1) * rows] for place in range(size)]
         made = np.empty(x.shape, x.dtype) if out is None else out
-        is_like_x = type(made) is np.ndarray and made.shape == x.shape and made.dtype == x.dtype and made.flags.carray
+        is_like_x = (
+            type(made) is np.ndarray
+            and made.shape == x.shape
+            and made.dtype == x.dtype
+            and made.flags.carray
+        )
         if is_like_x and not np.may_share_memory(made, x):
             targets = [made[place * rows : (place + 1) * rows] for place in range(size)]
             return _sides(mine, targets, rank)._replace(made=made, parts=size)
@@ -108,17 +133,31 @@ def _request(communicator: Communicator, parts: Any, out: Any, keep: bool, algor
 
     layout = None
     if moves(communicator, "all_to_all", algorithm):
-        takes = tuple((peer, place_of(peer, rank)) for peer in ((rank + distance) % size for distance in range(1, size)))
+        takes = tuple(
+            (peer, place_of(peer, rank))
+            for peer in ((rank + distance) % size for distance in range(1, size))
+        )
         is_alike = all(part.shape == shape for part in mine)
-        layout = Layout(detail_of(dtype, shape), dtype, shape, size - 1, takes, most_takes=size - 1) if is_alike else UNMOVED
+        layout = (
+            Layout(detail_of(dtype, shape), dtype, shape, size - 1, takes, most_takes=size - 1)
+            if is_alike
+            else UNMOVED
+        )
     what = f"all_to_all({dtype.name}, {sum(part.nbytes for part in mine)} bytes)"
     return Moving(
-        what, fingerprint("all_to_all", algorithm), layout,
-        arrange=lambda: _blocks(mine, shape, outs, rank), finish=finish, general=general, front=front,
-    )  # fmt: skip
+        what,
+        fingerprint("all_to_all", algorithm),
+        layout,
+        arrange=lambda: _blocks(mine, shape, outs, rank),
+        finish=finish,
+        general=general,
+        front=front,
+    )
 
 
-def _checked_outs(out: Any, communicator: Communicator, mine: list[NDArray[Any]]) -> list[NDArray[Any]]:
+def _checked_outs(
+    out: Any, communicator: Communicator, mine: list[NDArray[Any]]
+) -> list[NDArray[Any]]:
     """Return one array to write to for each rank that takes part.
 
     Raises:
@@ -129,22 +168,36 @@ def _checked_outs(out: Any, communicator: Communicator, mine: list[NDArray[Any]]
     size = len(communicator.whole)
     if isinstance(out, np.ndarray) and out.ndim:
         outs = [out[chunk.start : chunk.stop] for chunk in even_chunks(out.shape[0], len(mine))]
-    elif isinstance(out, list | tuple) and len(out) == size and all(isinstance(one, np.ndarray) for one in out):
+    elif (
+        isinstance(out, list | tuple)
+        and len(out) == size
+        and all(isinstance(one, np.ndarray) for one in out)
+    ):
         outs = [out[rank] for rank in communicator.present]
     else:
-        raise ConfigError(f"out must be a list of {size} arrays, or one array to be cut along axis 0")
+        raise ConfigError(
+            f"out must be a list of {size} arrays, or one array to be cut along axis 0"
+        )
     for one in outs:
         if any(np.may_share_memory(one, part) for part in mine):
-            raise ConfigError("out overlaps the parts that are given: pass another array, or leave it out")
+            raise ConfigError(
+                "out overlaps the parts that are given: pass another array, or leave it out"
+            )
     return outs
 
 
-def _blocks(mine: list[NDArray[Any]], shape: tuple[int, ...], outs: list[NDArray[Any]] | None, rank: int) -> Blocks | None:
+def _blocks(
+    mine: list[NDArray[Any]], shape: tuple[int, ...], outs: list[NDArray[Any]] | None, rank: int
+) -> Blocks | None:
     """Return the arrays of a call whose parts all have one shape; None where they cannot be written to piece by piece."""
     size, dtype = len(mine), mine[0].dtype
     if outs is None:
         is_one = 0 < len(shape) < _DIMENSIONS_MAX
-        made = list(np.empty((size, *shape), dtype)) if is_one else [np.empty(shape, dtype) for _ in mine]
+        made = (
+            list(np.empty((size, *shape), dtype))
+            if is_one
+            else [np.empty(shape, dtype) for _ in mine]
+        )
     else:
         made = outs
         if any(one.shape != shape or one.dtype != dtype or not one.flags.carray for one in made):
@@ -158,7 +211,10 @@ def _sides(mine: list[NDArray[Any]], made: list[NDArray[Any]], rank: int) -> Blo
 
 
 def _exchanged(
-    communicator: Communicator, mine: list[NDArray[Any]], shapes: list[list[list[int]]], algorithm: str | None
+    communicator: Communicator,
+    mine: list[NDArray[Any]],
+    shapes: list[list[list[int]]],
+    algorithm: str | None,
 ) -> Generator[Stage, None, list[NDArray[Any]]]:
     size, rank = communicator.size, communicator.member_rank
     matrix = tuple(tuple(prod(shape) for shape in row) for row in shapes)

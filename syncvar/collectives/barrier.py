@@ -24,7 +24,9 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 @entered(nothing=_NOTHING, positions=0)
-def barrier(*, group: Group | None = None, timeout: float | None = None, async_op: bool = False) -> Any:
+def barrier(
+    *, group: Group | None = None, timeout: float | None = None, async_op: bool = False
+) -> Any:
     """Wait until every rank of the group has called this.
 
     Args:
@@ -44,7 +46,9 @@ def barrier(*, group: Group | None = None, timeout: float | None = None, async_o
         >>> sv.barrier()
     """
     work = make_call(barrier, None, _request, _NOTHING, None, group, async_op, timeout, {})
-    return None if isinstance(work, np.ndarray) else work  # a prepared call that Python runs returns an array without elements
+    return (
+        None if isinstance(work, np.ndarray) else work
+    )  # a prepared call that Python runs returns an array without elements
 
 
 def _request(communicator: Communicator, _x: Any, _out: None, _keep: bool) -> _Meeting:
@@ -56,6 +60,12 @@ class _Meeting(Repeatable):
 
     __slots__ = ()
 
-    def prepared(self, communicator: Communicator, like: NDArray[Any], make: Make) -> PreparedCall | None:
+    def prepared(
+        self, communicator: Communicator, like: NDArray[Any], make: Make
+    ) -> PreparedCall | None:
         """Return what makes calls that are alike; see `Repeatable`."""
-        return prepare_barrier(communicator, self.digest, self.what) if communicator.forced("barrier") is None else never
+        return (
+            prepare_barrier(communicator, self.digest, self.what)
+            if communicator.forced("barrier") is None
+            else never
+        )

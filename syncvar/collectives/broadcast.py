@@ -38,9 +38,16 @@ __all__ = ["broadcast", "broadcast_blocks", "broadcast_request"]
 
 @entered(second="root", usual=0, positions=2)
 def broadcast(
-    x: Any, root: int = 0, *, out: Any = None,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    x: Any,
+    root: int = 0,
+    *,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+    **_foreign: Never,
+) -> Any:
     """Give every rank the root's value.
 
     Args:
@@ -67,16 +74,36 @@ def broadcast(
         >>> sv.broadcast(np.arange(3))
         array([0, 1, 2])
     """
-    return make_call(broadcast, _form, broadcast_request, x, out, group, async_op, timeout, _foreign, (root, algorithm))
+    return make_call(
+        broadcast,
+        _form,
+        broadcast_request,
+        x,
+        out,
+        group,
+        async_op,
+        timeout,
+        _foreign,
+        (root, algorithm),
+    )
 
 
-def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:
+def _form(
+    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+) -> NDArray[Any] | None:
     root, algorithm = how
     return plain_array(x) if type(root) is int and algorithm is None else None
 
 
 def broadcast_request(
-    communicator: Communicator, x: Any, out: Any = None, keep: bool = False, root: int = 0, algorithm: str | None = None, *, name: str = "broadcast"
+    communicator: Communicator,
+    x: Any,
+    out: Any = None,
+    keep: bool = False,
+    root: int = 0,
+    algorithm: str | None = None,
+    *,
+    name: str = "broadcast",
 ) -> Moving:
     """Check the arguments of a broadcast and return the request; `keep` takes copies of what the root brings."""
     root = checked_root(root, communicator)
@@ -89,7 +116,13 @@ def broadcast_request(
         like = fresh(structure, x) if keep else x
         kinds = [(dtype_index(array.dtype), array.shape) for array in arrays]
         record = Record(BYTES, nbytes=fingerprint(structure, tuple(kinds)))
-        skeleton = pack_object([plain_structure(structure), [[index, list(shape)] for index, shape in kinds]]) if is_root else b""
+        skeleton = (
+            pack_object(
+                [plain_structure(structure), [[index, list(shape)] for index, shape in kinds]]
+            )
+            if is_root
+            else b""
+        )
     elif x is not None:
         record = array_record(arrays[0])
     if keep and is_root:
@@ -102,30 +135,54 @@ def broadcast_request(
             require_same(communicator, f"{name} from rank {root}", records, records)
         theirs = records[root]
         if theirs.kind == BYTES:
-            absent = [communicator.members[rank] for rank, one in enumerate(records) if one.kind == NOTHING]
-            return (yield from _structure_body(communicator, arrays, skeleton, root, like, name, absent))
+            absent = [
+                communicator.members[rank]
+                for rank, one in enumerate(records)
+                if one.kind == NOTHING
+            ]
+            return (
+                yield from _structure_body(communicator, arrays, skeleton, root, like, name, absent)
+            )
         if theirs.kind != ARRAY:
             raise MismatchError(f"{name}: the root (rank {root}) brings no value")
         dtype = dtype_from_index(theirs.dtype)
-        result = (yield from broadcast_flat(communicator, arrays[0] if is_root else None, theirs.shape, dtype, root, algorithm))
-        return deliver(result, out)  # looked at when this rank's part is done: others may be waiting for what it passes on
+        result = yield from broadcast_flat(
+            communicator, arrays[0] if is_root else None, theirs.shape, dtype, root, algorithm
+        )
+        return deliver(
+            result, out
+        )  # looked at when this rank's part is done: others may be waiting for what it passes on
 
     layout = None
     if moves(communicator, "broadcast", algorithm):
         layout = _layout(arrays[0], root, is_root=is_root) if record.kind == ARRAY else UNMOVED
-    shown = "None" if x is None else "structure" if structure is not None else f"{arrays[0].dtype.name}{list(arrays[0].shape)}"
+    shown = (
+        "None"
+        if x is None
+        else "structure"
+        if structure is not None
+        else f"{arrays[0].dtype.name}{list(arrays[0].shape)}"
+    )
     return Moving(
-        f"{name}(root {root}, {shown})", fingerprint(name, root, algorithm), layout,
+        f"{name}(root {root}, {shown})",
+        fingerprint(name, root, algorithm),
+        layout,
         arrange=lambda: broadcast_blocks(arrays[0], out, is_root=is_root),
         finish=lambda made: deliver(made, out),
         general=general,
         front=lambda x, out: fits_out(broadcast_blocks(x, out, is_root=is_root), out),
-    )  # fmt: skip
+    )
 
 
 def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> Layout:
     """Return how an array is moved where all ranks bring one of its shape and dtype."""
-    return Layout(detail_of(array.dtype, array.shape), array.dtype, array.shape, 1, () if is_root else ((root, 0),))
+    return Layout(
+        detail_of(array.dtype, array.shape),
+        array.dtype,
+        array.shape,
+        1,
+        () if is_root else ((root, 0),),
+    )
 
 
 def broadcast_blocks(array: NDArray[Any], out: Any, *, is_root: bool) -> Blocks:
@@ -140,7 +197,13 @@ def broadcast_blocks(array: NDArray[Any], out: Any, *, is_root: bool) -> Blocks:
 
 
 def _structure_body(
-    communicator: Communicator, arrays: list[NDArray[Any]], skeleton: bytes, root: int, like: Any, name: str, absent: list[int]
+    communicator: Communicator,
+    arrays: list[NDArray[Any]],
+    skeleton: bytes,
+    root: int,
+    like: Any,
+    name: str,
+    absent: list[int],
 ) -> Generator[Stage, None, Any]:
     is_root = communicator.member_rank == root
     plain, kinds = unpack_object((yield from broadcast_bytes(communicator, skeleton, root)))

@@ -113,19 +113,51 @@ def make_call(
         form = x if form_of is None else form_of(communicator, x, out, how)
         if form is not None:
             key = (make, how) if form_of is None else (make, how, form.dtype, form.shape)
-            ready = _ready(communicator, key, form, x, out, lambda x, out: make(communicator, x, out, False, *how), public, how)
+            ready = _ready(
+                communicator,
+                key,
+                form,
+                x,
+                out,
+                lambda x, out: make(communicator, x, out, False, *how),
+                public,
+                how,
+            )
             if ready is not None:
-                result = _begun(ready, form, out, timeout) if async_op else ready(form, out, None, timeout)
+                result = (
+                    _begun(ready, form, out, timeout)
+                    if async_op
+                    else ready(form, out, None, timeout)
+                )
                 if result is not None:
                     return None if result is NOTHING else result
     if is_foreign(x, out):
-        return in_kind(lambda x, out=None: make_call(public, form_of, make, x, out, group, async_op, timeout, {}, how), x, out)
-    return communicator.perform(public.__name__, partial(make, communicator, x, out, async_op, *how), timeout, async_op=async_op)
+        return in_kind(
+            lambda x, out=None: make_call(
+                public, form_of, make, x, out, group, async_op, timeout, {}, how
+            ),
+            x,
+            out,
+        )
+    return communicator.perform(
+        public.__name__,
+        partial(make, communicator, x, out, async_op, *how),
+        timeout,
+        async_op=async_op,
+    )
 
 
 def call_prepared(
-    communicator: Communicator, key: Hashable, form: Any, out: Any, timeout: float | None, make: Make, said: Said | None = None,
-    *, public: Any = None, how: tuple[Any, ...] = (),
+    communicator: Communicator,
+    key: Hashable,
+    form: Any,
+    out: Any,
+    timeout: float | None,
+    make: Make,
+    said: Said | None = None,
+    *,
+    public: Any = None,
+    how: tuple[Any, ...] = (),
 ) -> Any:
     """Make a call by its prepared call; None where nothing has been done, because there is none or it does not serve.
 
@@ -139,13 +171,24 @@ def call_prepared(
         said: This call in words, and the fingerprint that is compared; None for those of the request.
         public: A function with an entrance, which may find such calls from now on; None for none.
         how: As for `make_call`.
-    """  # fmt: skip
+    """
     ready = _ready(communicator, key, form, form, out, make, public, how)
-    return None if ready is None or not (timeout is None or is_seconds(timeout)) else ready(form, out, said, timeout)
+    return (
+        None
+        if ready is None or not (timeout is None or is_seconds(timeout))
+        else ready(form, out, said, timeout)
+    )
 
 
 def _ready(
-    communicator: Communicator, key: Hashable, form: Any, x: Any, out: Any, make: Make, public: Any, how: tuple[Any, ...]
+    communicator: Communicator,
+    key: Hashable,
+    form: Any,
+    x: Any,
+    out: Any,
+    make: Make,
+    public: Any,
+    how: tuple[Any, ...],
 ) -> PreparedCall | None:
     """Return the prepared call of a key; the entrance of the public function finds it if all else that it is made with is as usual."""
     ready = communicator.prepared_calls.get(key)
@@ -177,7 +220,11 @@ def plain_array(x: Any) -> NDArray[Any] | None:
     kind = type(x)
     if kind is np.ndarray:
         return x  # type: ignore[no-any-return]
-    is_list = (kind is list or kind is tuple) and len(x) <= _NUMBERS_MAX and _NUMBERS.issuperset(map(type, x))
+    is_list = (
+        (kind is list or kind is tuple)
+        and len(x) <= _NUMBERS_MAX
+        and _NUMBERS.issuperset(map(type, x))
+    )
     if not is_list and kind not in _NUMBERS and not isinstance(x, np.generic):
         return None
     try:

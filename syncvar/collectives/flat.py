@@ -25,8 +25,17 @@ if TYPE_CHECKING:
     from syncvar.engine.group import Communicator
 
 __all__ = [
-    "AT_ONCE", "HEAD", "broadcast_bytes", "broadcast_flat", "exchange", "exchange_bytes", "gather_bytes", "gather_flat", "require_same", "scatter_flat",
-]  # fmt: skip
+    "AT_ONCE",
+    "HEAD",
+    "broadcast_bytes",
+    "broadcast_flat",
+    "exchange",
+    "exchange_bytes",
+    "gather_bytes",
+    "gather_flat",
+    "require_same",
+    "scatter_flat",
+]
 
 AT_ONCE = 248  # bytes that travel with their length; with it four cache lines
 HEAD = struct.Struct(f"<Q{AT_ONCE}s")
@@ -41,17 +50,28 @@ def broadcast_flat(
     algorithm: str | None = None,
 ) -> Generator[Stage, None, NDArray[Any]]:
     """Broadcast an array whose shape and dtype all ranks know; `mine` is the root's value."""
-    result: NDArray[Any] = np.empty(shape, dtype) if mine is None else np.array(mine, dtype=dtype, order="C", copy=True)
+    result: NDArray[Any] = (
+        np.empty(shape, dtype)
+        if mine is None
+        else np.array(mine, dtype=dtype, order="C", copy=True)
+    )
     work = result.reshape(-1)
-    yield Stage(communicator.plan("broadcast", work.size, work.itemsize, root=root, algorithm=algorithm), work)
+    yield Stage(
+        communicator.plan("broadcast", work.size, work.itemsize, root=root, algorithm=algorithm),
+        work,
+    )
     return result
 
 
-def broadcast_bytes(communicator: Communicator, mine: bytes, root: int) -> Generator[Stage, None, bytes]:
+def broadcast_bytes(
+    communicator: Communicator, mine: bytes, root: int
+) -> Generator[Stage, None, bytes]:
     """Broadcast bytes whose length only the root knows."""
     records = yield from exchange(communicator, Record(BYTES, nbytes=len(mine)))
     data = np.frombuffer(mine, np.uint8) if communicator.member_rank == root else None
-    result = yield from broadcast_flat(communicator, data, (records[root].nbytes,), np.dtype(np.uint8), root)
+    result = yield from broadcast_flat(
+        communicator, data, (records[root].nbytes,), np.dtype(np.uint8), root
+    )
     return result.tobytes()
 
 
@@ -84,7 +104,9 @@ def scatter_flat(
     """Scatter a flat array whose counts all ranks know; returns a view of this rank's block."""
     work = np.empty(sum(counts), dtype) if whole is None else whole
     start = list(accumulate(counts, initial=0))[communicator.member_rank]
-    yield Stage(communicator.plan("scatter", counts, work.itemsize, root=root, algorithm=algorithm), work)
+    yield Stage(
+        communicator.plan("scatter", counts, work.itemsize, root=root, algorithm=algorithm), work
+    )
     return work[start : start + counts[communicator.member_rank]]
 
 
@@ -95,7 +117,10 @@ def gather_bytes(
 
     Cost: one exchange of small frames; where somebody has more than these hold, another round for all.
     """
-    heads = [HEAD.unpack(head) for head in (yield from exchange_bytes(communicator, HEAD.pack(len(mine), mine)))]
+    heads = [
+        HEAD.unpack(head)
+        for head in (yield from exchange_bytes(communicator, HEAD.pack(len(mine), mine)))
+    ]
     counts = tuple(count for count, _ in heads)
     if max(counts) <= AT_ONCE:
         return [data[:count] for count, data in heads]
@@ -124,12 +149,16 @@ def exchange_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, 
     return [everything[start : start + size] for start in range(0, len(everything), size)]
 
 
-def require_same(communicator: Communicator, what: str, values: list[Any], records: list[Record]) -> None:
+def require_same(
+    communicator: Communicator, what: str, values: list[Any], records: list[Record]
+) -> None:
     """Raise MismatchError on every rank unless all `values` are equal.
 
     Raises:
         MismatchError: They differ; the table tells what each rank brings.
     """
     if any(value != values[0] for value in values):
-        table = {communicator.members[rank]: record.describe() for rank, record in enumerate(records)}
+        table = {
+            communicator.members[rank]: record.describe() for rank, record in enumerate(records)
+        }
         raise MismatchError(f"{what}: the ranks bring values that do not fit together", table)

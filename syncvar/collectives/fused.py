@@ -60,7 +60,9 @@ def reduce_together(
         plan = communicator.plan("all_reduce", sum(sizes), 1, reproducible=reproducible)
         are_at_once, longest = in_one_exchange(sizes, communicator.size)
         if are_at_once and all(_is_shared(plan, how) for how in kinds):
-            yield from _side_by_side(plan, kinds, longest, arrays, targets, communicator.size, results)
+            yield from _side_by_side(
+                plan, kinds, longest, arrays, targets, communicator.size, results
+            )
             return results
     for how, places in kinds.items():
         if len(places) == 1:
@@ -70,9 +72,14 @@ def reduce_together(
             )
             continue
         made = yield from _fused(
-            communicator, [arrays[index] for index in places], how, [targets[index] for index in places],
-            reproducible, apply, algorithm,
-        )  # fmt: skip
+            communicator,
+            [arrays[index] for index in places],
+            how,
+            [targets[index] for index in places],
+            reproducible,
+            apply,
+            algorithm,
+        )
         for index, result in zip(places, made, strict=True):
             results[index] = result
     return results
@@ -90,7 +97,11 @@ def _fused(
     size = communicator.size
     count = sum([how.count(array) for array in arrays])
     plan = communicator.plan(
-        "all_reduce", count, how.accumulate.itemsize, reproducible=reproducible or not how.commutes, algorithm=algorithm
+        "all_reduce",
+        count,
+        how.accumulate.itemsize,
+        reproducible=reproducible or not how.commutes,
+        algorithm=algorithm,
     )
     if _is_shared(plan, how) or not (how.is_packed or any(target is None for target in targets)):
         return (yield from _stored(plan, arrays, how, targets, size, apply))
@@ -107,17 +118,37 @@ def _fused(
 
 
 def _side_by_side(
-    plan: Any, kinds: dict[Reduction, list[int]], longest: int | None, arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None], size: int,
+    plan: Any,
+    kinds: dict[Reduction, list[int]],
+    longest: int | None,
+    arrays: list[NDArray[Any]],
+    targets: Sequence[NDArray[Any] | None],
+    size: int,
     results: list[Any],
 ) -> Generator[Stage, None, None]:
     """Reduce short arrays of several kinds at once, with the long ones of the kind in the place `longest`; the results come to `results`."""
     vectors, stored = [], []
     for how, places in kinds.items():
-        made = _results(how, [arrays[index] for index in places], [targets[index] for index in places])
+        made = _results(
+            how, [arrays[index] for index in places], [targets[index] for index in places]
+        )
         outs = flat_of(made)
-        vectors.append(Vector.of(flat_of([arrays[index] for index in places]), outs, how.ufunc, how.accumulate, size if how.is_mean else 0))
+        vectors.append(
+            Vector.of(
+                flat_of([arrays[index] for index in places]),
+                outs,
+                how.ufunc,
+                how.accumulate,
+                size if how.is_mean else 0,
+            )
+        )
         stored += list(zip(places, made, outs, strict=True))
-    yield Stage(plan, np.empty(0, np.uint8), vector=None if longest is None else vectors.pop(longest), several=vectors)
+    yield Stage(
+        plan,
+        np.empty(0, np.uint8),
+        vector=None if longest is None else vectors.pop(longest),
+        several=vectors,
+    )
     for index, one, out in stored:
         results[index] = _back(one, out)
 
@@ -128,13 +159,20 @@ def _is_shared(plan: Any, how: Reduction) -> bool:
 
 
 def _stored(
-    plan: Any, arrays: list[NDArray[Any]], how: Reduction, targets: Sequence[NDArray[Any] | None], size: int, apply: np.ufunc | None
+    plan: Any,
+    arrays: list[NDArray[Any]],
+    how: Reduction,
+    targets: Sequence[NDArray[Any] | None],
+    size: int,
+    apply: np.ufunc | None,
 ) -> Generator[Stage, None, list[Any]]:
     """Reduce arrays as one vector, and store what becomes of it in their targets."""
     results = _results(how, arrays, targets)
     outs, sources = flat_of(results), flat_of(arrays)
     if _is_shared(plan, how):
-        vector = Vector.of(sources, outs, how.ufunc, how.accumulate, size if how.is_mean else 0, apply)
+        vector = Vector.of(
+            sources, outs, how.ufunc, how.accumulate, size if how.is_mean else 0, apply
+        )
         yield Stage(plan, np.empty(0, how.accumulate), how.ufunc, vector)
     else:
         work = np.concatenate(sources, dtype=how.accumulate, casting="unsafe")
@@ -143,8 +181,13 @@ def _stored(
     return [_back(one, out) for one, out in zip(results, outs, strict=True)]
 
 
-def _results(how: Reduction, arrays: Sequence[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> list[NDArray[Any]]:
-    return [np.empty(array.shape, how.result) if target is None else target for array, target in zip(arrays, targets, strict=True)]
+def _results(
+    how: Reduction, arrays: Sequence[NDArray[Any]], targets: Sequence[NDArray[Any] | None]
+) -> list[NDArray[Any]]:
+    return [
+        np.empty(array.shape, how.result) if target is None else target
+        for array, target in zip(arrays, targets, strict=True)
+    ]
 
 
 def _back(one: NDArray[Any], flat: NDArray[Any]) -> NDArray[Any]:
@@ -166,14 +209,29 @@ def reduce_one(
     """Reduce one array; arguments as of `reduce_together`. minloc and maxloc give two arrays."""
     size = communicator.size
     plan = communicator.plan(
-        "all_reduce", how.count(array), how.accumulate.itemsize, reproducible=reproducible or not how.commutes, algorithm=algorithm
+        "all_reduce",
+        how.count(array),
+        how.accumulate.itemsize,
+        reproducible=reproducible or not how.commutes,
+        algorithm=algorithm,
     )
     if _is_shared(plan, how):
-        if target is not None and array is not target and np.may_share_memory(array, target) and not _are_same(array, target):
+        if (
+            target is not None
+            and array is not target
+            and np.may_share_memory(array, target)
+            and not _are_same(array, target)
+        ):
             array = array.copy()
         (result,) = yield from _stored(plan, [array], how, [target], size, apply)
         return result
-    if isinstance(plan, Prepared) and plan.apart is not None and array.flags.c_contiguous and array.dtype == how.accumulate and not how.is_packed:
+    if (
+        isinstance(plan, Prepared)
+        and plan.apart is not None
+        and array.flags.c_contiguous
+        and array.dtype == how.accumulate
+        and not how.is_packed
+    ):
         flat = array.reshape(-1)
         if target is not None and _takes_sums(target, flat, how, size) and apply is None:
             yield Stage(plan, target.reshape(-1), how.ufunc, brought=flat)
@@ -195,16 +253,27 @@ def _takes_sums(target: NDArray[Any], brought: NDArray[Any], how: Reduction, siz
     Of two ranks the first frame tells that they agree, and nothing is written before it; of more, it tells of one rank.
     A mean is not made in place: what it is made of may still be on its way.
     """
-    is_plain = size == 2 and not how.is_mean and target.dtype == how.accumulate and target.flags.c_contiguous
-    return is_plain and (not np.may_share_memory(brought, target) or _are_same(brought, target.reshape(-1)))
+    is_plain = (
+        size == 2
+        and not how.is_mean
+        and target.dtype == how.accumulate
+        and target.flags.c_contiguous
+    )
+    return is_plain and (
+        not np.may_share_memory(brought, target) or _are_same(brought, target.reshape(-1))
+    )
 
 
-def _apart(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -> list[NDArray[Any]]:
+def _apart(
+    arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]
+) -> list[NDArray[Any]]:
     """Return the arrays, with a copy of each that lies where the result of another one goes, or its own at another place."""
     if _are_strangers(arrays, targets):
         return arrays
     written = sorted(
-        (*np.lib.array_utils.byte_bounds(target), index) for index, target in enumerate(targets) if target is not None
+        (*np.lib.array_utils.byte_bounds(target), index)
+        for index, target in enumerate(targets)
+        if target is not None
     )
     if not written:
         return arrays
@@ -215,7 +284,11 @@ def _apart(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | None]) -
         low, high = np.lib.array_utils.byte_bounds(array)
         last = bisect_left(starts, high)
         first = bisect_right(reach, low, 0, last)
-        reached = {written[place][2] for place in range(first, last) if written[place][1] > low and array.size}
+        reached = {
+            written[place][2]
+            for place in range(first, last)
+            if written[place][1] > low and array.size
+        }
         target = targets[index]
         if target is not None and array.strides == target.strides and _are_same(array, target):
             reached.discard(index)

@@ -19,9 +19,17 @@ __all__ = ["gather"]
 
 @entered(second="root", usual=0, positions=2)
 def gather(
-    x: Any, root: int = 0, *, axis: int = 0, out: Any = None,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    x: Any,
+    root: int = 0,
+    *,
+    axis: int = 0,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+    **_foreign: Never,
+) -> Any:
     """Concatenate the arrays of all ranks, in rank order, on the root.
 
     Args:
@@ -45,13 +53,25 @@ def gather(
         >>> sv.gather(np.arange(3))
         array([0, 1, 2])
     """
-    return make_call(gather, _form, _request, x, out, group, async_op, timeout, _foreign, (root, axis, algorithm))
+    return make_call(
+        gather, _form, _request, x, out, group, async_op, timeout, _foreign, (root, axis, algorithm)
+    )
 
 
-def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:
+def _form(
+    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+) -> NDArray[Any] | None:
     root, axis, algorithm = how
     return gather_form(x, axis) if type(root) is int and algorithm is None else None
 
 
-def _request(communicator: Communicator, x: Any, out: Any, keep: bool, root: int, axis: int, algorithm: str | None) -> Moving:
+def _request(
+    communicator: Communicator,
+    x: Any,
+    out: Any,
+    keep: bool,
+    root: int,
+    axis: int,
+    algorithm: str | None,
+) -> Moving:
     return gather_request(communicator, x, out, keep, axis, algorithm, name="gather", root=root)

@@ -51,7 +51,9 @@ class Group(Taught):
         """Whether this process belongs to the group."""
         return self._communicator.rank is not None
 
-    def split(self, color: int | None, key: int = 0, *, timeout: float | None = None) -> Group | None:
+    def split(
+        self, color: int | None, key: int = 0, *, timeout: float | None = None
+    ) -> Group | None:
         """Split the group: ranks of the same color form a new group, ordered by (key, rank).
 
         Collective over this group.
@@ -67,15 +69,21 @@ class Group(Taught):
         Raises:
             ConfigError: color or key is no integer.
         """
+
         def mine() -> list[int | None]:
-            return [None if color is None else checked_integer("color", color), checked_integer("key", key)]
+            return [
+                None if color is None else checked_integer("color", color),
+                checked_integer("key", key),
+            ]
 
         parent = communicator_of(self)
         current().refuse_in_block("group.split")
         everyone = gather_objects(parent, "split", mine, timeout)
         if color is None:
             return None
-        chosen = sorted((theirs[1], rank) for rank, theirs in enumerate(everyone) if theirs[0] == color)
+        chosen = sorted(
+            (theirs[1], rank) for rank, theirs in enumerate(everyone) if theirs[0] == color
+        )
         members = tuple(parent.members[rank] for _, rank in chosen)
         return Group(current().communicator(_identity(parent, members), members))
 
@@ -174,7 +182,9 @@ def communicator_of(group: Any) -> Communicator:
         raise ConfigError(f"group must be made by sv.new_group or split, not {given}")
     communicator = group._communicator  # noqa: SLF001
     if communicator.engine is not current().engine:
-        raise UsageError("this group belongs to a job that this process has left; make it again after sv.init()")
+        raise UsageError(
+            "this group belongs to a job that this process has left; make it again after sv.init()"
+        )
     return communicator
 
 

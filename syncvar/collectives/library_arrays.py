@@ -62,9 +62,17 @@ def in_kind(call: Callable[..., Any], x: Any, out: Any = None) -> Any:
     mine = _taken(x, places if out is None else {})
     if out is None:
         result = call(mine)
-        return result.then(partial(given_back, _kept(x))) if isinstance(result, Work) else given_back(x, result)
+        return (
+            result.then(partial(given_back, _kept(x)))
+            if isinstance(result, Work)
+            else given_back(x, result)
+        )
     result = call(mine, out=_taken(out, places))
-    return result.then(partial(_written, _kept(out), places)) if isinstance(result, Work) else _written(out, places, result)
+    return (
+        result.then(partial(_written, _kept(out), places))
+        if isinstance(result, Work)
+        else _written(out, places, result)
+    )
 
 
 def _kept(value: Any) -> Any:
@@ -96,7 +104,11 @@ def _exchanged(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
         return value
     library = library_of(value)
     if library is None:
-        return rebuilt(value, [_exchanged(part, places) for part in parts_of(value)]) if is_structure(value) else value
+        return (
+            rebuilt(value, [_exchanged(part, places) for part in parts_of(value)])
+            if is_structure(value)
+            else value
+        )
     try:
         array = library.take(value)
     except Exception as error:  # whatever the library raises: the group has to be told
@@ -119,7 +131,9 @@ def given_back(like: Any, result: Any) -> Any:
         return given_back(parts[0], result) if parts else result
     if isinstance(result, dict):
         return rebuilt(result, [given_back(like[key], part) for key, part in result.items()])
-    return rebuilt(result, [given_back(part, made) for part, made in zip(parts, parts_of(result), strict=True)])
+    return rebuilt(
+        result, [given_back(part, made) for part, made in zip(parts, parts_of(result), strict=True)]
+    )
 
 
 def _each(give: Callable[[Any, Any], Any], like: Any, result: Any) -> Any:
@@ -141,5 +155,11 @@ def _written(out: Any, places: dict[int, tuple[Any, Any]], result: Any) -> Any:
 def _own(out: Any, places: dict[int, tuple[Any, Any]], result: Any) -> Any:
     if isinstance(result, np.ndarray):
         found = places.get(id(result))
-        return given_back(out, result) if found is None else found[1]  # it is a piece of an array that was cut, or the whole
-    return rebuilt(result, [_own(out, places, one) for one in parts_of(result)]) if is_structure(result) else result
+        return (
+            given_back(out, result) if found is None else found[1]
+        )  # it is a piece of an array that was cut, or the whole
+    return (
+        rebuilt(result, [_own(out, places, one) for one in parts_of(result)])
+        if is_structure(result)
+        else result
+    )

@@ -75,7 +75,10 @@ class Mailbox:
         with _lock:
             first = self._popped(tuple)
         if first is None:
-            raise self._refusal(name, f"start the receive before: work = sv.{name}({self._rank}, tag={self._tag}, async_op=True)")
+            raise self._refusal(
+                name,
+                f"start the receive before: work = sv.{name}({self._rank}, tag={self._tag}, async_op=True)",
+            )
         return finish(*first)
 
     def start(self, name: str, finish: Finish) -> Work:

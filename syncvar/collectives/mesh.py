@@ -26,7 +26,9 @@ class Mesh:
         ((1, 1), (0, 0), 1, (0,))
     """
 
-    def __init__(self, shape: tuple[int, ...], names: tuple[str, ...], rank: int, groups: tuple[Group, ...]) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], names: tuple[str, ...], rank: int, groups: tuple[Group, ...]
+    ) -> None:
         self.shape = shape
         self.names = names
         self._groups = groups
@@ -43,7 +45,9 @@ class Mesh:
         """
         if isinstance(axis, str):
             if axis not in self.names:
-                raise ConfigError(f"the mesh has no axis {axis!r}; its axes are {', '.join(self.names)}")
+                raise ConfigError(
+                    f"the mesh has no axis {axis!r}; its axes are {', '.join(self.names)}"
+                )
             return self._groups[self.names.index(axis)]
         if isinstance(axis, bool) or not -len(self.shape) <= axis < len(self.shape):
             raise ConfigError(f"the mesh has {len(self.shape)} axes, not axis {axis!r}")
@@ -64,18 +68,24 @@ class Mesh:
         try:
             return int(np.ravel_multi_index(coordinates, self.shape))
         except ValueError:
-            raise ConfigError(f"{coordinates} is no place in a mesh of shape {self.shape}") from None
+            raise ConfigError(
+                f"{coordinates} is no place in a mesh of shape {self.shape}"
+            ) from None
 
     def _of_two(self, axis: int) -> Group:
         if len(self.shape) != 2:
-            raise ConfigError(f"a mesh of shape {self.shape} has no rows and columns; use axis(number)")
+            raise ConfigError(
+                f"a mesh of shape {self.shape} has no rows and columns; use axis(number)"
+            )
         return self._groups[axis]
 
     def __repr__(self) -> str:
         return f"Mesh(shape={self.shape}, names={self.names}, coordinates={self.coordinates})"
 
 
-def mesh(shape: Sequence[int], names: Sequence[str] | None = None, *, timeout: float | None = None) -> Mesh:
+def mesh(
+    shape: Sequence[int], names: Sequence[str] | None = None, *, timeout: float | None = None
+) -> Mesh:
     """Arrange the ranks of the world in a grid and make a group of each line of it. Collective over the world.
 
     Args:
@@ -96,10 +106,20 @@ def mesh(shape: Sequence[int], names: Sequence[str] | None = None, *, timeout: f
     world = current().world
     lengths = _checked_shape(shape, world.size)
     # Of two axes the first one leads down a column, the second along a row.
-    default = ("column", "row") if len(lengths) == 2 else tuple(f"axis{number}" for number in range(len(lengths)))
+    default = (
+        ("column", "row")
+        if len(lengths) == 2
+        else tuple(f"axis{number}" for number in range(len(lengths)))
+    )
     called = default if names is None else tuple(names)
-    if len(called) != len(lengths) or len(set(called)) != len(called) or not all(isinstance(one, str) for one in called):
-        raise ConfigError(f"names must be {len(lengths)} different texts, one for each axis, not {names!r}")
+    if (
+        len(called) != len(lengths)
+        or len(set(called)) != len(called)
+        or not all(isinstance(one, str) for one in called)
+    ):
+        raise ConfigError(
+            f"names must be {len(lengths)} different texts, one for each axis, not {names!r}"
+        )
     rank = world.member_rank
     place = [int(one) for one in np.unravel_index(rank, lengths)]
     whole = Group(world)
@@ -122,6 +142,12 @@ def _checked_shape(shape: Any, size: int) -> tuple[int, ...]:
         known = -int(np.prod(lengths, dtype=np.int64))
         if known > 0 and size % known == 0:
             lengths[lengths.index(-1)] = size // known
-    if not lengths or any(length < 1 for length in lengths) or int(np.prod(lengths, dtype=np.int64)) != size:
-        raise ConfigError(f"a mesh of shape {tuple(shape)} does not hold exactly the {size} ranks of the world")
+    if (
+        not lengths
+        or any(length < 1 for length in lengths)
+        or int(np.prod(lengths, dtype=np.int64)) != size
+    ):
+        raise ConfigError(
+            f"a mesh of shape {tuple(shape)} does not hold exactly the {size} ranks of the world"
+        )
     return tuple(lengths)

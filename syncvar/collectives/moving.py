@@ -61,17 +61,23 @@ class Moving(Repeatable):
         self._layout, self.general, self._front = layout, general, front
         super().__init__(what, digest, self._stages(arrange, finish))
 
-    def _stages(self, arrange: Callable[[], Blocks | None], finish: Callable[[Any], Any]) -> Generator[Stage, None, Any]:
+    def _stages(
+        self, arrange: Callable[[], Blocks | None], finish: Callable[[Any], Any]
+    ) -> Generator[Stage, None, Any]:
         layout = self._layout
         if layout is not None:
             blocks = None if layout is UNMOVED else arrange()
-            movement = Movement(UNMOVED, Blocks(NOTHING)) if blocks is None else Movement(layout, blocks)
+            movement = (
+                Movement(UNMOVED, Blocks(NOTHING)) if blocks is None else Movement(layout, blocks)
+            )
             yield Stage(SIDE_BY_SIDE, NOTHING, movement=movement)
             if movement.is_done:
                 return finish(movement.blocks.made)
         return None if self.general is None else (yield from self.general())
 
-    def prepared(self, communicator: Communicator, like: NDArray[Any], make: Make) -> PreparedCall | None:
+    def prepared(
+        self, communicator: Communicator, like: NDArray[Any], make: Make
+    ) -> PreparedCall | None:
         """Return what makes calls that are alike; see `Repeatable`."""
         if self._layout is None or self._front is None or not like.dtype.isnative:
             return never
@@ -83,7 +89,14 @@ class Moving(Repeatable):
             assert request.general is not None
             return request.general()
 
-        return prepare_move(communicator, self, self._layout, self._front, None if self.general is None else general, like)
+        return prepare_move(
+            communicator,
+            self,
+            self._layout,
+            self._front,
+            None if self.general is None else general,
+            like,
+        )
 
 
 def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:
@@ -91,9 +104,13 @@ def detail_of(dtype: np.dtype[Any], shape: tuple[int, ...], *more: Any) -> int:
     return fingerprint("detail", dtype.name, shape, *more) or 1
 
 
-def result_buffer(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *sources: NDArray[Any]) -> NDArray[Any]:
+def result_buffer(
+    out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *sources: NDArray[Any]
+) -> NDArray[Any]:
     """Return where a result goes: `out` if it can be written piece by piece while `sources` are read, else a new array."""
-    is_fit = type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.carray
+    is_fit = (
+        type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.carray
+    )
     if is_fit and not any(np.may_share_memory(out, source) for source in sources):
         return out  # type: ignore[no-any-return]
     return np.empty(shape, dtype)

@@ -36,7 +36,9 @@ _HEAD_BYTES = HEAD.size
 _BYTE = np.dtype(np.uint8)
 
 
-def all_gather_object(o: Any, *, group: Group | None = None, timeout: float | None = None, async_op: bool = False) -> Any:
+def all_gather_object(
+    o: Any, *, group: Group | None = None, timeout: float | None = None, async_op: bool = False
+) -> Any:
     """Give every rank the objects of all ranks, in rank order.
 
     Args:
@@ -57,7 +59,14 @@ def all_gather_object(o: Any, *, group: Group | None = None, timeout: float | No
     return _call("all_gather_object", _own, _gathering, _each, o, None, group, timeout, async_op)
 
 
-def broadcast_object(o: Any, root: int = 0, *, group: Group | None = None, timeout: float | None = None, async_op: bool = False) -> Any:
+def broadcast_object(
+    o: Any,
+    root: int = 0,
+    *,
+    group: Group | None = None,
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Any:
     """Give every rank the root's object; what other ranks pass is not looked at.
 
     Args:
@@ -76,11 +85,19 @@ def broadcast_object(o: Any, root: int = 0, *, group: Group | None = None, timeo
         >>> sv.broadcast_object([1, "two"])
         [1, 'two']
     """
-    return _call("broadcast_object", _of_root, _broadcasting, _first, o, root, group, timeout, async_op)
+    return _call(
+        "broadcast_object", _of_root, _broadcasting, _first, o, root, group, timeout, async_op
+    )
 
 
 def gather_object(
-    o: Any, root: int = 0, *, group: Group | None = None, timeout: float | None = None, async_op: bool = False) -> Any:
+    o: Any,
+    root: int = 0,
+    *,
+    group: Group | None = None,
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Any:
     """Give the root the objects of all ranks, in rank order; other ranks get None.
 
     Args:
@@ -103,7 +120,13 @@ def gather_object(
 
 
 def scatter_object(
-    objects: list[Any] | None, root: int = 0, *, group: Group | None = None, timeout: float | None = None, async_op: bool = False) -> Any:
+    objects: list[Any] | None,
+    root: int = 0,
+    *,
+    group: Group | None = None,
+    timeout: float | None = None,
+    async_op: bool = False,
+) -> Any:
     """Give rank r the r-th object of the root's list; what other ranks pass is not looked at.
 
     Args:
@@ -122,7 +145,17 @@ def scatter_object(
         >>> sv.scatter_object(["for rank 0"])
         'for rank 0'
     """
-    return _call("scatter_object", _one_for_each, _scattering, _first, objects, root, group, timeout, async_op)
+    return _call(
+        "scatter_object",
+        _one_for_each,
+        _scattering,
+        _first,
+        objects,
+        root,
+        group,
+        timeout,
+        async_op,
+    )
 
 
 def _call(
@@ -157,7 +190,12 @@ def _call(
             heads = None
         if heads is not None:
             made = call_prepared(
-                communicator, (name, root), heads, None, timeout, lambda x, _: make(name, communicator, _in_heads(x), _checked(root, communicator))
+                communicator,
+                (name, root),
+                heads,
+                None,
+                timeout,
+                lambda x, _: make(name, communicator, _in_heads(x), _checked(root, communicator)),
             )
             if made is not None:
                 return finish(communicator, _in_heads(made), root)
@@ -178,7 +216,7 @@ def _checked(root: Any, communicator: Communicator) -> int | None:
     return None if root is None else checked_root(root, communicator)
 
 
-# -- what a rank brings, and what it gets ------------------------------------------------------------------------------
+# -- what a rank brings, and what it gets ----------------------------------------------------------
 
 
 def _own(_communicator: Communicator, o: Any, _root: int | None) -> list[bytes]:
@@ -194,9 +232,22 @@ def _one_for_each(communicator: Communicator, objects: Any, root: int | None) ->
         return [b""]
     count = len(communicator.whole)
     if not isinstance(objects, list | tuple) or len(objects) != count:
-        given = f"{len(objects)} objects" if isinstance(objects, list | tuple) else type(objects).__name__
-        raise ConfigError(f"scatter_object needs a list of {count} objects on the root, not {given}")
-    return [pack_object(o) for o in (objects if communicator.uneven is None else [objects[rank] for rank in communicator.present])]
+        given = (
+            f"{len(objects)} objects"
+            if isinstance(objects, list | tuple)
+            else type(objects).__name__
+        )
+        raise ConfigError(
+            f"scatter_object needs a list of {count} objects on the root, not {given}"
+        )
+    return [
+        pack_object(o)
+        for o in (
+            objects
+            if communicator.uneven is None
+            else [objects[rank] for rank in communicator.present]
+        )
+    ]
 
 
 def _each(communicator: Communicator, packed: list[bytes], root: int | None) -> list[Any] | None:
@@ -210,16 +261,27 @@ def _first(_communicator: Communicator, packed: list[bytes], _root: int | None) 
     return unpack_object(packed[0])
 
 
-# -- how it travels: small objects in shared memory in one phase -------------------------------------------------------
+# -- how it travels: small objects in shared memory in one phase -----------------------------------
 
 
-def _gathering(name: str, communicator: Communicator, packed: list[bytes], root: int | None) -> Moving:
+def _gathering(
+    name: str, communicator: Communicator, packed: list[bytes], root: int | None
+) -> Moving:
     size, rank = communicator.size, communicator.member_rank
-    takes = tuple(((rank + distance) % size, 0) for distance in range(1, size)) if root in (None, rank) else ()
+    takes = (
+        tuple(((rank + distance) % size, 0) for distance in range(1, size))
+        if root in (None, rank)
+        else ()
+    )
     return _moving(
-        name, communicator, packed, root, takes, lambda head: gathered_blocks(head, None, size, rank, root),
+        name,
+        communicator,
+        packed,
+        root,
+        takes,
+        lambda head: gathered_blocks(head, None, size, rank, root),
         lambda: gather_bytes(communicator, packed[0], root),
-    )  # fmt: skip
+    )
 
 
 def _broadcasting(name: str, communicator: Communicator, packed: list[bytes], root: int) -> Moving:
@@ -229,7 +291,15 @@ def _broadcasting(name: str, communicator: Communicator, packed: list[bytes], ro
         return [(yield from broadcast_bytes(communicator, packed[0], root))]
 
     takes = () if is_root else ((root, 0),)
-    return _moving(name, communicator, packed, root, takes, lambda head: broadcast_blocks(head, None, is_root=is_root), general)
+    return _moving(
+        name,
+        communicator,
+        packed,
+        root,
+        takes,
+        lambda head: broadcast_blocks(head, None, is_root=is_root),
+        general,
+    )
 
 
 def _scattering(name: str, communicator: Communicator, packed: list[bytes], root: int) -> Moving:
@@ -249,7 +319,16 @@ def _scattering(name: str, communicator: Communicator, packed: list[bytes], root
         whole = np.frombuffer(b"".join(packed), np.uint8).copy() if is_root else None
         return [(yield from scatter_flat(communicator, whole, _BYTE, counts, root)).tobytes()]
 
-    return _moving(name, communicator, packed, root, () if is_root else ((root, rank),), blocks_of, general, blocks=size)
+    return _moving(
+        name,
+        communicator,
+        packed,
+        root,
+        () if is_root else ((root, rank),),
+        blocks_of,
+        general,
+        blocks=size,
+    )
 
 
 def _moving(
@@ -265,16 +344,23 @@ def _moving(
 ) -> Moving:
     """Return the request of a call of objects; a rank whose object is longer than a head moves nothing, and so does nobody."""
     heads = _heads(packed)
-    layout: Layout | None = Layout(detail_of(_BYTE, (_HEAD_BYTES,), "objects"), _BYTE, (_HEAD_BYTES,), blocks, takes)
+    layout: Layout | None = Layout(
+        detail_of(_BYTE, (_HEAD_BYTES,), "objects"), _BYTE, (_HEAD_BYTES,), blocks, takes
+    )
     if not (layout.is_small and moves(communicator, name)):  # type: ignore[union-attr]
         layout = None
     elif heads is None:
         layout = UNMOVED
     what, parts = (name, (name,)) if root is None else (f"{name}(root {root})", (name, root))
     return Moving(
-        what, fingerprint(*parts), layout, arrange=lambda: None if heads is None else blocks_of(heads), finish=_in_heads, general=general,
+        what,
+        fingerprint(*parts),
+        layout,
+        arrange=lambda: None if heads is None else blocks_of(heads),
+        finish=_in_heads,
+        general=general,
         front=lambda x, _: blocks_of(x),
-    )  # fmt: skip
+    )
 
 
 def _heads(packed: list[bytes]) -> NDArray[Any] | None:
@@ -289,4 +375,8 @@ def _heads(packed: list[bytes]) -> NDArray[Any] | None:
 
 def _in_heads(made: NDArray[Any] | list[bytes]) -> list[bytes]:
     """Return the objects in heads; what has gone the general way is there already."""
-    return made if isinstance(made, list) else [data[:count] for count, data in HEAD.iter_unpack(made.data)]
+    return (
+        made
+        if isinstance(made, list)
+        else [data[:count] for count, data in HEAD.iter_unpack(made.data)]
+    )

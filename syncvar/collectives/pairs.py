@@ -22,7 +22,14 @@ from syncvar.kernel import Count
 from syncvar.plans import Chunk, Plan, Recv, Send
 from syncvar.plans.link_rounds import prepare
 from syncvar.wire import dtype_from_index
-from syncvar.wire.records import ARRAY, BYTES, RECORD_BYTES, array_record, pack_record, unpack_record
+from syncvar.wire.records import (
+    ARRAY,
+    BYTES,
+    RECORD_BYTES,
+    array_record,
+    pack_record,
+    unpack_record,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -57,7 +64,11 @@ def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> Lin
         post, engine = context.post, context.engine
         end: Inward | Outward | None = None
         if post is not None and engine is not None and all(map(post.serves, pair)):
-            end = post.outward(pair[1]) if communicator.member_rank == source else post.inward(pair[0])
+            end = (
+                post.outward(pair[1])
+                if communicator.member_rank == source
+                else post.inward(pair[0])
+            )
             made.count = Count(identity, made.next_call)
             engine.book.count_by(made.count)
         if engine is not None and communicator.member_rank == source:
@@ -81,10 +92,14 @@ def sending_words(name: str, line: Line, array: NDArray[Any], kind: int, tag: in
     return f"{name}({shown} to rank {line.stream.members[_DEST]}, tag {tag})"
 
 
-def to_send(name: str, line: Line, array: NDArray[Any], kind: int, tag: int, *, waits: bool, copies: bool) -> Request:
+def to_send(
+    name: str, line: Line, array: NDArray[Any], kind: int, tag: int, *, waits: bool, copies: bool
+) -> Request:
     """Return the call that sends an array, or an object as bytes; `waits` for a long one, which waits for its receiver."""
     stream = line.stream
-    work = np.array(array, order="C", copy=copies or not array.flags.c_contiguous, ndmin=0).reshape(-1)
+    work = np.array(array, order="C", copy=copies or not array.flags.c_contiguous, ndmin=0).reshape(
+        -1
+    )
     told = array_record(array, int(waits))._replace(kind=kind)
     record = np.frombuffer(pack_record(told), np.uint8)
 
@@ -94,11 +109,19 @@ def to_send(name: str, line: Line, array: NDArray[Any], kind: int, tag: int, *, 
         yield Stage(_plan(stream, *rounds, Send(_DEST, Chunk(0, work.size))), work)
 
     what = what_of(kind, told.dtype, array.ndim)
-    message = Sending(line.end, what, work.reshape(array.shape), waits=waits) if isinstance(line.end, Outward) else None
-    return Request(sending_words(name, line, array, kind, tag), fingerprint("message"), body(), message)
+    message = (
+        Sending(line.end, what, work.reshape(array.shape), waits=waits)
+        if isinstance(line.end, Outward)
+        else None
+    )
+    return Request(
+        sending_words(name, line, array, kind, tag), fingerprint("message"), body(), message
+    )
 
 
-def to_receive(name: str, line: Line, tag: int, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]) -> Request:
+def to_receive(
+    name: str, line: Line, tag: int, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
+) -> Request:
     """Return the call that receives a message."""
     stream = line.stream
 

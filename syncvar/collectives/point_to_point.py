@@ -48,9 +48,15 @@ _NO_MESSAGES = (
 
 
 def send(
-    x: Any, dest: int, *, tag: int = 0,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    x: Any,
+    dest: int,
+    *,
+    tag: int = 0,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    **_foreign: Never,
+) -> Any:
     """Send an array to another rank, which takes it with `recv`.
 
     Args:
@@ -83,18 +89,33 @@ def send(
     if not async_op and timeout is None and type(dest) is int is type(tag):
         line = communicator.streams.get((communicator.rank, dest, tag))  # type: ignore[arg-type]
         native = None if line is None else line.native  # another thread may retire the line
-        if line is not None and native is not None and communicator.uneven is None and native.send(x):
+        if (
+            line is not None
+            and native is not None
+            and communicator.uneven is None
+            and native.send(x)
+        ):
             _remember(send, line, communicator, dest, tag)
             return None
     if is_foreign(x):
-        return in_kind(partial(send, dest=dest, tag=tag, group=group, async_op=async_op, timeout=timeout), x)
-    return _sent("send", communicator, lambda: _message(x), ARRAY, dest, tag, timeout, async_op=async_op)
+        return in_kind(
+            partial(send, dest=dest, tag=tag, group=group, async_op=async_op, timeout=timeout), x
+        )
+    return _sent(
+        "send", communicator, lambda: _message(x), ARRAY, dest, tag, timeout, async_op=async_op
+    )
 
 
 def send_object(
-    o: Any, dest: int, *, tag: int = 0,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    o: Any,
+    dest: int,
+    *,
+    tag: int = 0,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    **_foreign: Never,
+) -> Any:
     """Send plain data to another rank, which takes it with `recv_object`.
 
     Args:
@@ -120,12 +141,28 @@ def send_object(
     if _foreign:
         raise unexpected(send_object, _foreign)
     communicator = communicator_of(group)
-    return _sent("send_object", communicator, lambda: np.frombuffer(pack_object(o), np.uint8), BYTES, dest, tag, timeout, async_op=async_op)
+    return _sent(
+        "send_object",
+        communicator,
+        lambda: np.frombuffer(pack_object(o), np.uint8),
+        BYTES,
+        dest,
+        tag,
+        timeout,
+        async_op=async_op,
+    )
 
 
 def _sent(
-    name: str, communicator: Communicator, make: Callable[[], NDArray[Any]], kind: int, dest: int, tag: int, timeout: float | None,
-    *, async_op: bool,
+    name: str,
+    communicator: Communicator,
+    make: Callable[[], NDArray[Any]],
+    kind: int,
+    dest: int,
+    tag: int,
+    timeout: float | None,
+    *,
+    async_op: bool,
 ) -> Any:
     """Send what `make` returns: an array, or (`kind` BYTES) an object as bytes; what it raises is the caller's error."""
     if communicator.uneven is not None:
@@ -143,21 +180,33 @@ def _sent(
 
     def check() -> Request:
         array = make()
-        return to_send(name, line, array, kind, tag, waits=array.nbytes > eager_bytes, copies=async_op)
+        return to_send(
+            name, line, array, kind, tag, waits=array.nbytes > eager_bytes, copies=async_op
+        )
 
     if line.end is not None and (timeout is None or is_seconds(timeout)):
-        with contextlib.suppress(ConfigError):  # it is raised again with the number of the call, which the receiver hears of
+        with contextlib.suppress(
+            ConfigError
+        ):  # it is raised again with the number of the call, which the receiver hears of
             mine = make()
             waits = mine.nbytes > eager_bytes
-            if not (waits and async_op) and line.send(mine, kind, partial(words_of, mine), check, timeout, waits=waits):
+            if not (waits and async_op) and line.send(
+                mine, kind, partial(words_of, mine), check, timeout, waits=waits
+            ):
                 return done() if async_op else None
     return line.perform(name, check, timeout, async_op=async_op)
 
 
 def recv(
-    source: int | None = None, *, tag: int = 0, out: Any = None,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    source: int | None = None,
+    *,
+    tag: int = 0,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    **_foreign: Never,
+) -> Any:
     """Receive the next array that another rank sends to this one with this tag.
 
     Args:
@@ -197,14 +246,33 @@ def recv(
                 _remember(recv, line, communicator, source, tag)
                 return made
     if is_foreign(out):
-        return in_kind(partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out)
-    return _received("recv", communicator, lambda kind, made: _delivered(kind, made, out), source, tag, timeout, out=out, async_op=async_op)
+        return in_kind(
+            partial(recv, tag=tag, group=group, async_op=async_op, timeout=timeout), source, out
+        )
+    return _received(
+        "recv",
+        communicator,
+        lambda kind, made: _delivered(kind, made, out),
+        source,
+        tag,
+        timeout,
+        out=out,
+        async_op=async_op,
+    )
 
 
 def sendrecv(
-    x: Any, dest: int | None, source: int | None, *, tag: int = 0, recv_tag: int | None = None, out: Any = None,
-    group: Group | None = None, timeout: float | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    x: Any,
+    dest: int | None,
+    source: int | None,
+    *,
+    tag: int = 0,
+    recv_tag: int | None = None,
+    out: Any = None,
+    group: Group | None = None,
+    timeout: float | None = None,
+    **_foreign: Never,
+) -> Any:
     """Send an array to one rank and receive one from another, without a deadlock where all ranks do so.
 
     Args:
@@ -238,7 +306,17 @@ def sendrecv(
         raise unexpected(sendrecv, _foreign)
     if is_foreign(x, out):
         return in_kind(
-            partial(sendrecv, dest=dest, source=source, tag=tag, recv_tag=recv_tag, group=group, timeout=timeout), x, out
+            partial(
+                sendrecv,
+                dest=dest,
+                source=source,
+                tag=tag,
+                recv_tag=recv_tag,
+                group=group,
+                timeout=timeout,
+            ),
+            x,
+            out,
         )
     how: dict[str, Any] = {"group": group, "timeout": timeout}
     if source is None:
@@ -264,9 +342,14 @@ def sendrecv(
 
 
 def recv_object(
-    source: int | None = None, *, tag: int = 0,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    source: int | None = None,
+    *,
+    tag: int = 0,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    **_foreign: Never,
+) -> Any:
     """Receive the next object that another rank sends to this one with this tag, by `send_object`.
 
     Args:
@@ -290,12 +373,21 @@ def recv_object(
     """
     if _foreign:
         raise unexpected(recv_object, _foreign)
-    return _received("recv_object", communicator_of(group), _unpacked, source, tag, timeout, async_op=async_op)
+    return _received(
+        "recv_object", communicator_of(group), _unpacked, source, tag, timeout, async_op=async_op
+    )
 
 
 def _received(
-    name: str, communicator: Communicator, finish: Callable[[int, NDArray[Any]], Any], source: int | None, tag: int, timeout: float | None,
-    *, out: Any = None, async_op: bool,
+    name: str,
+    communicator: Communicator,
+    finish: Callable[[int, NDArray[Any]], Any],
+    source: int | None,
+    tag: int,
+    timeout: float | None,
+    *,
+    out: Any = None,
+    async_op: bool,
 ) -> Any:
     """Receive the next message of a tag and return what `finish` makes of its kind and bytes or array.
 
@@ -330,19 +422,29 @@ def _received(
 
 def _unpacked(kind: int, made: NDArray[Any]) -> Any:
     if kind != BYTES:
-        raise ConfigError(f"the message is an array, {made.dtype.name}{list(made.shape)}, and no object: take it with sv.recv(source)")
+        raise ConfigError(
+            f"the message is an array, {made.dtype.name}{list(made.shape)}, and no object: take it with sv.recv(source)"
+        )
     return unpack_object(made.tobytes())
 
 
 def _delivered(kind: int, made: NDArray[Any], out: Any) -> NDArray[Any]:
     if kind == BYTES:
-        raise ConfigError("the message is an object and no array: take it with sv.recv_object(source)")
+        raise ConfigError(
+            "the message is an object and no array: take it with sv.recv_object(source)"
+        )
     return deliver(made, out)
 
 
 def _is_alike(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
     """Return whether a message of this dtype and shape can be written to `out` as it is."""
-    return type(out) is np.ndarray and out.shape == shape and out.dtype == dtype and out.flags.c_contiguous and out.flags.writeable
+    return (
+        type(out) is np.ndarray
+        and out.shape == shape
+        and out.dtype == dtype
+        and out.flags.c_contiguous
+        and out.flags.writeable
+    )
 
 
 if not TYPE_CHECKING:
@@ -368,7 +470,11 @@ def _checked(name: str, rank: Any, size: int) -> int:
     from syncvar.foreign_names import explained
 
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
-        why = explained("sv", "ANY_SOURCE") if name == "source" else f"write sv.send(x, {size - 1}), for instance"
+        why = (
+            explained("sv", "ANY_SOURCE")
+            if name == "source"
+            else f"write sv.send(x, {size - 1}), for instance"
+        )
         raise ConfigError(f"{name} must be a rank, not {rank!r:.100}: {why}")
     if not 0 <= rank < size:
         # MPI's ANY_SOURCE and PROC_NULL are negative numbers, others in each implementation.
@@ -385,7 +491,9 @@ def _message(x: Any) -> NDArray[Any]:
         ConfigError: It cannot be one.
     """
     if x is None or isinstance(x, str | bytes | set) or is_structure(x):
-        raise ConfigError(f"send takes an array or a number, not {reprlib.repr(x)}: write sv.send_object(o, dest), and sv.recv_object(source) there")
+        raise ConfigError(
+            f"send takes an array or a number, not {reprlib.repr(x)}: write sv.send_object(o, dest), and sv.recv_object(source) there"
+        )
     return as_array(x)
 
 

@@ -35,9 +35,17 @@ __all__ = ["reduce"]
 
 @entered(second="op", usual="sum", positions=2)
 def reduce(
-    x: Any, op: str = "sum", root: int = 0, *, out: Any = None,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    x: Any,
+    op: str = "sum",
+    root: int = 0,
+    *,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+    **_foreign: Never,
+) -> Any:
     """Combine the values of all ranks on one of them.
 
     Args:
@@ -62,41 +70,81 @@ def reduce(
         >>> sv.reduce(np.array([1.0, 2.0]), root=0)
         array([1., 2.])
     """
-    return make_call(reduce, _form, _request, x, out, group, async_op, timeout, _foreign, (op_name(op), root, algorithm))
+    return make_call(
+        reduce,
+        _form,
+        _request,
+        x,
+        out,
+        group,
+        async_op,
+        timeout,
+        _foreign,
+        (op_name(op), root, algorithm),
+    )
 
 
-def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:
+def _form(
+    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+) -> NDArray[Any] | None:
     op, root, algorithm = how
-    return plain_array(x) if isinstance(op, str) and type(root) is int and algorithm is None else None
+    return (
+        plain_array(x) if isinstance(op, str) and type(root) is int and algorithm is None else None
+    )
 
 
-def _request(communicator: Communicator, x: Any, out: Any, keep: bool, op: str, root: int, algorithm: str | None) -> Reducing:
+def _request(
+    communicator: Communicator,
+    x: Any,
+    out: Any,
+    keep: bool,
+    op: str,
+    root: int,
+    algorithm: str | None,
+) -> Reducing:
     """Check the arguments and return the request; what this rank brings is taken now, and `keep` also its containers."""
     target = checked_root(root, communicator)
     is_root = communicator.member_rank == target
     structure, arrays = arrays_in(x, out)
     for array in arrays:
         finite.look(array, "reduce")
-    parts = [described(array, op, "reduce", target, algorithm, shown=f", root {target}") for array in arrays]
+    parts = [
+        described(array, op, "reduce", target, algorithm, shown=f", root {target}")
+        for array in arrays
+    ]
     hows = [how for how, _, _ in parts]
     into = None
     if out is not None and is_root:
         into = checked_output(out, arrays[0].shape, hows[0].result)
     like = fresh(structure, x) if keep else x
-    works = [contribution(array, how, communicator.home_rank) for array, how in zip(arrays, hows, strict=True)]
+    works = [
+        contribution(array, how, communicator.home_rank)
+        for array, how in zip(arrays, hows, strict=True)
+    ]
 
     def body() -> Generator[Stage, None, Any]:
         left = []
         for how, work in zip(hows, works, strict=True):
-            left.append((yield from run_plan(communicator, "reduce", work, how, root=target, algorithm=algorithm)))
+            left.append(
+                (
+                    yield from run_plan(
+                        communicator, "reduce", work, how, root=target, algorithm=algorithm
+                    )
+                )
+            )
         yield from tell_that_all_came(communicator, target)
         if not is_root:
             return None
-        results = [outcome(how, work, communicator.size, array.shape, into) for array, how, work in zip(arrays, left, works, strict=True)]
+        results = [
+            outcome(how, work, communicator.size, array.shape, into)
+            for array, how, work in zip(arrays, left, works, strict=True)
+        ]
         return results[0] if structure is None else unflatten(structure, results, like)
 
     if structure is not None:
         digest = fingerprint(structure, *(part[1] for part in parts))
         return Reducing(f"reduce({op}, {len(arrays)} arrays, root {target})", digest, body(), op)
     ((how, digest, what),) = parts
-    return Reducing(what, digest, body(), op, Ends("reduce", target), is_entered=arrays[0].dtype == how.result)
+    return Reducing(
+        what, digest, body(), op, Ends("reduce", target), is_entered=arrays[0].dtype == how.result
+    )

@@ -32,9 +32,17 @@ __all__ = ["reduce_scatter"]
 
 @entered(second="op", usual="sum", positions=2)
 def reduce_scatter(
-    x: Any, op: str = "sum", *, lengths: Sequence[int] | None = None, out: Any = None,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    x: Any,
+    op: str = "sum",
+    *,
+    lengths: Sequence[int] | None = None,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+    **_foreign: Never,
+) -> Any:
     """Combine the values of all ranks and give each rank its piece of axis 0.
 
     Args:
@@ -58,54 +66,108 @@ def reduce_scatter(
         >>> sv.reduce_scatter(np.arange(3.0))
         array([0., 1., 2.])
     """
-    return make_call(reduce_scatter, _form, _request, x, out, group, async_op, timeout, _foreign, (op_name(op), lengths, algorithm))
+    return make_call(
+        reduce_scatter,
+        _form,
+        _request,
+        x,
+        out,
+        group,
+        async_op,
+        timeout,
+        _foreign,
+        (op_name(op), lengths, algorithm),
+    )
 
 
-def _form(communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:
+def _form(
+    communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+) -> NDArray[Any] | None:
     op, lengths, algorithm = how
-    is_plain = type(x) is np.ndarray and isinstance(op, str) and lengths is None and algorithm is None
+    is_plain = (
+        type(x) is np.ndarray and isinstance(op, str) and lengths is None and algorithm is None
+    )
     return x if is_plain and x.ndim and x.shape[0] % communicator.size == 0 else None
 
 
-def _request(communicator: Communicator, x: Any, out: Any, keep: bool, op: str, lengths: Any, algorithm: str | None) -> Moving:
+def _request(
+    communicator: Communicator,
+    x: Any,
+    out: Any,
+    keep: bool,
+    op: str,
+    lengths: Any,
+    algorithm: str | None,
+) -> Moving:
     """Check the arguments and return the request; `keep` takes a copy of `x` now."""
     array = as_array(x)
     finite.look(array, "reduce_scatter")
     if array.ndim == 0:
-        raise ConfigError("reduce_scatter cuts along axis 0, and a scalar has none; pass np.reshape(x, (1,)), or use all_reduce")
+        raise ConfigError(
+            "reduce_scatter cuts along axis 0, and a scalar has none; pass np.reshape(x, (1,)), or use all_reduce"
+        )
     rows = _rows(lengths, array.shape[0], communicator)
     how, digest, what = described(array, op, "reduce_scatter", rows, algorithm)
     size, rank = communicator.size, communicator.member_rank
     if len(how.element_shape) == array.ndim:
-        raise ConfigError(f"reduce_scatter cuts along axis 0, which would cut the elements of the op {how.name!r}: there is only one")
+        raise ConfigError(
+            f"reduce_scatter cuts along axis 0, which would cut the elements of the op {how.name!r}: there is only one"
+        )
     shape = (rows[rank], *array.shape[1:])
     into = None if out is None else checked_output(out, shape, how.result)
 
     def blocks_of(x: NDArray[Any], out: Any) -> Blocks:
         made = result_buffer(out, shape, how.result, x)
-        blocks = [x[start : start + shape[0]] for start in range(0, x.shape[0], shape[0])] if shape[0] else [x] * size
-        return Blocks(made, (*blocks[:rank], *blocks[rank + 1 :]), (made,), np.ascontiguousarray(blocks[rank]))
+        blocks = (
+            [x[start : start + shape[0]] for start in range(0, x.shape[0], shape[0])]
+            if shape[0]
+            else [x] * size
+        )
+        return Blocks(
+            made, (*blocks[:rank], *blocks[rank + 1 :]), (made,), np.ascontiguousarray(blocks[rank])
+        )
 
     # Ops that may be replaced or locate are not made of what lies side by side.
-    is_moved = len(set(rows)) == 1 and moves(communicator, "reduce_scatter", algorithm) and how.name in OPS and not how.is_locating
+    is_moved = (
+        len(set(rows)) == 1
+        and moves(communicator, "reduce_scatter", algorithm)
+        and how.name in OPS
+        and not how.is_locating
+    )
     if is_moved:
         takes = tuple((peer, place_of(peer, rank)) for peer in range(size) if peer != rank)
         brought = array.copy() if keep else array
         return Moving(
-            what, digest, Layout(None, how.accumulate, shape, size - 1, takes, ufunc=how.ufunc, divisor=size if how.is_mean else 0),
-            arrange=lambda: blocks_of(brought, into), finish=lambda made: deliver(made, into), general=None,
+            what,
+            digest,
+            Layout(
+                None,
+                how.accumulate,
+                shape,
+                size - 1,
+                takes,
+                ufunc=how.ufunc,
+                divisor=size if how.is_mean else 0,
+            ),
+            arrange=lambda: blocks_of(brought, into),
+            finish=lambda made: deliver(made, into),
+            general=None,
             front=lambda x, out: fits_out(blocks_of(x, out), out),
-        )  # fmt: skip
+        )
     work = contribution(array, how, communicator.home_rank)
     width = prod(array.shape[1:]) // prod(how.element_shape)
     counts = tuple(row * width for row in rows)
     start = list(accumulate(counts, initial=0))[rank]
 
     def general() -> Generator[Stage, None, Any]:
-        yield from run_plan(communicator, "reduce_scatter", work, how, counts=counts, algorithm=algorithm)
+        yield from run_plan(
+            communicator, "reduce_scatter", work, how, counts=counts, algorithm=algorithm
+        )
         return outcome(how, work[start : start + counts[rank]], size, shape, into)
 
-    return Moving(what, digest, None, arrange=lambda: None, finish=lambda made: made, general=general)
+    return Moving(
+        what, digest, None, arrange=lambda: None, finish=lambda made: made, general=general
+    )
 
 
 def _rows(lengths: Any, total: int, communicator: Communicator) -> tuple[int, ...]:
@@ -113,11 +175,17 @@ def _rows(lengths: Any, total: int, communicator: Communicator) -> tuple[int, ..
         return tuple(chunk.count for chunk in even_chunks(total, communicator.size))
     size = len(communicator.whole)
     rows = tuple(lengths)
-    if len(rows) != size or any(isinstance(row, bool) or not isinstance(row, int | np.integer) or row < 0 for row in rows):
-        raise ConfigError(f"lengths must be {size} integers >= 0, one for each rank, not {lengths!r}")
+    if len(rows) != size or any(
+        isinstance(row, bool) or not isinstance(row, int | np.integer) or row < 0 for row in rows
+    ):
+        raise ConfigError(
+            f"lengths must be {size} integers >= 0, one for each rank, not {lengths!r}"
+        )
     if sum(rows) != total:
         raise ConfigError(f"lengths {list(rows)} add up to {sum(rows)}, axis 0 has {total}")
     gone = [rank for rank in range(size) if rows[rank] and rank not in communicator.present]
     if gone:
-        raise UsageError(f"lengths {list(rows)} has rows for rank {gone[0]}, which has left its loop in sv.uneven: give it 0 rows")
+        raise UsageError(
+            f"lengths {list(rows)} has rows for rank {gone[0]}, which has left its loop in sv.uneven: give it 0 rows"
+        )
     return tuple(int(rows[rank]) for rank in communicator.present)

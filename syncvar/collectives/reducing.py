@@ -31,9 +31,22 @@ if TYPE_CHECKING:
     from syncvar.engine.group import Communicator, PreparedCall
 
 __all__ = [
-    "Reducing", "checked_scale", "contribution", "described", "described_reduction", "described_together", "form_of", "kinds_of",
-    "outcome", "prepare_form", "prepared_reduction", "reduction_of", "run_plan", "sizes_of", "tell_that_all_came",
-]  # fmt: skip
+    "Reducing",
+    "checked_scale",
+    "contribution",
+    "described",
+    "described_reduction",
+    "described_together",
+    "form_of",
+    "kinds_of",
+    "outcome",
+    "prepare_form",
+    "prepared_reduction",
+    "reduction_of",
+    "run_plan",
+    "sizes_of",
+    "tell_that_all_came",
+]
 
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
 _LEAVES_MAX = 1024  # as in calls.h
@@ -58,7 +71,9 @@ def described_reduction(
     array: NDArray[Any], op: str, name: str, reproducible: bool, algorithm: str | None = None
 ) -> tuple[Reduction, int, str]:
     """Return how an array is reduced, the fingerprint of the all-reduce, and the call in words."""
-    return described(array, op, name, reproducible, algorithm, shown=", reproducible" if reproducible else "")
+    return described(
+        array, op, name, reproducible, algorithm, shown=", reproducible" if reproducible else ""
+    )
 
 
 def described_together(
@@ -72,10 +87,15 @@ def described_together(
 ) -> tuple[int, str]:
     """Return the fingerprint of a call that reduces a structure, and the call in words; see `described`."""
     op, shape = (hows[0].name, hows[0].element_shape) if hows else (op, ())
-    kinds = tuple([(how.source, array.shape) for how, array in zip(hows, arrays, strict=True)])  # a dtype takes long to say its name
+    kinds = tuple(
+        [(how.source, array.shape) for how, array in zip(hows, arrays, strict=True)]
+    )  # a dtype takes long to say its name
     digest = fingerprint(name, op, structure, kinds, reproducible, algorithm, *shape)
     nbytes = sum([array.nbytes for array in arrays])
-    return digest, f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})"
+    return (
+        digest,
+        f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})",
+    )
 
 
 def reduction_of(array: NDArray[Any], op: str) -> Reduction:
@@ -88,7 +108,9 @@ def reduction_of(array: NDArray[Any], op: str) -> Reduction:
     shape = how.element_shape
     if shape and array.shape[-len(shape) :] != shape:
         lengths = ", ".join(map(str, shape))
-        raise ConfigError(f"the op {how.name!r} takes arrays of shape (..., {lengths}), as it was registered, not {array.shape}")
+        raise ConfigError(
+            f"the op {how.name!r} takes arrays of shape (..., {lengths}), as it was registered, not {array.shape}"
+        )
     return how
 
 
@@ -109,7 +131,9 @@ def checked_scale(name: str, scale: Any, array: NDArray[Any]) -> Any:
     return scale
 
 
-def contribution(array: NDArray[Any], how: Reduction, rank: int, prescale: Any = None) -> NDArray[Any]:
+def contribution(
+    array: NDArray[Any], how: Reduction, rank: int, prescale: Any = None
+) -> NDArray[Any]:
     """Return a fresh flat array of what a rank brings, in the dtype that accumulates."""
     if how.is_locating:
         made = np.empty(array.size, how.accumulate)
@@ -147,7 +171,10 @@ def outcome(
     if how.element_shape:
         total = total.view(how.result)
     if postscale is not None:
-        total = (finish(how._replace(result=total.dtype), total, count) * np.asarray(postscale, total.dtype)).astype(how.result)
+        total = (
+            finish(how._replace(result=total.dtype), total, count)
+            * np.asarray(postscale, total.dtype)
+        ).astype(how.result)
         result = total.reshape(shape)
     else:
         result = finish(how, total, count).reshape(shape)
@@ -170,7 +197,10 @@ def kinds_of(hows: Sequence[Reduction]) -> dict[Reduction, list[int]]:
 
 def sizes_of(kinds: Mapping[Reduction, Sequence[int]], arrays: Sequence[NDArray[Any]]) -> list[int]:
     """Return how many bytes are combined in each way; `kinds` as of `kinds_of`."""
-    return [sum([how.count(arrays[place]) for place in places]) * how.accumulate.itemsize for how, places in kinds.items()]
+    return [
+        sum([how.count(arrays[place]) for place in places]) * how.accumulate.itemsize
+        for how, places in kinds.items()
+    ]
 
 
 def run_plan(
@@ -258,18 +288,33 @@ class Reducing(Repeatable):
     __slots__ = ("_ends", "_op", "is_entered")
 
     def __init__(
-        self, what: str, digest: int, body: Generator[Stage, None, Any], op: str, ends: Ends = EVERYWHERE, *, is_entered: bool = False
+        self,
+        what: str,
+        digest: int,
+        body: Generator[Stage, None, Any],
+        op: str,
+        ends: Ends = EVERYWHERE,
+        *,
+        is_entered: bool = False,
     ) -> None:
         super().__init__(what, digest, body)
         self._op, self._ends, self.is_entered = op, ends, is_entered
 
-    def prepared(self, communicator: Communicator, like: NDArray[Any] | Leaves, make: Make) -> PreparedCall | None:
+    def prepared(
+        self, communicator: Communicator, like: NDArray[Any] | Leaves, make: Make
+    ) -> PreparedCall | None:
         """Return what makes calls that are alike; see `Repeatable`."""
         return prepare_form(communicator, like, self._op, self.digest, self.what, self._ends)
 
 
 def prepare_form(
-    communicator: Communicator, form: NDArray[Any] | Leaves, op: str, digest: int, what: str, ends: Ends = EVERYWHERE, apply: np.ufunc | None = None
+    communicator: Communicator,
+    form: NDArray[Any] | Leaves,
+    op: str,
+    digest: int,
+    what: str,
+    ends: Ends = EVERYWHERE,
+    apply: np.ufunc | None = None,
 ) -> PreparedCall | None:
     """Return what makes the reductions of values in a form, or None where there is no such way at present; `never` where there never is.
 
@@ -289,14 +334,25 @@ def prepare_form(
     leaves = form.without_memory() if isinstance(form, Leaves) else None
     arrays = [form] if isinstance(form, np.ndarray) else form.arrays
     kinds = kinds_of([reduction_of(array, op) for array in arrays])
-    are_known = all(how.name in OPS and how.name not in _LOCATING for how in kinds) and communicator.forced(ends.collective) is None
-    if not are_known or not all(array.dtype.isnative for array in arrays) or (leaves is not None and ends != EVERYWHERE):
+    are_known = (
+        all(how.name in OPS and how.name not in _LOCATING for how in kinds)
+        and communicator.forced(ends.collective) is None
+    )
+    if (
+        not are_known
+        or not all(array.dtype.isnative for array in arrays)
+        or (leaves is not None and ends != EVERYWHERE)
+    ):
         return never
     sizes = sizes_of(kinds, arrays)
     is_small = is_direct(sum(sizes), communicator.size)
     if leaves is not None and (len(kinds) > 1 or not is_small):
         are_at_once, longest = in_one_exchange(sizes, communicator.size)
-        return prepare_kinds(communicator, kinds, sizes, longest, leaves, digest, what) if are_at_once else never
+        return (
+            prepare_kinds(communicator, kinds, sizes, longest, leaves, digest, what)
+            if are_at_once
+            else never
+        )
     (how,) = kinds
     if not is_small and ends != EVERYWHERE and form.dtype != how.accumulate:
         return never  # the general way brings what it combines
@@ -306,7 +362,12 @@ def prepare_form(
 
 
 def prepared_reduction(
-    communicator: Communicator, x: NDArray[Any], op: str, name: str, reproducible: bool, apply: np.ufunc | None = None
+    communicator: Communicator,
+    x: NDArray[Any],
+    op: str,
+    name: str,
+    reproducible: bool,
+    apply: np.ufunc | None = None,
 ) -> PreparedCall | None:
     """Return what makes the all-reduces that `reduce_request` with these arguments makes, if there is such."""
     _, digest, what = described_reduction(x, op, name, reproducible)

@@ -35,9 +35,15 @@ __all__ = ["exscan", "scan"]
 
 @entered(second="op", usual="sum", positions=2)
 def scan(
-    x: Any, op: str = "sum", *, out: Any = None,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None,
-) -> Any:  # fmt: skip
+    x: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+) -> Any:
     """Combine the values of the ranks 0 to r on rank r.
 
     Args:
@@ -61,14 +67,22 @@ def scan(
         >>> sv.scan([1.0, 2.0])
         array([1., 2.])
     """
-    return make_call(scan, _form, _scan_request, x, out, group, async_op, timeout, {}, (op_name(op), algorithm))
+    return make_call(
+        scan, _form, _scan_request, x, out, group, async_op, timeout, {}, (op_name(op), algorithm)
+    )
 
 
 @entered(second="op", usual="sum", positions=2)
 def exscan(
-    x: Any, op: str = "sum", *, out: Any = None,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None,
-) -> Any:  # fmt: skip
+    x: Any,
+    op: str = "sum",
+    *,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+) -> Any:
     """Combine the values of the ranks 0 to r-1 on rank r; rank 0 gets the identity of the op.
 
     The arguments are those of `scan`, with an op that has an identity: minloc, maxloc and registered ops have none. The mean on
@@ -87,15 +101,36 @@ def exscan(
         >>> sv.exscan([1.0, 2.0], "prod")
         array([1., 1.])
     """
-    return make_call(exscan, _form, _exscan_request, x, out, group, async_op, timeout, {}, (op_name(op), algorithm))
+    return make_call(
+        exscan,
+        _form,
+        _exscan_request,
+        x,
+        out,
+        group,
+        async_op,
+        timeout,
+        {},
+        (op_name(op), algorithm),
+    )
 
 
-def _form(_communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:
+def _form(
+    _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
+) -> NDArray[Any] | None:
     op, algorithm = how
     return plain_array(x) if isinstance(op, str) and algorithm is None else None
 
 
-def _request(name: str, communicator: Communicator, x: Any, out: Any, _keep: bool, op: str, algorithm: str | None) -> Reducing:
+def _request(
+    name: str,
+    communicator: Communicator,
+    x: Any,
+    out: Any,
+    _keep: bool,
+    op: str,
+    algorithm: str | None,
+) -> Reducing:
     """Check the arguments and return the request; what this rank brings is taken now, so there is nothing more to keep."""
     array = as_array(x)
     finite.look(array, name)

@@ -10,7 +10,15 @@ import numpy as np
 from syncvar.collectives.calls import entered, make_call
 from syncvar.collectives.flat import broadcast_bytes, scatter_flat
 from syncvar.collectives.groups import checked_root
-from syncvar.collectives.moving import UNMOVED, Moving, detail_of, fits_out, moves, place_of, result_buffer
+from syncvar.collectives.moving import (
+    UNMOVED,
+    Moving,
+    detail_of,
+    fits_out,
+    moves,
+    place_of,
+    result_buffer,
+)
 from syncvar.engine.group import fingerprint
 from syncvar.errors import ConfigError
 from syncvar.execution.moves import Blocks, Layout
@@ -32,9 +40,16 @@ __all__ = ["cut", "scatter"]
 
 @entered(second="root", usual=0, positions=2)
 def scatter(
-    x: Any = None, root: int = 0, *, out: Any = None,
-    group: Group | None = None, async_op: bool = False, timeout: float | None = None, algorithm: str | None = None, **_foreign: Never,
-) -> Any:  # fmt: skip
+    x: Any = None,
+    root: int = 0,
+    *,
+    out: Any = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+    algorithm: str | None = None,
+    **_foreign: Never,
+) -> Any:
     """Give each rank its part of what the root brings.
 
     Args:
@@ -58,10 +73,14 @@ def scatter(
         >>> sv.scatter([np.arange(3)])
         array([0, 1, 2])
     """
-    return make_call(scatter, _form, _request, x, out, group, async_op, timeout, _foreign, (root, algorithm))
+    return make_call(
+        scatter, _form, _request, x, out, group, async_op, timeout, _foreign, (root, algorithm)
+    )
 
 
-def _form(communicator: Communicator, x: Any, out: Any, how: tuple[Any, ...]) -> NDArray[Any] | None:
+def _form(
+    communicator: Communicator, x: Any, out: Any, how: tuple[Any, ...]
+) -> NDArray[Any] | None:
     """Return the array of a plain call: what the root brings; elsewhere `out`, or one like the part that came last. None for any other.
 
     Only the root knows what it brings. The others say what they look for, and where that is something else the shapes are told.
@@ -70,13 +89,17 @@ def _form(communicator: Communicator, x: Any, out: Any, how: tuple[Any, ...]) ->
     if type(root) is not int or algorithm is not None:
         return None
     if communicator.rank == root:
-        return x if type(x) is np.ndarray and x.ndim and x.shape[0] % communicator.size == 0 else None
+        return (
+            x if type(x) is np.ndarray and x.ndim and x.shape[0] % communicator.size == 0 else None
+        )
     if x is not None and type(x) is not np.ndarray:  # the result may have to be of its kind
         return None
     return out if type(out) is np.ndarray else communicator.last_parts.get(root)
 
 
-def _request(communicator: Communicator, x: Any, out: Any, keep: bool, root: int, algorithm: str | None) -> Moving:
+def _request(
+    communicator: Communicator, x: Any, out: Any, keep: bool, root: int, algorithm: str | None
+) -> Moving:
     """Check the arguments and return the request; `keep` takes copies of the root's arrays now."""
     size, rank = communicator.size, communicator.member_rank
     source = checked_root(root, communicator)
@@ -84,7 +107,9 @@ def _request(communicator: Communicator, x: Any, out: Any, keep: bool, root: int
     skeleton = b""
     if rank == source:
         if x is None:
-            raise ConfigError(f"the root (rank {source}) must pass a list of arrays, or one array, not None")
+            raise ConfigError(
+                f"the root (rank {source}) must pass a list of arrays, or one array, not None"
+            )
         parts = [part.copy() if keep else part for part in cut(x, communicator, "scatter")]
         skeleton = pack_object([dtype_index(parts[0].dtype), [list(part.shape) for part in parts]])
 
@@ -96,10 +121,20 @@ def _request(communicator: Communicator, x: Any, out: Any, keep: bool, root: int
         if rank != source:
             communicator.last_parts[source] = np.empty(shape, dtype)
         flat = np.concatenate([part.reshape(-1) for part in parts]) if parts else None
-        mine = (yield from scatter_flat(communicator, flat, dtype, counts, source, algorithm)).reshape(shape)
-        return mine.copy() if out is None else deliver(mine, out)  # what it lies in has room for everything
+        mine = (
+            yield from scatter_flat(communicator, flat, dtype, counts, source, algorithm)
+        ).reshape(shape)
+        return (
+            mine.copy() if out is None else deliver(mine, out)
+        )  # what it lies in has room for everything
 
-    like = parts[0] if parts else out if type(out) is np.ndarray else communicator.last_parts.get(source)
+    like = (
+        parts[0]
+        if parts
+        else out
+        if type(out) is np.ndarray
+        else communicator.last_parts.get(source)
+    )
     if like is None or not like.dtype.isnative or any(part.shape != like.shape for part in parts):
         layout = UNMOVED
     else:
@@ -108,16 +143,28 @@ def _request(communicator: Communicator, x: Any, out: Any, keep: bool, root: int
 
     def blocks_of(parts: list[NDArray[Any]], out: Any) -> Blocks:
         made = result_buffer(out, layout.shape, layout.dtype, *parts)
-        return Blocks(made, (*parts[:rank], *parts[rank + 1 :]), (), parts[rank], made) if parts else Blocks(made, targets=(made,))
+        return (
+            Blocks(made, (*parts[:rank], *parts[rank + 1 :]), (), parts[rank], made)
+            if parts
+            else Blocks(made, targets=(made,))
+        )
 
     def front(x: NDArray[Any], out: Any) -> Blocks | None:
         rows = x.shape[0] // size if parts else 0
-        return fits_out(blocks_of([x[place * rows : (place + 1) * rows] for place in range(len(parts))], out), out)
+        return fits_out(
+            blocks_of([x[place * rows : (place + 1) * rows] for place in range(len(parts))], out),
+            out,
+        )
 
     return Moving(
-        f"scatter(root {source})", fingerprint("scatter", source, algorithm), layout if moves(communicator, "scatter", algorithm) else None,
-        arrange=lambda: blocks_of(parts, out), finish=lambda made: deliver(made, out), general=general, front=front,
-    )  # fmt: skip
+        f"scatter(root {source})",
+        fingerprint("scatter", source, algorithm),
+        layout if moves(communicator, "scatter", algorithm) else None,
+        arrange=lambda: blocks_of(parts, out),
+        finish=lambda made: deliver(made, out),
+        general=general,
+        front=front,
+    )
 
 
 def cut(value: Any, communicator: Communicator, name: str) -> list[NDArray[Any]]:
@@ -129,14 +176,23 @@ def cut(value: Any, communicator: Communicator, name: str) -> list[NDArray[Any]]
     size = len(communicator.whole)
     if isinstance(value, list | tuple):
         if len(value) != size:
-            raise ConfigError(f"{name} needs one array for each of {size} ranks, not {len(value)}; or pass one array to be cut")
+            raise ConfigError(
+                f"{name} needs one array for each of {size} ranks, not {len(value)}; or pass one array to be cut"
+            )
         parts = [as_array(value[rank], f"part {rank}") for rank in communicator.present]
     else:
         array = as_array(value)
         if array.ndim == 0:
-            raise ConfigError(f"{name} cuts along axis 0, and a scalar has none; pass a list of {size} values")
-        parts = [array[chunk.start : chunk.stop] for chunk in even_chunks(array.shape[0], communicator.size)]
+            raise ConfigError(
+                f"{name} cuts along axis 0, and a scalar has none; pass a list of {size} values"
+            )
+        parts = [
+            array[chunk.start : chunk.stop]
+            for chunk in even_chunks(array.shape[0], communicator.size)
+        ]
     if any(part.dtype != parts[0].dtype for part in parts):
         names = sorted({part.dtype.name for part in parts})
-        raise ConfigError(f"the parts of {name} must have one dtype, not {', '.join(names)}: write x.astype(…)")
+        raise ConfigError(
+            f"the parts of {name} must have one dtype, not {', '.join(names)}: write x.astype(…)"
+        )
     return [np.ascontiguousarray(part).reshape(part.shape) for part in parts]

@@ -42,7 +42,12 @@ def meeting(communicator: Communicator) -> Generator[Stage, None, None]:
 
 
 def gather_objects(
-    communicator: Communicator, name: str, make: Callable[[], Any], timeout: float | None, *, async_op: bool = False
+    communicator: Communicator,
+    name: str,
+    make: Callable[[], Any],
+    timeout: float | None,
+    *,
+    async_op: bool = False,
 ) -> Any:
     """Gather what `make` returns; what it raises is the caller's error, of which the group is told."""
 

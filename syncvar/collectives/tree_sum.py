@@ -68,13 +68,18 @@ def tree_combined(arrays: Sequence[NDArray[Any]], op: str) -> NDArray[Any]:
     first = arrays[0]
     how = reduction(op, first.dtype)
     total = np.empty(first.size, how.accumulate)
-    items = {(number, number + 1): np.ascontiguousarray(array).reshape(-1) for number, array in enumerate(arrays)}
+    items = {
+        (number, number + 1): np.ascontiguousarray(array).reshape(-1)
+        for number, array in enumerate(arrays)
+    }
     summed(items, 0, len(arrays), total, 0)
     with quiet():
         return finish(how, total, len(arrays)).reshape(first.shape)
 
 
-def summed(held: Mapping[Node, NDArray[Any]], lo: int, hi: int, out: NDArray[Any], start: int) -> None:
+def summed(
+    held: Mapping[Node, NDArray[Any]], lo: int, hi: int, out: NDArray[Any], start: int
+) -> None:
     """Sum the tree T(lo, hi) into an array.
 
     Args:
@@ -92,7 +97,13 @@ def summed(held: Mapping[Node, NDArray[Any]], lo: int, hi: int, out: NDArray[Any
 
 
 def _sum(
-    held: Mapping[Node, NDArray[Any]], lo: int, hi: int, out: NDArray[Any], start: int, rooms: list[NDArray[Any]], depth: int
+    held: Mapping[Node, NDArray[Any]],
+    lo: int,
+    hi: int,
+    out: NDArray[Any],
+    start: int,
+    rooms: list[NDArray[Any]],
+    depth: int,
 ) -> None:
     node = held.get((lo, hi))
     if node is not None:

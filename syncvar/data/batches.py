@@ -33,12 +33,25 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "Kind", "as_batch", "as_leaf", "content_digest", "even_part", "inspected", "leaves_of", "map_leaves", "no_rows", "rows_of",
+    "Kind",
+    "as_batch",
+    "as_leaf",
+    "content_digest",
+    "even_part",
+    "inspected",
+    "leaves_of",
+    "map_leaves",
+    "no_rows",
+    "rows_of",
     "stacked",
-]  # fmt: skip
+]
 
 _TEXTS = {"U": "str", "S": "bytes", "O": "object"}
-_TIMES = tuple(f"{kind}[{unit}]" for kind in ("datetime64", "timedelta64") for unit in ("D", "h", "m", "s", "ms", "us", "ns"))
+_TIMES = tuple(
+    f"{kind}[{unit}]"
+    for kind in ("datetime64", "timedelta64")
+    for unit in ("D", "h", "m", "s", "ms", "us", "ns")
+)
 _DIGESTED_BYTES = 1 << 20
 
 
@@ -60,18 +73,27 @@ class Kind(NamedTuple):
             >>> inspected({"x": np.zeros((4, 2)), "y": np.zeros(4, int)})[2].describe()
             '{x: array, y: array} of float64[rows, 2], int64[rows]'
         """
-        arrays = ", ".join(f"{name}[{', '.join(['rows', *map(str, shape)])}]" for name, shape in self.leaves)
-        return arrays if self.structure.kind == "leaf" else f"{describe(self.structure)} of {arrays}"
+        arrays = ", ".join(
+            f"{name}[{', '.join(['rows', *map(str, shape)])}]" for name, shape in self.leaves
+        )
+        return (
+            arrays if self.structure.kind == "leaf" else f"{describe(self.structure)} of {arrays}"
+        )
 
     def plain(self) -> list[Any]:
         """Return it as lists, numbers and texts, which can travel."""
-        return [plain_structure(self.structure), [[name, list(shape)] for name, shape in self.leaves]]
+        return [
+            plain_structure(self.structure),
+            [[name, list(shape)] for name, shape in self.leaves],
+        ]
 
     @staticmethod
     def from_plain(plain: list[Any]) -> Kind:
         """Return the kind that `plain` came from."""
         structure, leaves = plain
-        return Kind(restored_structure(structure), tuple((name, tuple(shape)) for name, shape in leaves))
+        return Kind(
+            restored_structure(structure), tuple((name, tuple(shape)) for name, shape in leaves)
+        )
 
     def no_rows(self) -> Any:
         """Return a batch of this kind without rows; a named tuple becomes a tuple.
@@ -80,7 +102,9 @@ class Kind(NamedTuple):
             >>> inspected((np.zeros((4, 2)), np.zeros(4, bool)))[2].no_rows()
             (array([], shape=(0, 2), dtype=float64), array([], dtype=bool))
         """
-        return unflatten(self.structure, [np.empty((0, *shape), _dtype_of(name)) for name, shape in self.leaves])
+        return unflatten(
+            self.structure, [np.empty((0, *shape), _dtype_of(name)) for name, shape in self.leaves]
+        )
 
 
 def as_leaf(value: Any) -> NDArray[Any]:
@@ -147,7 +171,9 @@ def rows_of(batch: Any) -> int:
 
 def _common_length(leaves: list[NDArray[Any]]) -> int:
     if not leaves:
-        raise ConfigError("the batch is a structure without any array; every element must hold at least one")
+        raise ConfigError(
+            "the batch is a structure without any array; every element must hold at least one"
+        )
     for leaf in leaves:
         if leaf.ndim == 0:
             raise ConfigError(
@@ -157,7 +183,9 @@ def _common_length(leaves: list[NDArray[Any]]) -> int:
     rows = len(leaves[0])
     if any(len(leaf) != rows for leaf in leaves):
         lengths = ", ".join(map(str, sorted({len(leaf) for leaf in leaves})))
-        raise ConfigError(f"the arrays of a batch must have first axes of one length, not {lengths}")
+        raise ConfigError(
+            f"the arrays of a batch must have first axes of one length, not {lengths}"
+        )
     return rows
 
 
@@ -222,13 +250,17 @@ def _stacked(parts: Sequence[Any]) -> Any:
     if isinstance(model, dict):
         return rebuilt(model, [_stacked([part[key] for part in parts]) for key in model])
     if is_structure(model):
-        return rebuilt(model, [_stacked(list(same)) for same in zip(*map(parts_of, parts), strict=True)])
+        return rebuilt(
+            model, [_stacked(list(same)) for same in zip(*map(parts_of, parts), strict=True)]
+        )
     arrays = [as_leaf(part) for part in parts]
     try:
         return np.stack(arrays)
     except ValueError:
         shapes = ", ".join(sorted({str(array.shape) for array in arrays}))
-        raise ConfigError(f"elements of shapes {shapes} cannot be one batch; pad them with dataset.map") from None
+        raise ConfigError(
+            f"elements of shapes {shapes} cannot be one batch; pad them with dataset.map"
+        ) from None
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,14 @@ from syncvar.data.indexed import (
 )
 from syncvar.data.prefetching import Prefetched
 from syncvar.data.state import integer_of, read_state
-from syncvar.data.streams import Generated, StreamBatches, StreamMap, StreamRepeat, StreamShard, StreamShuffle
+from syncvar.data.streams import (
+    Generated,
+    StreamBatches,
+    StreamMap,
+    StreamRepeat,
+    StreamShard,
+    StreamShuffle,
+)
 from syncvar.errors import ConfigError
 from syncvar.loading import ClassWithHints, Taught, unexpected
 
@@ -70,7 +77,8 @@ def from_arrays(
         dataset = dataset.shuffle(seed=seed)
     if batch_size is None:
         return dataset
-    return Dataset(dataset.batch(batch_size, drop_remainder=drop_remainder)._source, rows=int(batch_size))  # noqa: SLF001
+    source = dataset.batch(batch_size, drop_remainder=drop_remainder)._source  # noqa: SLF001
+    return Dataset(source, rows=int(batch_size))
 
 
 def from_generator(fn: Callable[[], Iterable[Any]]) -> Dataset:
@@ -136,12 +144,21 @@ class Dataset(Taught, metaclass=ClassWithHints):
             raise ConfigError(
                 f"shuffle has no buffer whose size could be {buffer_size!r:.100}: all elements of an epoch are shuffled; write "
                 f"dataset.shuffle(), or dataset.shuffle(seed=1) for another order"
-                + ", and before repeat, which has no end" * self._source.is_endless
+                + ", and before repeat, which has no end"
+                * self._source.is_endless
             )
         seed = integer_of("seed", seed, 0)
-        self._refuse_batches("shuffle", "reorder", f"sv.data.from_arrays(x, batch_size={self._rows}, shuffle=True, seed={seed})")
+        self._refuse_batches(
+            "shuffle",
+            "reorder",
+            f"sv.data.from_arrays(x, batch_size={self._rows}, shuffle=True, seed={seed})",
+        )
         inner = self._source
-        return Dataset(IndexedShuffle(inner, seed) if isinstance(inner, Indexed) else StreamShuffle(inner, seed))
+        return Dataset(
+            IndexedShuffle(inner, seed)
+            if isinstance(inner, Indexed)
+            else StreamShuffle(inner, seed)
+        )
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Return every `num_shards`-th element, from element `index` on.
@@ -158,11 +175,19 @@ class Dataset(Taught, metaclass=ClassWithHints):
         shards = integer_of("num_shards", num_shards, 1)
         index = integer_of("index", index, 0)
         if index >= shards:
-            raise ConfigError(f"index {index} is none of {shards} shards: they are 0 to {shards - 1}")
-        rows = f"sv.data.from_arrays(x, batch_size=None).shard({shards}, {index}).batch({self._rows})"
+            raise ConfigError(
+                f"index {index} is none of {shards} shards: they are 0 to {shards - 1}"
+            )
+        rows = (
+            f"sv.data.from_arrays(x, batch_size=None).shard({shards}, {index}).batch({self._rows})"
+        )
         self._refuse_batches("shard", "deal out", rows)
         inner = self._source
-        kind = IndexedShard(inner, shards, index) if isinstance(inner, Indexed) else StreamShard(inner, shards, index)
+        kind = (
+            IndexedShard(inner, shards, index)
+            if isinstance(inner, Indexed)
+            else StreamShard(inner, shards, index)
+        )
         return Dataset(kind)
 
     def batch(self, size: int, *, drop_remainder: bool = False, **_foreign: Never) -> Dataset:
@@ -197,7 +222,9 @@ class Dataset(Taught, metaclass=ClassWithHints):
             raise unexpected(Dataset.map, _foreign)
         _function("fn", fn, "write dataset.map(lambda batch: …)")
         inner = self._source
-        return self._next(IndexedMap(inner, fn) if isinstance(inner, Indexed) else StreamMap(inner, fn))
+        return self._next(
+            IndexedMap(inner, fn) if isinstance(inner, Indexed) else StreamMap(inner, fn)
+        )
 
     def repeat(self, times: int | None = None) -> Dataset:
         """Return the elements several times in a row, in one epoch; each pass is shuffled anew.
@@ -213,7 +240,11 @@ class Dataset(Taught, metaclass=ClassWithHints):
         if times is None:
             return self._next(StreamRepeat(inner, None))
         times = integer_of("times", times, 1)
-        return self._next(IndexedRepeat(inner, times) if isinstance(inner, Indexed) else StreamRepeat(inner, times))
+        return self._next(
+            IndexedRepeat(inner, times)
+            if isinstance(inner, Indexed)
+            else StreamRepeat(inner, times)
+        )
 
     def prefetch(self, size: int = 2) -> Dataset:
         """Return the same elements, read ahead in a thread while the program computes.
@@ -261,7 +292,9 @@ class Dataset(Taught, metaclass=ClassWithHints):
             >>> list(sv.data.from_arrays(np.arange(4), batch_size=2).at(epoch=0, position=1))
             [array([2, 3])]
         """
-        return DatasetIterator(self, integer_of("epoch", epoch, 0), integer_of("position", position, 0))
+        return DatasetIterator(
+            self, integer_of("epoch", epoch, 0), integer_of("position", position, 0)
+        )
 
     def __iter__(self) -> DatasetIterator:
         epoch = self._next_epoch
@@ -271,7 +304,11 @@ class Dataset(Taught, metaclass=ClassWithHints):
     def __len__(self) -> int:
         count = self._source.count
         if count is None:
-            why = "it is repeated without end" if self._source.is_endless else "its elements are generated"
+            why = (
+                "it is repeated without end"
+                if self._source.is_endless
+                else "its elements are generated"
+            )
             raise TypeError(f"this dataset does not know its length: {why}")
         return count
 
@@ -280,7 +317,13 @@ class Dataset(Taught, metaclass=ClassWithHints):
 
     def __repr__(self) -> str:
         count = self._source.count
-        length = f"{count} elements" if count is not None else "endless length" if self._source.is_endless else "unknown length"
+        length = (
+            f"{count} elements"
+            if count is not None
+            else "endless length"
+            if self._source.is_endless
+            else "unknown length"
+        )
         return f"<sv.data.Dataset of {length}>"
 
 

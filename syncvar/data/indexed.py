@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Indexed", "IndexedBatches", "IndexedMap", "IndexedRepeat", "IndexedShard", "IndexedShuffle", "Rows"]
+__all__ = [
+    "Indexed",
+    "IndexedBatches",
+    "IndexedMap",
+    "IndexedRepeat",
+    "IndexedShard",
+    "IndexedShuffle",
+    "Rows",
+]
 
 
 class Indexed(ABC):
@@ -69,7 +77,10 @@ class IndexedShuffle(Indexed):
         super().__init__(inner.count, (*inner.seeds, seed))
         self._inner = inner
         self._seed = seed
-        self._last: tuple[int, NDArray[np.intp]] = (-1, np.empty(0, np.intp))  # replaced as a whole: threads may read it
+        self._last: tuple[int, NDArray[np.intp]] = (
+            -1,
+            np.empty(0, np.intp),
+        )  # replaced as a whole: threads may read it
 
     def _order(self, epoch: int) -> NDArray[np.intp]:
         known, order = self._last

@@ -58,7 +58,9 @@ class _Ahead:
         self._is_over = False
         self._is_stopped = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, args=(elements,), name="syncvar-prefetch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(elements,), name="syncvar-prefetch", daemon=True
+        )
         self._thread.start()
 
     def next(self) -> Any:

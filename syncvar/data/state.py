@@ -38,10 +38,14 @@ def read_state(state: Any, expected: Mapping[str, str]) -> tuple[int, int]:
         (1, 5)
     """
     if not isinstance(state, Mapping):
-        raise ConfigError(f"the state of an iterator is a dict, not {type(state).__name__}: pass what state_dict() returned")
+        raise ConfigError(
+            f"the state of an iterator is a dict, not {type(state).__name__}: pass what state_dict() returned"
+        )
     missing = sorted({"epoch", "position", *expected} - set(state))
     if missing:
-        raise ConfigError(f"the state of the iterator has no {', '.join(missing)}: pass what state_dict() returned")
+        raise ConfigError(
+            f"the state of the iterator has no {', '.join(missing)}: pass what state_dict() returned"
+        )
     for name, here in expected.items():
         if state[name] != here:
             raise ConfigError(

@@ -41,7 +41,9 @@ class Stream(ABC):
         is_endless: An epoch is known to have no end.
     """
 
-    def __init__(self, count: int | None, seeds: tuple[int, ...] = (), *, is_endless: bool = False) -> None:
+    def __init__(
+        self, count: int | None, seeds: tuple[int, ...] = (), *, is_endless: bool = False
+    ) -> None:
         self.count = count
         self.seeds = seeds
         self.is_endless = is_endless
@@ -121,7 +123,9 @@ class StreamBatches(Stream):
 
     def __init__(self, inner: Source, size: int, *, drop_remainder: bool) -> None:
         rounded = None if inner.count is None else inner.count + (0 if drop_remainder else size - 1)
-        super().__init__(None if rounded is None else rounded // size, inner.seeds, is_endless=inner.is_endless)
+        super().__init__(
+            None if rounded is None else rounded // size, inner.seeds, is_endless=inner.is_endless
+        )
         self._inner = inner
         self._size = size
         self._drop_remainder = drop_remainder

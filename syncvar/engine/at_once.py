@@ -74,12 +74,25 @@ class Line:
         is_remembered: `send` or `recv` finds it without a step of Python.
     """
 
-    __slots__ = ("_array", "_context", "_request", "_sorts", "end", "is_remembered", "native", "stream")
+    __slots__ = (
+        "_array",
+        "_context",
+        "_request",
+        "_sorts",
+        "end",
+        "is_remembered",
+        "native",
+        "stream",
+    )
 
     def __init__(
-        self, context: Job, stream: Communicator, end: Inward | Outward | None, array: int,
+        self,
+        context: Job,
+        stream: Communicator,
+        end: Inward | Outward | None,
+        array: int,
         request: Callable[[Line, NDArray[Any]], Request],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.stream = stream
         self.end = end
         self.native: Any = None
@@ -96,9 +109,15 @@ class Line:
             native.retire()
 
     def send(
-        self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]], request: Callable[[], Request], timeout: float | None,
-        *, waits: bool,
-    ) -> bool:  # fmt: skip
+        self,
+        array: NDArray[Any],
+        kind: int,
+        words: Callable[[], tuple[str, int]],
+        request: Callable[[], Request],
+        timeout: float | None,
+        *,
+        waits: bool,
+    ) -> bool:
         """Send a message, if there is room for it now; of a long one the receiver is told, and it waits here until it has been taken.
 
         Args:
@@ -117,19 +136,38 @@ class Line:
         """
         stream, outward = self.stream, self.end
         engine, count = stream.engine, stream.count
-        if engine is None or count is None or not isinstance(outward, Outward) or not engine.is_quiet or (waits and engine.under_way):
+        if (
+            engine is None
+            or count is None
+            or not isinstance(outward, Outward)
+            or not engine.is_quiet
+            or (waits and engine.under_way)
+        ):
             return False
         if not array.flags.c_contiguous or not stream.busy.acquire(blocking=False):
             return False
         try:
-            sort, call, begin, number = self._sort_of(array, kind, words), self.number(), monotonic_ns(), 0
+            sort, call, begin, number = (
+                self._sort_of(array, kind, words),
+                self.number(),
+                monotonic_ns(),
+                0,
+            )
             try:
                 if waits:
                     number = outward.tell(sort.what, stream.identity, call, array)
                     has_begun = number != 0
                 else:
                     data = array if sort.is_buffer else array.reshape(-1).view(np.uint8)
-                    has_begun = outward.put(sort.what, stream.identity, call, array.shape, data, array.nbytes, waits=True)
+                    has_begun = outward.put(
+                        sort.what,
+                        stream.identity,
+                        call,
+                        array.shape,
+                        data,
+                        array.nbytes,
+                        waits=True,
+                    )
                 if not has_begun:
                     return False
                 count.next_call = count.number = stream.next_call = call + 1
@@ -137,7 +175,9 @@ class Line:
                 if is_over:
                     stream.recorder.add((sort.told, call, begin, monotonic_ns(), get_ident()))
                 self._keep((array.dtype, array.shape, kind), sort)
-                operation = None if is_over else stream.operation(call, _begun(request(), number), begin)
+                operation = (
+                    None if is_over else stream.operation(call, _begun(request(), number), begin)
+                )
             except BaseException as error:  # the other rank may have the message, or not
                 if number:
                     outward.give_up(number)
@@ -149,7 +189,9 @@ class Line:
         finally:
             stream.busy.release()
 
-    def _sort_of(self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]) -> Sort:
+    def _sort_of(
+        self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]
+    ) -> Sort:
         """Return what messages such as this one have in common."""
         sort = self._sorts.get((array.dtype, array.shape, kind))
         if sort is not None:
@@ -159,9 +201,14 @@ class Line:
         return Sort(what_of(kind, dtype, array.ndim), told, array.dtype.kind in _EXPORTED)
 
     def take(
-        self, request: Callable[[], Request], landing: Landing, finish: Callable[[int, NDArray[Any]], Any], timeout: float | None,
-        *, waits: bool,
-    ) -> Any:  # fmt: skip
+        self,
+        request: Callable[[], Request],
+        landing: Landing,
+        finish: Callable[[int, NDArray[Any]], Any],
+        timeout: float | None,
+        *,
+        waits: bool,
+    ) -> Any:
         """Receive a message that is there or comes soon; where it does not, the engine waits.
 
         Args:
@@ -179,7 +226,13 @@ class Line:
         """
         stream, inward = self.stream, self.end
         engine, count = stream.engine, stream.count
-        if engine is None or count is None or not isinstance(inward, Inward) or not engine.is_quiet or engine.under_way:
+        if (
+            engine is None
+            or count is None
+            or not isinstance(inward, Inward)
+            or not engine.is_quiet
+            or engine.under_way
+        ):
             return NOT_YET
         if not stream.busy.acquire(blocking=False):
             return NOT_YET
@@ -216,7 +269,9 @@ class Line:
         finally:
             stream.busy.release()
 
-    def perform(self, name: str, check: Callable[[], Request], timeout: float | None, *, async_op: bool) -> Any:
+    def perform(
+        self, name: str, check: Callable[[], Request], timeout: float | None, *, async_op: bool
+    ) -> Any:
         """Make a call on the long way; see `Communicator.perform`."""
         self.number()
         try:
@@ -259,13 +314,28 @@ class Line:
             return
         if self.native is None:
             self.native = end.native_end(
-                stream.identity, self._context.config.eager_bytes, count=stream.count, engine=stream.engine, context=self._context,
-                add=stream.recorder.add, go_on=self._go_on, busy=stream.busy, shared=stream.engine.under_way,
-            )  # fmt: skip
+                stream.identity,
+                self._context.config.eager_bytes,
+                count=stream.count,
+                engine=stream.engine,
+                context=self._context,
+                add=stream.recorder.add,
+                go_on=self._go_on,
+                busy=stream.busy,
+                shared=stream.engine.under_way,
+            )
         if self.native is not None:
             self.native.remember(dtype, shape, sort.what, sort.told)
 
-    def _go_on(self, array: NDArray[Any], call: int, begin: int, number: int, done: int, error: BaseException | None) -> Any:
+    def _go_on(
+        self,
+        array: NDArray[Any],
+        call: int,
+        begin: int,
+        number: int,
+        done: int,
+        error: BaseException | None,
+    ) -> Any:
         """Go on with a long message that the C runner has begun, and that has not gone or come soon.
 
         Args:
@@ -287,7 +357,9 @@ class Line:
         try:
             if error is not None:
                 raise error
-            operation = stream.operation(call, _begun(self._request(self, array), number, done), begin)
+            operation = stream.operation(
+                call, _begun(self._request(self, array), number, done), begin
+            )
         except BaseException as why:
             if isinstance(end, Outward):
                 end.give_up(number)

@@ -95,7 +95,9 @@ class CallLedger:
         # thread ends a block without it, by one step of the interpreter, and looks for verdicts after that. A signal's
         # handler may make calls, so that the thread which has the lock may come again.
         self._lock = threading.RLock()
-        self._skipped: dict[int, dict[int, list[tuple[int, int]]]] = {}  # by rank that left, by group
+        self._skipped: dict[
+            int, dict[int, list[tuple[int, int]]]
+        ] = {}  # by rank that left, by group
         self._passed: dict[int, deque[CallBlock]] = {}
         self._has_skipped = False
         self.counted: weakref.WeakValueDictionary[int, Counting] = weakref.WeakValueDictionary()
@@ -103,13 +105,17 @@ class CallLedger:
     @property
     def has_refusals(self) -> bool:
         """Whether any call may have to be refused."""
-        return bool(self.left) or any(old["last_call"] >= self.following(old["group"]) - 1 for old in self._doomed)
+        return bool(self.left) or any(
+            old["last_call"] >= self.following(old["group"]) - 1 for old in self._doomed
+        )
 
     def may_refuse(self, group: int, call: int) -> bool:
         """Return whether a call may have to be refused: there is a verdict, or a rank has left."""
-        return bool(self.left) or any(old["group"] == group and old["last_call"] >= call for old in self._doomed)
+        return bool(self.left) or any(
+            old["group"] == group and old["last_call"] >= call for old in self._doomed
+        )
 
-    # -- numbers --------------------------------------------------------------------------------------------------
+    # -- numbers -----------------------------------------------------------------------------------
 
     def announce(self, group: int, next_call: int) -> None:
         """Note that calls of a group below `next_call` will not begin here any more; their frames are dropped.
@@ -146,15 +152,25 @@ class CallLedger:
         """
         with self._lock:
             passed = [(group, list(blocks)) for group, blocks in self._passed.items()]
-        found = [(-place, group, block) for group, blocks in passed for place, block in enumerate(reversed(blocks))]
+        found = [
+            (-place, group, block)
+            for group, blocks in passed
+            for place, block in enumerate(reversed(blocks))
+        ]
         found.sort(key=lambda one: one[0])  # the last block of each group at the end
-        return [number for _, group, block in found[-_SKIPPED_MAX:] for number in (group, block.last, block.epoch_end)]
+        return [
+            number
+            for _, group, block in found[-_SKIPPED_MAX:]
+            for number in (group, block.last, block.epoch_end)
+        ]
 
     def leave(self, rank: int, entered: dict[int, int], skipped: list[int]) -> None:
         """Note that a rank has left: the last call that it entered in each group, and its `skipped`."""
         self.left[rank] = entered
         groups = self._skipped[rank] = {}
-        for group, last, epoch_end in zip(skipped[0::3], skipped[1::3], skipped[2::3], strict=False):
+        for group, last, epoch_end in zip(
+            skipped[0::3], skipped[1::3], skipped[2::3], strict=False
+        ):
             groups.setdefault(group, []).append((last, epoch_end))
 
     def following(self, group: int) -> int:
@@ -163,7 +179,7 @@ class CallLedger:
         caller = self.counted.get(group)
         return following if caller is None else max(following, caller.next_call)
 
-    # -- frames before their call ---------------------------------------------------------------------------------
+    # -- frames before their call ------------------------------------------------------------------
 
     def keep(self, frame: Frame) -> bool:
         """Keep a frame for a call that has not begun; False for one of a call that lies behind."""
@@ -171,7 +187,9 @@ class CallLedger:
         if header.call < self.following(header.group):
             return False
         if header.kind == Kind.KNOCK:
-            self._has_skipped = True  # a call in shared memory may begin and end without a word to this book
+            self._has_skipped = (
+                True  # a call in shared memory may begin and end without a word to this book
+            )
         self.early.setdefault((header.group, header.call), []).append(frame)
         return True
 
@@ -186,12 +204,14 @@ class CallLedger:
     def take_skipped(self) -> Iterator[tuple[int, int, list[Frame]]]:
         """Yield (group, call, frames) of the calls that were skipped since the last time."""
         if self._has_skipped:
-            self._has_skipped = any(frames[0].header.kind == Kind.KNOCK for frames in list(self.early.values()))
+            self._has_skipped = any(
+                frames[0].header.kind == Kind.KNOCK for frames in list(self.early.values())
+            )
             for group, call in list(self.early):
                 if call < self.following(group):
                     yield group, call, self.early.pop((group, call), [])
 
-    # -- blocks of calls ------------------------------------------------------------------------------------------
+    # -- blocks of calls ---------------------------------------------------------------------------
 
     def blocks(self, group: int) -> deque[CallBlock]:
         """Return the blocks of a group's calls that have ended; who ends one adds it, without the lock."""
@@ -217,11 +237,15 @@ class CallLedger:
         self._has_skipped = True
         return refused
 
-    def _is_refused(self, blocks: deque[CallBlock], group: int, block: CallBlock, table: dict[int, str]) -> bool:
+    def _is_refused(
+        self, blocks: deque[CallBlock], group: int, block: CallBlock, table: dict[int, str]
+    ) -> bool:
         """Note a block that ends while there are verdicts; return whether the call after it is refused here."""
         last, epoch_end = block.last, block.epoch_end
         overlapping = [
-            old for old in self._doomed if old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end
+            old
+            for old in self._doomed
+            if old["group"] == group and last < old["last_call"] and old["call"] <= epoch_end
         ]
         known = [old for old in overlapping if old["call"] <= last + 1]
         if not known:
@@ -230,14 +254,27 @@ class CallLedger:
             blocks.append(block)
         else:
             block.is_gone = True
-        if not any(old["waits"] for old in overlapping):  # else ranks have left the block, and wait for nothing
+        if not any(
+            old["waits"] for old in overlapping
+        ):  # else ranks have left the block, and wait for nothing
             return False
         following = epoch_end + 1
         text = "another rank made a call before it that this rank did not make"
-        self._doomed.append({"group": group, "call": following, "last_call": following, "text": text, "table": table, "waits": False})
+        self._doomed.append(
+            {
+                "group": group,
+                "call": following,
+                "last_call": following,
+                "text": text,
+                "table": table,
+                "waits": False,
+            }
+        )
         return True
 
-    def overtaken(self, group: int, call: int, active: Iterable[tuple[int, int]]) -> Overtaken | None:
+    def overtaken(
+        self, group: int, call: int, active: Iterable[tuple[int, int]]
+    ) -> Overtaken | None:
         """Return the block of `call`, if this rank left it without making that call; told once for each block.
 
         Args:
@@ -251,11 +288,13 @@ class CallLedger:
             if block is None:
                 return None
             _remove(blocks, block)
-        running = [number for other, number in active if other == group and number > block.epoch_end]
+        running = [
+            number for other, number in active if other == group and number > block.epoch_end
+        ]
         following = min(running, default=self._next_call.get(group, block.epoch_end + 1))
         return Overtaken(block.members, block.last, block.epoch_end, following)
 
-    # -- calls that cannot succeed --------------------------------------------------------------------------------
+    # -- calls that cannot succeed -----------------------------------------------------------------
 
     def doom(self, verdict: Message) -> None:
         """Note a verdict: the calls it names fail, also those that have not begun."""
@@ -263,11 +302,15 @@ class CallLedger:
             blocks = self._passed.get(verdict["group"], deque())
             for block in list(blocks):
                 if block.last < verdict["last_call"] and verdict["call"] <= block.epoch_end:
-                    block.epoch_end = verdict["call"] - 1  # the group knows already, and later calls shall not fail for it
+                    block.epoch_end = (
+                        verdict["call"] - 1
+                    )  # the group knows already, and later calls shall not fail for it
                     if block.epoch_end <= block.last:
                         _remove(blocks, block)
             # Verdicts on calls that lie behind are of no use any more.
-            self._doomed = [old for old in self._doomed if old["last_call"] >= self.following(old["group"]) - 1]
+            self._doomed = [
+                old for old in self._doomed if old["last_call"] >= self.following(old["group"]) - 1
+            ]
             self._doomed.append(verdict)
 
     def refusal(self, operation: Operation) -> SyncvarError | None:
@@ -284,7 +327,10 @@ class CallLedger:
     @staticmethod
     def concerns(verdict: Message, operation: Operation) -> bool:
         """Return whether a verdict is on this call."""
-        return bool(verdict["group"] == operation.group and verdict["call"] <= operation.call <= verdict["last_call"])
+        return bool(
+            verdict["group"] == operation.group
+            and verdict["call"] <= operation.call <= verdict["last_call"]
+        )
 
     def sentence(self, verdict: Message, operation: Operation) -> MismatchError:
         """Return the error of a call on which there is a verdict."""
@@ -308,5 +354,7 @@ class CallLedger:
 
 def _remove(blocks: deque[CallBlock], block: CallBlock) -> None:
     block.is_gone = True
-    with contextlib.suppress(ValueError):  # newer ones have come meanwhile, so that it is gone already
+    with contextlib.suppress(
+        ValueError
+    ):  # newer ones have come meanwhile, so that it is gone already
         blocks.remove(block)

@@ -123,13 +123,19 @@ class Core(AdmissionState):
         self.active: dict[tuple[int, int], Operation] = {}
         self.inbox: collections.deque[Operation] = collections.deque()
         self.under_way: list[Operation] = []
-        self.when_broken: list[Callable[[TransportError | UsageError], None]] = []  # let go of what they hold
-        self._adopting = threading.RLock()  # before a call that is queued after one of them, and by the progress thread
+        self.when_broken: list[
+            Callable[[TransportError | UsageError], None]
+        ] = []  # let go of what they hold
+        self._adopting = (
+            threading.RLock()
+        )  # before a call that is queued after one of them, and by the progress thread
         self._failure_raised = False
         self._followers: list[threading.Event] = []
-        self._errands: collections.deque[Callable[[], None]] = collections.deque()  # of threads that do not drive
+        self._errands: collections.deque[Callable[[], None]] = (
+            collections.deque()
+        )  # of threads that do not drive
 
-    # -- whether a call may begin ---------------------------------------------------------------------------------
+    # -- whether a call may begin ------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise what broke this generation, if anything did.
@@ -159,7 +165,7 @@ class Core(AdmissionState):
         self.before_calls.append(listener)
         self.is_quiet = False
 
-    # -- calls that have begun without the engine -----------------------------------------------------------------
+    # -- calls that have begun without the engine --------------------------------------------------
 
     def adopt(self, after_s: float = 0.0) -> None:
         """Go on with the calls that have begun without the engine, so long ago: somebody else than their callers has to know of them."""
@@ -186,7 +192,7 @@ class Core(AdmissionState):
             raise InternalError("nobody goes on with a call that has begun")
         return operation
 
-    # -- whose turn it is to drive --------------------------------------------------------------------------------
+    # -- whose turn it is to drive -----------------------------------------------------------------
 
     def seize(self) -> bool:
         """Take the lock without waiting; return whether it is this thread's. Who lets go of it calls `hand_over` then.
@@ -236,7 +242,9 @@ class Core(AdmissionState):
         Raises:
             UsageError: It does.
         """
-        if self.driver == threading.get_ident() or (self.arena is not None and self.arena.is_changing_here):
+        if self.driver == threading.get_ident() or (
+            self.arena is not None and self.arena.is_changing_here
+        ):
             raise UsageError(
                 f"{name} on rank {self.rank}: a signal's handler has interrupted this thread in another call, which cannot go on "
                 f"before the handler returns; let the handler set a flag, and make the call after that one"
@@ -254,7 +262,7 @@ class Core(AdmissionState):
         if self.recorder.is_due:
             self.recorder.ended()
 
-    # -- what the launcher is told --------------------------------------------------------------------------------
+    # -- what the launcher is told -----------------------------------------------------------------
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Send a message to the launcher, as the driver."""
@@ -265,15 +273,33 @@ class Core(AdmissionState):
         data = pack_message(kind, **fields)
         self.leave_errand(lambda: self.control.send(data))
 
-    def poison(self, group: int, members: tuple[int, ...], call: int, what: str, reason: str) -> None:
+    def poison(
+        self, group: int, members: tuple[int, ...], call: int, what: str, reason: str
+    ) -> None:
         """Tell the group that this rank's call had a bad argument: the others raise MismatchError at once."""
-        self.tell_beside("poison", group=group, members=list(members), call=call, what=what, reason=reason[:_REASON_MAX])
+        self.tell_beside(
+            "poison",
+            group=group,
+            members=list(members),
+            call=call,
+            what=what,
+            reason=reason[:_REASON_MAX],
+        )
 
-    def left_run(self, group: int, members: tuple[int, ...], call: int, epoch_end: int, reason: str) -> None:
+    def left_run(
+        self, group: int, members: tuple[int, ...], call: int, epoch_end: int, reason: str
+    ) -> None:
         """Tell the group that this rank makes none of its calls after `call`, up to `epoch_end`; from any thread."""
         if self.begun:
             self.adopt()
-        self.tell_beside("left_run", group=group, members=list(members), call=call, epoch_end=epoch_end, reason=reason[:_REASON_MAX])
+        self.tell_beside(
+            "left_run",
+            group=group,
+            members=list(members),
+            call=call,
+            epoch_end=epoch_end,
+            reason=reason[:_REASON_MAX],
+        )
 
     def passed_over(self, groups: Sequence[Passing]) -> None:
         """Look at blocks of calls that this rank has just ended. From any thread.
@@ -287,7 +313,7 @@ class Core(AdmissionState):
             self.is_quiet = False
             self.left_run(one.identity, one.members, one.next_call - 1, one.next_call, GONE_ON)
 
-    # -- what breaks the generation -------------------------------------------------------------------------------
+    # -- what breaks the generation ----------------------------------------------------------------
 
     def break_generation(self, failure: TransportError, but: Awaited | None = None) -> None:
         """End the generation: nothing that has begun in it goes on, and nothing more begins. The operation `but` ends by itself."""
@@ -318,7 +344,9 @@ class Core(AdmissionState):
         if self.failure is None:
             reason = f"interrupted by {type(error).__name__} in {place}"
             self.break_generation(GroupBroken(f"this rank was {reason}", error), but)
-            self.tell_beside("broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[])
+            self.tell_beside(
+                "broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[]
+            )
 
     def tell_accident(self, operation: Operation) -> None:
         """Tell the group what has gone wrong on this rank alone, if anything has: it cannot go on without this rank."""

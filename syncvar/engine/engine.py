@@ -50,8 +50,12 @@ _CALLER_RECENT_S = 0.005
 _HEAR_S = 0.005  # a call that has to wait hears the launcher at once; others at this interval
 _IDLE_S = 1.0
 _KEPT_S = 0.1  # so long a call that has begun is its caller's alone, who may be about to end it
-_IDLE_SHARED_S = 0.002  # while started calls go through shared memory, where nothing tells of an arrival
-_IDLE_MOVING_S = 0.0002  # while one of them moves: both sides have to look at the same time to go on
+_IDLE_SHARED_S = (
+    0.002  # while started calls go through shared memory, where nothing tells of an arrival
+)
+_IDLE_MOVING_S = (
+    0.0002  # while one of them moves: both sides have to look at the same time to go on
+)
 _BEGUN_S = 0.001  # so long a started call is its caller's alone, who may be about to wait for it
 _MOVES_S = 0.02  # so long after its last move
 _LOOK_S = 0.005  # so long a wait in shared memory looks, before it sleeps
@@ -100,7 +104,9 @@ class Engine(Core):
         self._last_caller = 0.0  # when a caller drove last: it may come again at once
         self._stopped = threading.Event()
         self._is_disowned = False
-        self._progress = threading.Thread(target=self._serve, name=f"syncvar-progress-{rank}", daemon=True)
+        self._progress = threading.Thread(
+            target=self._serve, name=f"syncvar-progress-{rank}", daemon=True
+        )
         self._progress.start()
 
     @property
@@ -108,9 +114,11 @@ class Engine(Core):
         """How many data frames this process has sent, questions and answers included."""
         return self.flow.frames_sent + self._questions.frames_sent
 
-    # -- calls ----------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
-    def start(self, operation: Operation, timeout_s: float | None, began: float | None = None) -> None:
+    def start(
+        self, operation: Operation, timeout_s: float | None, began: float | None = None
+    ) -> None:
         """Start an operation, which may have begun a while ago; it advances whenever somebody drives."""
         now = time.monotonic() if began is None else began
         operation.started = now
@@ -170,7 +178,11 @@ class Engine(Core):
     def run(self, operation: Operation, timeout_s: float | None) -> Any:
         """Start an operation and wait for it."""
         operation.thread = threading.get_ident()
-        if not (self.allows(operation.group, operation.call) and operation.links is None and self._inline(operation)):
+        if not (
+            self.allows(operation.group, operation.call)
+            and operation.links is None
+            and self._inline(operation)
+        ):
             self.start(operation, timeout_s)
         return self.wait(operation)
 
@@ -192,13 +204,17 @@ class Engine(Core):
                 if operation.is_over:
                     self.tell_accident(operation)
                     return True
-                if not operation.may_look or not wait(channel.others, operation.need, channel.last + 2):
+                if not operation.may_look or not wait(
+                    channel.others, operation.need, channel.last + 2
+                ):
                     return False
         except BaseException as error:
             self.interrupted(operation, error)
             raise
 
-    def ask(self, peer: int, key: int, what: str, timeout_s: float | None) -> tuple[bytes, bytes] | None:
+    def ask(
+        self, peer: int, key: int, what: str, timeout_s: float | None
+    ) -> tuple[bytes, bytes] | None:
         """Ask another process for what it publishes under a key; it takes no part, its engine answers.
 
         Args:
@@ -221,7 +237,9 @@ class Engine(Core):
         while True:
             self.check()
             question = Question(peer, key, what, deadline, allowed)
-            question.entry = self.recorder.begin(Told(what, -1, (), 0, 0, f"question to rank {peer}"), -1)
+            question.entry = self.recorder.begin(
+                Told(what, -1, (), 0, 0, f"question to rank {peer}"), -1
+            )
             self._questions.asked.append(question)
             self.transport.wake()
             answer: tuple[bytes, bytes] | None = self.wait(question)
@@ -247,7 +265,7 @@ class Engine(Core):
                 with contextlib.suppress(SyncvarError):
                     self.wait(operation)
 
-    # -- ends -----------------------------------------------------------------------------------------------------
+    # -- ends --------------------------------------------------------------------------------------
 
     def leave(self, deadline: float) -> None:
         """Finish started operations until `deadline` (monotonic seconds), then tell the others that this rank leaves.
@@ -260,8 +278,11 @@ class Engine(Core):
         if left and self.failure is None:
             _log.warning(
                 "%d started call%s not waited for, and so waited for now: %s%s",
-                len(left), " was" if len(left) == 1 else "s were", "; ".join(left[:5]), "; …" if len(left) > 5 else "",
-            )  # fmt: skip
+                len(left),
+                " was" if len(left) == 1 else "s were",
+                "; ".join(left[:5]),
+                "; …" if len(left) > 5 else "",
+            )
         try:
             while self.failure is None and time.monotonic() < deadline:
                 started = self._started.all
@@ -271,7 +292,9 @@ class Engine(Core):
         finally:
             if self.failure is None:
                 counts = pack_counts(self.sent.counts(self.book.following))
-                self.tell_beside("leaving", entered=self.book.entered(), skipped=self.book.skipped(), **counts)
+                self.tell_beside(
+                    "leaving", entered=self.book.entered(), skipped=self.book.skipped(), **counts
+                )
 
     def disown(self, failure: UsageError) -> None:
         """Make every later call raise `failure`: this process is a forked copy and owns neither sockets nor threads."""
@@ -296,7 +319,7 @@ class Engine(Core):
         self.around = contextlib.nullcontext
         self.hand_over()
 
-    # -- driving --------------------------------------------------------------------------------------------------
+    # -- driving -----------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         transport = self.transport
@@ -389,7 +412,10 @@ class Engine(Core):
                 self._verdicts.suspect(arrival.peer, arrival.reason)
                 continue
             header = arrival.header
-            if header.kind in (Kind.DATA, Kind.KNOCK):  # a peer that knocks waits in a call: this rank may have gone on without it
+            if header.kind in (
+                Kind.DATA,
+                Kind.KNOCK,
+            ):  # a peer that knocks waits in a call: this rank may have gone on without it
                 operation = self.active.get((header.group, header.call))
                 if operation is None:
                     if not self.book.keep(arrival):

@@ -57,8 +57,12 @@ class Flow:
         self._numbers = count()
         self._credits: dict[tuple[int, int], _Credit] = {}
         self._owed: dict[tuple[int, int], int] = {}
-        self._resting: deque[tuple[int, int]] = deque()  # (group, peer) of pairs that are let go, by threads that do not drive
-        core.when_broken.append(lambda _: self._credits.clear())  # nothing that waits is sent any more
+        self._resting: deque[tuple[int, int]] = (
+            deque()
+        )  # (group, peer) of pairs that are let go, by threads that do not drive
+        core.when_broken.append(
+            lambda _: self._credits.clear()
+        )  # nothing that waits is sent any more
 
     def post(self, links: Links, peer: int, header: bytes, payload: memoryview | None) -> None:
         """Send a frame now, or when the credit allows."""
@@ -78,7 +82,9 @@ class Flow:
         key = (peer, group)
         owed = self._owed.get(key, 0) + nbytes + HEADER_NBYTES
         if owed * 4 >= self._window_bytes:
-            self._transport.send(peer, pack_header(Kind.CREDIT, self.rank, self.generation, group, nbytes=owed))
+            self._transport.send(
+                peer, pack_header(Kind.CREDIT, self.rank, self.generation, group, nbytes=owed)
+            )
             owed = 0
         self._owed[key] = owed
 
@@ -101,7 +107,12 @@ class Flow:
     def knock(self, operation: Operation, peer: int) -> None:
         """Tell a rank that has not come: shared memory says nothing to those who are not looking."""
         header = pack_header(
-            Kind.KNOCK, self.rank, self.generation, operation.group, operation.call, fingerprint=operation.fingerprint
+            Kind.KNOCK,
+            self.rank,
+            self.generation,
+            operation.group,
+            operation.call,
+            fingerprint=operation.fingerprint,
         )
         self._transport.send(peer, header)
 
@@ -116,7 +127,9 @@ class Flow:
             group, peer = self._resting.popleft()
             owed = self._owed.pop((peer, group), 0)
             if owed:
-                self._transport.send(peer, pack_header(Kind.CREDIT, self.rank, self.generation, group, nbytes=owed))
+                self._transport.send(
+                    peer, pack_header(Kind.CREDIT, self.rank, self.generation, group, nbytes=owed)
+                )
 
     def go_on(self, group: int) -> None:
         """Send what may go now that an operation of a group has ended: another one may be the oldest."""
@@ -129,12 +142,16 @@ class Flow:
         if total * 4 <= self._window_bytes:
             return True
         # Below half of the window a frame of the oldest call may go however large it is.
-        return (credit.outstanding * 2 < self._window_bytes or total <= self._window_bytes) and self._is_oldest(links)
+        return (
+            credit.outstanding * 2 < self._window_bytes or total <= self._window_bytes
+        ) and self._is_oldest(links)
 
     def _is_oldest(self, links: Links) -> bool:
         """Return whether no older operation of its group is running here."""
         group, call = links.group, links.call
-        return not any(number < call for other, number in list(self._active) if other == group)  # another thread may break the generation
+        return not any(
+            number < call for other, number in list(self._active) if other == group
+        )  # another thread may break the generation
 
     def _go_on(self, peer: int, credit: _Credit) -> None:
         while credit.queue:
@@ -147,7 +164,13 @@ class Flow:
             self._send(credit, nbytes, links, peer, header, payload)
 
     def _send(
-        self, credit: _Credit, nbytes: int, links: Links, peer: int, header: bytes, payload: memoryview | None
+        self,
+        credit: _Credit,
+        nbytes: int,
+        links: Links,
+        peer: int,
+        header: bytes,
+        payload: memoryview | None,
     ) -> None:
         credit.outstanding += nbytes
         self.frames_sent += 1

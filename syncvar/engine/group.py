@@ -63,7 +63,11 @@ class Request:
     __slots__ = ("body", "digest", "message", "what")
 
     def __init__(
-        self, what: str, digest: int, body: Generator[Stage, None, Any], message: Sending | Receiving | None = None
+        self,
+        what: str,
+        digest: int,
+        body: Generator[Stage, None, Any],
+        message: Sending | Receiving | None = None,
     ) -> None:
         self.what = what
         self.digest = digest
@@ -158,7 +162,9 @@ class Communicator(CommunicatorState):
         self.members = tuple(members)
         self.size = len(self.members)
         self.rank = self.members.index(world_rank) if world_rank in self.members else None
-        self.whole = self.members  # with the ranks that have left a block of sv.uneven, without which its calls are made
+        self.whole = (
+            self.members
+        )  # with the ranks that have left a block of sv.uneven, without which its calls are made
         self.uneven: Uneven | None = None
         self.is_pair = False  # its calls are messages
         self.count: Count | None = None  # of those that go through a box
@@ -172,16 +178,28 @@ class Communicator(CommunicatorState):
         self.channel = channel
         self.hosts = hosts
         sizes = None if hosts is None else hosts.sizes
-        self.plan = Planner(self.members, self.rank, dict(forced or {}), is_shared=self.is_shared, host_sizes=sizes)
-        self.streams: dict[tuple[int, int, int], Any] = {}  # messages: a `Line` by (source, dest, tag)
-        self.last_parts: dict[int, NDArray[Any]] = {}  # by root: an array like the part that a scatter has given last
-        self.own_messages: dict[int, Any] = {}  # by tag: what this rank sends itself, see collectives.mailbox
+        self.plan = Planner(
+            self.members, self.rank, dict(forced or {}), is_shared=self.is_shared, host_sizes=sizes
+        )
+        self.streams: dict[
+            tuple[int, int, int], Any
+        ] = {}  # messages: a `Line` by (source, dest, tag)
+        self.last_parts: dict[
+            int, NDArray[Any]
+        ] = {}  # by root: an array like the part that a scatter has given last
+        self.own_messages: dict[
+            int, Any
+        ] = {}  # by tag: what this rank sends itself, see collectives.mailbox
         self.prepares = True
-        self.prepared_calls: dict[Any, PreparedCall] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of
+        self.prepared_calls: dict[
+            Any, PreparedCall
+        ] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of
         self._forked: UsageError | None = None
         self._destroyed: UsageError | None = None
         if engine is not None and self.rank is not None:
-            self.next_call = engine.book.following(identity)  # 0, but of a pair that was let go and comes back
+            self.next_call = engine.book.following(
+                identity
+            )  # 0, but of a pair that was let go and comes back
             engine.book.announce(identity, self.next_call)
             if channel is not None:
                 engine.book.count_by(self)
@@ -258,12 +276,20 @@ class Communicator(CommunicatorState):
         Raises:
             UsageError: It is not a member.
         """
-        return self.member_rank if self.uneven is None else self.whole.index(self.members[self.member_rank])
+        return (
+            self.member_rank
+            if self.uneven is None
+            else self.whole.index(self.members[self.member_rank])
+        )
 
     @property
     def present(self) -> tuple[int, ...]:
         """Ranks of the whole group that take part in its calls."""
-        return tuple(range(self.size)) if self.uneven is None else tuple(map(self.whole.index, self.members))
+        return (
+            tuple(range(self.size))
+            if self.uneven is None
+            else tuple(map(self.whole.index, self.members))
+        )
 
     def require_all(self, what: str, instead: str = "") -> None:
         """Look whether all ranks of the group still work, before something that needs them all. Collective in a block of sv.uneven.
@@ -291,7 +317,9 @@ class Communicator(CommunicatorState):
         """
         if self.uneven is not None:
             self.require_free(what)
-            self.uneven.roll(what, timeout)  # from here on this is the group of those who still work
+            self.uneven.roll(
+                what, timeout
+            )  # from here on this is the group of those who still work
 
     def become(self, other: Communicator) -> None:
         """Change places with another communicator: whoever has this one makes the other's calls from now on."""
@@ -340,11 +368,17 @@ class Communicator(CommunicatorState):
                     request = check()
             except Exception as error:
                 if isinstance(error, ConfigError) and self.size > 1:
-                    error.add_note(f"refused on rank {self.members[self.member_rank]}; the other ranks of the group raise MismatchError")
-                self.recorder.refused(Told(name, self.identity, self.members, 0, 0, ""), call, error)
+                    error.add_note(
+                        f"refused on rank {self.members[self.member_rank]}; the other ranks of the group raise MismatchError"
+                    )
+                self.recorder.refused(
+                    Told(name, self.identity, self.members, 0, 0, ""), call, error
+                )
                 if engine is not None and self.size > 1:
                     engine.book.announce(self.identity, call + 1)
-                    engine.poison(self.identity, self.members, call, name, f"{type(error).__name__}: {error}")
+                    engine.poison(
+                        self.identity, self.members, call, name, f"{type(error).__name__}: {error}"
+                    )
                 raise
             operation = self.operation(call, request)
             if engine is None or self.size == 1:
@@ -359,7 +393,9 @@ class Communicator(CommunicatorState):
                 return Work(engine, operation, sends=not after_queued)
             if not async_op:
                 return engine.run(operation, allowed)
-            with contextlib.suppress(MismatchError):  # in a block of sv.uneven started calls are made at once
+            with contextlib.suppress(
+                MismatchError
+            ):  # in a block of sv.uneven started calls are made at once
                 engine.run(operation, allowed)
             return Work(None, operation)
 
@@ -397,7 +433,9 @@ class Communicator(CommunicatorState):
         channel = hosts.channel if hosts is not None else None if self.size == 1 else self.channel
         is_shared = hosts is None and channel is not None
         way = "hosts" if hosts is not None else "arena" if is_shared else "links"
-        entry = self.recorder.begin(Told(request.what, self.identity, self.members, request.digest, 0, way), call, begin)
+        entry = self.recorder.begin(
+            Told(request.what, self.identity, self.members, request.digest, 0, way), call, begin
+        )
         links = None if is_shared else Links(entry, self.outlet)
         if is_shared and self.engine is not None and self.engine.begun:
             self.engine.adopt()  # those that come before it in the channel's queue
@@ -420,7 +458,9 @@ class Communicator(CommunicatorState):
                 self.uneven.left_run(error)
             if self.size > 1:
                 reason = f"left strategy.run: {type(error).__name__}: {error}"
-                self.engine.left_run(self.identity, self.members, self.next_call - 1, self._block_end, reason)
+                self.engine.left_run(
+                    self.identity, self.members, self.next_call - 1, self._block_end, reason
+                )
         end = self._block_end if self.next_call <= self._block_end else _end_of(self.next_call)
         self.recorder.numbers.skip(self.identity, self.next_call, end + 1)
         self.next_call, self._block_end = end + 1, end + _EPOCH_CALLS
@@ -449,4 +489,3 @@ class Communicator(CommunicatorState):
     def disown(self, failure: UsageError) -> None:
         """Refuse every later call: this process is a forked copy."""
         self._forked = failure
-

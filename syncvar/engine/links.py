@@ -43,7 +43,9 @@ def _per_segment(count: int, itemsize: int, nbytes_max: int) -> int:
     """
     if 0 < count * itemsize <= _PIECE_NBYTES_MIN <= nbytes_max:
         return count
-    return max(1, min(nbytes_max, max(_PIECE_NBYTES_MIN, -(-count // _PIECES) * itemsize)) // itemsize)
+    return max(
+        1, min(nbytes_max, max(_PIECE_NBYTES_MIN, -(-count // _PIECES) * itemsize)) // itemsize
+    )
 
 
 class Outlet(Protocol):
@@ -94,9 +96,22 @@ class Links:
     """
 
     __slots__ = (
-        "_ahead", "_buffers", "_entry", "_incoming", "_outlet", "_pending", "_round", "_stage", "_tag", "_ufunc", "call", "group",
-        "has_heard", "loans", "queued",
-    )  # fmt: skip
+        "_ahead",
+        "_buffers",
+        "_entry",
+        "_incoming",
+        "_outlet",
+        "_pending",
+        "_round",
+        "_stage",
+        "_tag",
+        "_ufunc",
+        "call",
+        "group",
+        "has_heard",
+        "loans",
+        "queued",
+    )
 
     need = 1
     needs_looks = False
@@ -143,7 +158,7 @@ class Links:
             self.loans = [loan for loan in self.loans if not loan.is_done()]
         return not self.loans and not self.queued
 
-    # -- frames ---------------------------------------------------------------------------------------------------
+    # -- frames ------------------------------------------------------------------------------------
 
     def expects(self, frame: Frame) -> bool:
         """Return whether a frame is of this round."""
@@ -167,14 +182,20 @@ class Links:
         wanted = self._incoming.get(source)
         left = self._pending.get(source)
         if wanted is None or left is None:
-            raise InternalError(f"{what}: rank {source} sent a frame that round {self._round} does not expect")
+            raise InternalError(
+                f"{what}: rank {source} sent a frame that round {self._round} does not expect"
+            )
         self.has_heard = True
         array = self._buffers[wanted.buffer]
-        per_segment = _per_segment(wanted.stop - wanted.start, array.itemsize, self._outlet.segment_bytes)
+        per_segment = _per_segment(
+            wanted.stop - wanted.start, array.itemsize, self._outlet.segment_bytes
+        )
         start = wanted.start + header.segment * per_segment
         stop = min(wanted.stop, start + per_segment)
         if header.nbytes != max(0, stop - start) * array.itemsize:
-            raise InternalError(f"{what}: rank {source} sent {header.nbytes} bytes, not {(stop - start) * array.itemsize}")
+            raise InternalError(
+                f"{what}: rank {source} sent {header.nbytes} bytes, not {(stop - start) * array.itemsize}"
+            )
         if header.nbytes:
             value = np.frombuffer(payload, np.uint8).view(array.dtype)
             target = array[start:stop]
@@ -191,17 +212,23 @@ class Links:
             self._pending[source] = left - 1
         self._outlet.consumed(source, self.group, header.nbytes)
 
-    # -- rounds ---------------------------------------------------------------------------------------------------
+    # -- rounds ------------------------------------------------------------------------------------
 
     def run(
-        self, plan: Prepared, work: NDArray[Any], ufunc: Combiner | None = None, brought: NDArray[Any] | None = None
+        self,
+        plan: Prepared,
+        work: NDArray[Any],
+        ufunc: Combiner | None = None,
+        brought: NDArray[Any] | None = None,
     ) -> Iterator[Links]:
         """Run a plan; the arguments are those of a `Stage`."""
         scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
         rounds, self._buffers, self._ufunc = plan.rounds, (work, scratch), ufunc
         if brought is not None:
             if plan.apart is None:
-                raise InternalError(f"{self._entry.told.what}: the plan needs what is brought in its work buffer")
+                raise InternalError(
+                    f"{self._entry.told.what}: the plan needs what is brought in its work buffer"
+                )
             rounds, self._buffers = plan.apart, (work, scratch, brought)
         self._entry.stage(plan.algorithm, work.nbytes)
         self._stage += 1
@@ -223,18 +250,35 @@ class Links:
             per_segment = _per_segment(count, itemsize, limit)
             pending[peer] = 1 if count <= per_segment else -(-count // per_segment)
         for peer, buffer, start, stop in one.sends:
-            self._send(peer, self._buffers[buffer], start, stop, tag, _per_segment(stop - start, itemsize, limit))
+            self._send(
+                peer,
+                self._buffers[buffer],
+                start,
+                stop,
+                tag,
+                _per_segment(stop - start, itemsize, limit),
+            )
         for frame in self._ahead.pop(tag, ()):
             self.apply(frame)
 
-    def _send(self, peer: int, array: NDArray[Any], start: int, stop: int, tag: int, per_segment: int) -> None:
+    def _send(
+        self, peer: int, array: NDArray[Any], start: int, stop: int, tag: int, per_segment: int
+    ) -> None:
         outlet, fingerprint = self._outlet, self._entry.told.fingerprint
         segment = 0
         while True:
             end = min(stop, start + per_segment)
             piece = array[start:end]
             header = pack_header(
-                Kind.DATA, outlet.rank, outlet.generation, self.group, self.call, tag, segment, fingerprint, piece.nbytes
+                Kind.DATA,
+                outlet.rank,
+                outlet.generation,
+                self.group,
+                self.call,
+                tag,
+                segment,
+                fingerprint,
+                piece.nbytes,
             )
             outlet.post(self, peer, header, piece.view(np.uint8).data if end > start else None)
             segment += 1

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from syncvar.engine.engine import Engine
 
     Key = tuple[int, int]  # identity of the pair's calls, number
-    Landing = Callable[[int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None]  # of (kind, dtype, shape): where to write a message
+    Landing = Callable[
+        [int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None
+    ]  # of (kind, dtype, shape): where to write a message
     Taken = tuple[int, NDArray[Any]]  # kind, message
 
 __all__ = ["Inward", "Outward", "Post"]
@@ -66,7 +68,9 @@ class Post:
     def inward(self, source: int) -> Inward:
         """Return this rank's end of the messages from another one."""
         made = self._inward.get(source)
-        return made or self._inward.setdefault(source, Inward(self._boxes, source, self._kept_nbytes_max, self._engine.book.following))
+        return made or self._inward.setdefault(
+            source, Inward(self._boxes, source, self._kept_nbytes_max, self._engine.book.following)
+        )
 
 
 class Outward:
@@ -96,7 +100,17 @@ class Outward:
             self._has_none = self._box is None
         return self._box
 
-    def put(self, what: int, stream: int, call: int, shape: tuple[int, ...], data: Any, nbytes: int, *, waits: bool) -> bool:
+    def put(
+        self,
+        what: int,
+        stream: int,
+        call: int,
+        shape: tuple[int, ...],
+        data: Any,
+        nbytes: int,
+        *,
+        waits: bool,
+    ) -> bool:
         """Put a message in the box; False where there is no room, nor soon where it `waits`, or another thread is at it. See `Outbox.put`."""
         if not self.lock.acquire(blocking=False):
             return False
@@ -121,14 +135,26 @@ class Outward:
             if box is None:
                 return 0
             address, offset = array.__array_interface__["data"][0], self.arena.locate(array)
-            return box.tell(what, stream, call, array.shape, array.nbytes, address, 0 if offset is None else offset + 1)
+            return box.tell(
+                what,
+                stream,
+                call,
+                array.shape,
+                array.nbytes,
+                address,
+                0 if offset is None else offset + 1,
+            )
         finally:
             self.lock.release()
 
     def is_taken_soon(self, number: int) -> bool:
         """Look for a short while whether a long message has been taken."""
         box = self.box()
-        return box is not None and self.wait((box.answers_at(number),), (number << 1) - 1) and box.answer(number) == 2
+        return (
+            box is not None
+            and self.wait((box.answers_at(number),), (number << 1) - 1)
+            and box.answer(number) == 2
+        )
 
     def give_up(self, number: int) -> None:
         """Say that a long message is not to be read any more."""
@@ -140,7 +166,9 @@ class Outward:
         """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
         if self._box is None:
             return None
-        return self._boxes.native_end(self._box, self.dest, identity, eager_bytes, box=self.lock, kept={}, **objects)
+        return self._boxes.native_end(
+            self._box, self.dest, identity, eager_bytes, box=self.lock, kept={}, **objects
+        )
 
     def tell_link(self) -> None:
         """Say, as the driver, that a message goes over a link, lest the receiver look for it in the box.
@@ -181,7 +209,9 @@ class Inward:
         following: Returns the number of the next call of a pair here.
     """
 
-    def __init__(self, boxes: Boxes, source: int, kept_nbytes_max: int, following: Callable[[int], int]) -> None:
+    def __init__(
+        self, boxes: Boxes, source: int, kept_nbytes_max: int, following: Callable[[int], int]
+    ) -> None:
         self.source = source
         self.lock = threading.Lock()
         self.expected: set[Key] = set()  # receives that the engine has begun
@@ -195,7 +225,9 @@ class Inward:
         self._kept_nbytes_max = kept_nbytes_max
         self._refuses = False
         self._parts: dict[Key, _Parts] = {}
-        self._forgotten: collections.deque[Key] = collections.deque()  # of receives that have failed
+        self._forgotten: collections.deque[Key] = (
+            collections.deque()
+        )  # of receives that have failed
         self._following = following
         self._reach: Any = False  # not known yet
 
@@ -214,7 +246,9 @@ class Inward:
         """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
         if self._box is None:
             return None
-        return self._boxes.native_end(self._box, self.source, identity, eager_bytes, box=self.lock, kept=self._kept, **objects)
+        return self._boxes.native_end(
+            self._box, self.source, identity, eager_bytes, box=self.lock, kept=self._kept, **objects
+        )
 
     def adopt(self, key: Key, kind: int, message: NDArray[Any], done: int) -> None:
         """Go on, with the lock, with a long message of which the C runner has asked for parts, and has taken the first bytes."""
@@ -226,7 +260,11 @@ class Inward:
         if not self.may_look:
             return False
         box = self._box
-        return self._wait((self._boxes.comes_at(self.source),), 1) if box is None else self._wait((box.news_at,), self.seen + 1)
+        return (
+            self._wait((self._boxes.comes_at(self.source),), 1)
+            if box is None
+            else self._wait((box.news_at,), self.seen + 1)
+        )
 
     def take(self, key: Key, landing: Landing) -> Taken | None:
         """Return a message if it is there.
@@ -247,7 +285,9 @@ class Inward:
                 del self._parts[key]
                 return parts.kind, parts.message
             found = self._kept.pop(key, None)
-            return self._search(key, landing) if found is None else self._opened(key, found, landing)
+            return (
+                self._search(key, landing) if found is None else self._opened(key, found, landing)
+            )
         finally:
             self.lock.release()
 
@@ -256,7 +296,7 @@ class Inward:
         self.expected.discard(key)
         self._forgotten.append(key)
 
-    # -- inside, with the lock ------------------------------------------------------------------------------------
+    # -- inside, with the lock ---------------------------------------------------------------------
 
     def _drop_forgotten(self) -> None:
         while self._forgotten:
@@ -325,7 +365,11 @@ class Inward:
 
     def _let_go(self, found: _Kept) -> None:
         self._kept_nbytes -= found.message.nbytes
-        if self._refuses and self._box is not None and self._kept_nbytes * 2 < self._kept_nbytes_max:
+        if (
+            self._refuses
+            and self._box is not None
+            and self._kept_nbytes * 2 < self._kept_nbytes_max
+        ):
             self._refuses = False
             self._box.refuse(refuses=False)
 
@@ -374,6 +418,8 @@ class Inward:
         parts = self._parts.get(key)
         if parts is None:
             return None  # its receive has failed
-        parts.bytes[entry.place : entry.place + entry.nbytes] = box.bytes_at(entry.data, entry.nbytes)
+        parts.bytes[entry.place : entry.place + entry.nbytes] = box.bytes_at(
+            entry.data, entry.nbytes
+        )
         parts.missing -= entry.nbytes
         return None if parts.missing else key

@@ -58,7 +58,7 @@ class Sending:
         self._group, self._call = entry.told.group, entry.call
         return self._steps(entry, over_link)
 
-    # -- as what is waited for ------------------------------------------------------------------------------------
+    # -- as what is waited for ---------------------------------------------------------------------
 
     @property
     def need(self) -> int:
@@ -90,7 +90,9 @@ class Sending:
             return answer == 2
         nbytes = len(self._bytes)
         try:
-            while self._gone < nbytes and (sent := box.part(self._group, self._call, self._gone, self._bytes)):
+            while self._gone < nbytes and (
+                sent := box.part(self._group, self._call, self._gone, self._bytes)
+            ):
                 self._gone += sent
         finally:
             outward.lock.release()
@@ -105,7 +107,7 @@ class Sending:
             return False
         return self._outward.wait((box.answers_at(self._number),), (self._number << 1) - 1)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """See to it that the receiver uses nothing of a message whose call has failed."""
@@ -135,7 +137,9 @@ class Sending:
         if self._waits:
             self._number = self._outward.tell(self._what, self._group, self._call, array)
             return self._number != 0
-        return self._outward.put(self._what, self._group, self._call, array.shape, self._bytes, array.nbytes, waits=False)
+        return self._outward.put(
+            self._what, self._group, self._call, array.shape, self._bytes, array.nbytes, waits=False
+        )
 
 
 class Receiving:
@@ -149,7 +153,9 @@ class Receiving:
 
     need = 0
 
-    def __init__(self, inward: Inward, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]) -> None:
+    def __init__(
+        self, inward: Inward, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
+    ) -> None:
         self._inward = inward
         self._landing = landing
         self._finish = finish
@@ -164,7 +170,7 @@ class Receiving:
         self._inward.expected.add(self._key)
         return self._steps(entry, over_link)
 
-    # -- as what is waited for ------------------------------------------------------------------------------------
+    # -- as what is waited for ---------------------------------------------------------------------
 
     @property
     def needs_looks(self) -> bool:
@@ -195,7 +201,7 @@ class Receiving:
         """Look for a short while whether something has come."""
         return self._inward.wait()
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Drop what has come of a message whose call has failed."""

@@ -43,8 +43,19 @@ class Question:
     """
 
     __slots__ = (
-        "_parts", "call", "deadline", "entry", "error", "is_over", "key", "peer", "result", "thread", "timeout_s", "what",
-    )  # fmt: skip
+        "_parts",
+        "call",
+        "deadline",
+        "entry",
+        "error",
+        "is_over",
+        "key",
+        "peer",
+        "result",
+        "thread",
+        "timeout_s",
+        "what",
+    )
 
     def __init__(self, peer: int, key: int, what: str, deadline: float, timeout_s: float) -> None:
         self.peer = peer
@@ -79,7 +90,10 @@ class Question:
         if len(self._parts) < count:
             return
         if count:
-            self.result = bytes(self._parts[0]), b"".join(self._parts[index] for index in range(1, count))
+            self.result = (
+                bytes(self._parts[0]),
+                b"".join(self._parts[index] for index in range(1, count)),
+            )
         self._parts.clear()
         self.is_over = True
         self.entry.end()
@@ -98,7 +112,9 @@ class Questions:
     def __init__(self, core: Core) -> None:
         self.frames_sent = 0
         self.find: Callable[[int], Answer | None] = _nothing
-        self.asked: collections.deque[Question] = collections.deque()  # by any thread, for the driver to send
+        self.asked: collections.deque[Question] = (
+            collections.deque()
+        )  # by any thread, for the driver to send
         self._core = core
         self._segment_bytes = core.config.segment_bytes
         self._numbers = itertools.count()
@@ -170,10 +186,19 @@ class Questions:
                 question.fail(error)
 
     def _send(
-        self, kind: Kind, peer: int, call: int, key: int, count: int, segment: int, payload: memoryview | None
+        self,
+        kind: Kind,
+        peer: int,
+        call: int,
+        key: int,
+        count: int,
+        segment: int,
+        payload: memoryview | None,
     ) -> None:
         nbytes = 0 if payload is None else payload.nbytes
-        header = pack_header(kind, self._core.rank, self._core.generation, 0, call, count, segment, key, nbytes)
+        header = pack_header(
+            kind, self._core.rank, self._core.generation, 0, call, count, segment, key, nbytes
+        )
         self.frames_sent += 1
         self._core.transport.send(peer, header, payload if nbytes else None, borrow=True)
 

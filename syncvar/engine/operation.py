@@ -122,7 +122,12 @@ class Operation:
     """
 
     def __init__(
-        self, entry: Entry, steps: Steps | None, channel: Channel | None = None, links: Links | None = None, wait: int | Wait = _START
+        self,
+        entry: Entry,
+        steps: Steps | None,
+        channel: Channel | None = None,
+        links: Links | None = None,
+        wait: int | Wait = _START,
     ) -> None:
         told = entry.told
         self.entry = entry
@@ -133,11 +138,15 @@ class Operation:
         self.what = told.what
         self.channel = channel
         self.links = links
-        self.is_shared = channel is not None  # its bytes go through memory, where somebody has to look: no frame arrives
+        self.is_shared = (
+            channel is not None
+        )  # its bytes go through memory, where somebody has to look: no frame arrives
         self.state = State.CREATED
         self.result: Any = None
         self.error: BaseException | None = None
-        self.accident: Exception | None = None  # the error, where it is this rank's alone and the others must be told
+        self.accident: Exception | None = (
+            None  # the error, where it is this rank's alone and the others must be told
+        )
         self.held: Any = None  # what others may read as long as the call is under way
         self.abandon: Callable[[], None] | None = None  # called when it fails
         self.deadline = 0.0
@@ -153,7 +162,7 @@ class Operation:
         if channel is not None:
             channel.queue.append(self)
 
-    # -- what the engine asks -------------------------------------------------------------------------------------
+    # -- what the engine asks ----------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
@@ -206,7 +215,9 @@ class Operation:
     @property
     def may_look(self) -> bool:
         """Whether it is this call's turn, and looking at the others' words can end the wait."""
-        return self._is_first and isinstance(self._wait, int) and self._wait not in (DISAGREE, _START)
+        return (
+            self._is_first and isinstance(self._wait, int) and self._wait not in (DISAGREE, _START)
+        )
 
     @property
     def needs_looks(self) -> bool:
@@ -214,7 +225,11 @@ class Operation:
         if not self.is_shared or self.state >= State.DRAINING:
             return False
         wait = self._wait
-        return wait != DISAGREE or not self._is_first if isinstance(wait, int) else not self._is_first or wait.needs_looks
+        return (
+            wait != DISAGREE or not self._is_first
+            if isinstance(wait, int)
+            else not self._is_first or wait.needs_looks
+        )
 
     @property
     def is_unheard(self) -> bool:
@@ -228,14 +243,18 @@ class Operation:
             return False
         if not isinstance(wait, int):
             return self._is_first and wait.look()
-        return channel is not None and self.may_look and channel.wait(channel.others, wait, channel.last + 2)
+        return (
+            channel is not None
+            and self.may_look
+            and channel.wait(channel.others, wait, channel.last + 2)
+        )
 
     @property
     def _is_first(self) -> bool:
         channel = self.channel
         return channel is None or (channel.first is self and channel.is_open)
 
-    # -- going on -------------------------------------------------------------------------------------------------
+    # -- going on ----------------------------------------------------------------------------------
 
     def advance(self) -> State:
         """Go on as far as possible without waiting."""
@@ -300,13 +319,17 @@ class Operation:
     def _is_its_turn(self) -> bool:
         """Return whether no other call has the channel, which all ranks have opened."""
         channel = self.channel
-        return channel is None or (channel.first is self and (channel.is_open or not channel.open()))
+        return channel is None or (
+            channel.first is self and (channel.is_open or not channel.open())
+        )
 
     def _is_reached(self) -> bool:
         wait, channel = self._wait, self.channel
         if not isinstance(wait, int):
             return wait.is_reached()
-        return wait == _START or (wait != DISAGREE and channel is not None and channel.is_reached(wait))
+        return wait == _START or (
+            wait != DISAGREE and channel is not None and channel.is_reached(wait)
+        )
 
     def _drain(self) -> None:
         if self.links is None or self.links.is_drained:
@@ -321,14 +344,18 @@ class Operation:
         if channel is not None and not (is_agreed and self.links is None):
             channel.is_settled = False
             if self.held is not None and not isinstance(error, MismatchError):
-                channel.keep(self.held)  # others may still read it; of calls that the ranks do not make alike nobody reads anything
+                channel.keep(
+                    self.held
+                )  # others may still read it; of calls that the ranks do not make alike nobody reads anything
         self._leave_queue()
         self.state = State.FAILED
         self.entry.end(error)
         if self.abandon is not None:
             self.abandon()
         if self._steps is not None:
-            with contextlib.suppress(ValueError):  # another thread is in a step, and closes them after it
+            with contextlib.suppress(
+                ValueError
+            ):  # another thread is in a step, and closes them after it
                 self._steps.close()
 
     def _leave_queue(self) -> None:

@@ -52,7 +52,13 @@ class Planner:
     """
 
     def __init__(
-        self, members: tuple[int, ...], rank: int | None, forced: Mapping[str, str], *, is_shared: bool, host_sizes: tuple[int, ...] | None
+        self,
+        members: tuple[int, ...],
+        rank: int | None,
+        forced: Mapping[str, str],
+        *,
+        is_shared: bool,
+        host_sizes: tuple[int, ...] | None,
     ) -> None:
         self.forced = forced
         self._members = members
@@ -87,7 +93,9 @@ class Planner:
         if found is None:
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            found = self._plans[key] = self._made(collective, counts, itemsize, root, reproducible, algorithm)
+            found = self._plans[key] = self._made(
+                collective, counts, itemsize, root, reproducible, algorithm
+            )
         return found
 
     def forget(self) -> None:
@@ -95,7 +103,13 @@ class Planner:
         self._plans.clear()
 
     def _made(
-        self, collective: str, counts: Any, itemsize: int, root: int, reproducible: bool, algorithm: str | None
+        self,
+        collective: str,
+        counts: Any,
+        itemsize: int,
+        root: int,
+        reproducible: bool,
+        algorithm: str | None,
     ) -> Prepared | Published | PreparedStages:
         rank, size = self._rank, self._size
         sizes: dict[str, Any] = {"count": counts}
@@ -107,16 +121,34 @@ class Planner:
             rows: Any = counts if is_matrix else (counts,)
             is_even = len({count for row in rows for count in row}) == 1
             total = sum(map(sum, rows)) // size if is_matrix else sum(counts)
-        wanted = algorithm or suited(collective, self.forced.get(collective), size, even=is_even, reproducible=reproducible)
+        wanted = algorithm or suited(
+            collective, self.forced.get(collective), size, even=is_even, reproducible=reproducible
+        )
         if wanted is None and self._host_sizes is not None and collective in COMPOSED:
-            parts = stages(collective, self._host_sizes, rank, itemsize=itemsize, root=root, reproducible=reproducible, **sizes)
+            parts = stages(
+                collective,
+                self._host_sizes,
+                rank,
+                itemsize=itemsize,
+                root=root,
+                reproducible=reproducible,
+                **sizes,
+            )
             if parts is not None:
                 return _prepare_stages(parts, self._members)
         chosen = choose(
-            collective, total * itemsize, size, reproducible=reproducible, forced=wanted, shared=self._is_shared, even=is_even
+            collective,
+            total * itemsize,
+            size,
+            reproducible=reproducible,
+            forced=wanted,
+            shared=self._is_shared,
+            even=is_even,
         ).algorithm
         if self._is_shared:
-            return prepare_published(build_all(collective, chosen, size, root=root, **sizes), rank, root)
+            return prepare_published(
+                build_all(collective, chosen, size, root=root, **sizes), rank, root
+            )
         return prepare(build(collective, chosen, rank, size, root=root, **sizes), self._members)
 
 

@@ -41,10 +41,18 @@ if TYPE_CHECKING:
 __all__ = ["Kind", "Preparation", "as_far_as_others_come", "preparation_of"]
 
 
-def preparation_of(communicator: Communicator, what: str, digest: int, nbytes: int, way: str) -> Preparation | None:
+def preparation_of(
+    communicator: Communicator, what: str, digest: int, nbytes: int, way: str
+) -> Preparation | None:
     """Return what a prepared call stands on; None where there is no channel to others, or no call is prepared."""
     channel, engine = communicator.channel, communicator.engine
-    if not communicator.prepares or channel is None or engine is None or not channel.is_open or channel.size == 1:
+    if (
+        not communicator.prepares
+        or channel is None
+        or engine is None
+        or not channel.is_open
+        or channel.size == 1
+    ):
         return None
     told = Told(what, communicator.identity, communicator.members, digest, nbytes, way)
     return Preparation(communicator, channel, engine, told)
@@ -76,20 +84,37 @@ class Preparation(NamedTuple):
 
     def saying(self, said: Said | None) -> Preparation:
         """Return the same for a call with words and a fingerprint of its own."""
-        return self if said is None else self._replace(told=self.told._replace(what=said[0], fingerprint=said[1]))
+        return (
+            self
+            if said is None
+            else self._replace(told=self.told._replace(what=said[0], fingerprint=said[1]))
+        )
 
     def _operation(self, number: int, begin: int, steps: Any, need: int) -> Operation:
-        return Operation(self.engine.recorder.begin(self.told, number, begin), steps, self.channel, wait=need)
+        return Operation(
+            self.engine.recorder.begin(self.told, number, begin), steps, self.channel, wait=need
+        )
 
     def go_on(
-        self, number: int, begin: int, steps: Any, need: int, held: Any = None, *, timeout: float | None = None
+        self,
+        number: int,
+        begin: int,
+        steps: Any,
+        need: int,
+        held: Any = None,
+        *,
+        timeout: float | None = None,
     ) -> Any:
         """Let the engine wait: it hears the launcher, advances other calls, and knows deadlines."""
         operation = self._operation(number, begin, steps, need)
         operation.held = held
-        return self.engine.take_over(operation, None if timeout is None else checked_timeout(timeout))
+        return self.engine.take_over(
+            operation, None if timeout is None else checked_timeout(timeout)
+        )
 
-    def plainly(self, arrays_of: Callable[[Any, Any], Any], attempt: Attempt, *, notes: bool = False) -> PreparedCall:
+    def plainly(
+        self, arrays_of: Callable[[Any, Any], Any], attempt: Attempt, *, notes: bool = False
+    ) -> PreparedCall:
         """Return what makes such calls in Python: it guards, numbers, records and hands over, whatever the call does.
 
         Args:
@@ -100,10 +125,23 @@ class Preparation(NamedTuple):
             notes: How long a call took tells whether other threads hold the interpreter's lock.
         """
         communicator, channel, engine, told = self
-        queue, busy, digest, add, clock = channel.queue, communicator.busy, told.fingerprint, engine.recorder.add, monotonic_ns
+        queue, busy, digest, add, clock = (
+            channel.queue,
+            communicator.busy,
+            told.fingerprint,
+            engine.recorder.add,
+            monotonic_ns,
+        )
 
-        def call(x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
-            if queue or busy.locked() or not (engine.is_quiet and channel.is_settled) or (engine.driver and engine.driver == get_ident()):
+        def call(
+            x: NDArray[Any], out: Any, said: Said | None = None, timeout: float | None = None
+        ) -> Any:
+            if (
+                queue
+                or busy.locked()
+                or not (engine.is_quiet and channel.is_settled)
+                or (engine.driver and engine.driver == get_ident())
+            ):
                 return None
             try:
                 arrays = arrays_of(x, out)
@@ -118,9 +156,21 @@ class Preparation(NamedTuple):
                 communicator.next_call = number + 1
                 begin = clock()
                 try:
-                    made, steps, need, held = attempt(number, ((digest if said is None else said[1]) + number * SPREAD) & MASK, arrays)
+                    made, steps, need, held = attempt(
+                        number,
+                        ((digest if said is None else said[1]) + number * SPREAD) & MASK,
+                        arrays,
+                    )
                     if steps is None:
-                        add((told if said is None else self.saying(said).told, number, begin, clock(), get_ident()))
+                        add(
+                            (
+                                told if said is None else self.saying(said).told,
+                                number,
+                                begin,
+                                clock(),
+                                get_ident(),
+                            )
+                        )
                         return made
                 except BaseException as error:
                     self.saying(said).interrupt(number, begin, error)
@@ -133,9 +183,20 @@ class Preparation(NamedTuple):
         return call
 
     def natively(
-        self, plain: PreparedCall, later: Any, *, divisor: NDArray[Any] | None = None, fold: Any = None, apply: Any = None, detail: int = 0,
-        tells: bool = False, nothing: NDArray[Any] | None = None, steps: Callable[[int, Any], Any] | None = None, leaves: Leaves | None = None,
-        kinds: Sequence[Kind] = (), **copies: Any,
+        self,
+        plain: PreparedCall,
+        later: Any,
+        *,
+        divisor: NDArray[Any] | None = None,
+        fold: Any = None,
+        apply: Any = None,
+        detail: int = 0,
+        tells: bool = False,
+        nothing: NDArray[Any] | None = None,
+        steps: Callable[[int, Any], Any] | None = None,
+        leaves: Leaves | None = None,
+        kinds: Sequence[Kind] = (),
+        **copies: Any,
     ) -> PreparedCall | None:
         """Return what runs a call through small slots in C, or None where Python has to.
 
@@ -156,14 +217,25 @@ class Preparation(NamedTuple):
             copies: The forms of what is brought and made; and where there are any, `puts`, `takes` and `terms`, (from, to, nbytes, rank) of
                 what goes where, `ring`, the `crowd` of a long vector, and `everyone`, False where not everybody ends with all of it; `half`
                 where arrays of halves are float32 in the slots.
-        """  # fmt: skip
+        """
         if not self.channel.is_native:
             return None
         layout: dict[str, Any] = {
-            "crowd": None, "puts": (), "takes": (), "terms": (), "ring": -1, "parts": 0, "half": 0, "reads": False, "everyone": True, **copies,
-        }  # fmt: skip
+            "crowd": None,
+            "puts": (),
+            "takes": (),
+            "terms": (),
+            "ring": -1,
+            "parts": 0,
+            "half": 0,
+            "reads": False,
+            "everyone": True,
+            **copies,
+        }
 
-        def hand_over(number: int, begin: int, steps: Any, said: Said | None, timeout: float | None) -> Any:
+        def hand_over(
+            number: int, begin: int, steps: Any, said: Said | None, timeout: float | None
+        ) -> Any:
             made = self.saying(said).go_on(number, begin, steps, self.channel.last, timeout=timeout)
             if layout["crowd"] is not None:
                 crowd.note((monotonic_ns() - begin) / 1e9, self.told.nbytes)
@@ -172,31 +244,89 @@ class Preparation(NamedTuple):
         def interrupt(number: int, begin: int, error: BaseException, said: Said | None) -> None:
             self.saying(said).interrupt(number, begin, error)
 
-        def adopt(number: int, begin: int, made: Any, timeout: float | None, site: Any, instruction: int | None) -> Operation:
+        def adopt(
+            number: int,
+            begin: int,
+            made: Any,
+            timeout: float | None,
+            site: Any,
+            instruction: int | None,
+        ) -> Operation:
             """Let the engine go on with a call that is first in the channel's queue, and stays it."""
             assert steps is not None
             operation = self._operation(number, begin, steps(number, made), self.channel.last)
             operation.site = site if instruction is None else site_of(site, instruction)
             self.channel.queue.popleft()
-            self.engine.start(operation, None if timeout is None else checked_timeout(timeout), begin / 1e9)
+            self.engine.start(
+                operation, None if timeout is None else checked_timeout(timeout), begin / 1e9
+            )
             return operation
 
         in_slots = np.dtype(np.float32) if layout["half"] else layout["made"][0]
         division = (None, b"") if divisor is None else (np.divide, divisor.tobytes())
         how = (in_slots.itemsize, in_slots, layout["half"], fold, *division, apply)
         arrays = () if leaves is None else leaves.arrays
-        kinds = kinds or [Kind(how, layout["made"][0], 0, range(len(arrays)))] if leaves is not None else ()
+        kinds = (
+            kinds or [Kind(how, layout["made"][0], 0, range(len(arrays)))]
+            if leaves is not None
+            else ()
+        )
         kind_of = {place: number for number, kind in enumerate(kinds) for place in kind.places}
         made: PreparedCall | None = slot_call(
-            self.told.fingerprint, detail, tells, layout["brought"], layout["made"], layout["puts"], layout["takes"], layout["terms"], how,
-            layout["ring"], layout["parts"], layout["everyone"], layout["reads"],
-            tuple([(kind.how, kind.dtype, kind.start, sum([arrays[place].size for place in kind.places])) for kind in kinds]),
-            tuple([(array.shape, len(kinds[kind_of[place]].places) > 1 and is_alone(array), kind_of[place]) for place, array in enumerate(arrays)]),
-            structure=None if leaves is None else leaves.structure, leaves_type=None if leaves is None else type(leaves),
-            channel=self.channel, queue=self.channel.queue, engine=self.engine, communicator=self.communicator, busy=self.communicator.busy, add=self.engine.recorder.add, told=self.told,
-            plain=plain, later=later, hand_over=hand_over, interrupt=interrupt, saying=lambda said: self.saying(said).told,
-            begun=self.engine.begun, work=Work, adopt=None if steps is None else adopt, crowd=layout["crowd"], nothing=nothing,
-        )  # fmt: skip
+            self.told.fingerprint,
+            detail,
+            tells,
+            layout["brought"],
+            layout["made"],
+            layout["puts"],
+            layout["takes"],
+            layout["terms"],
+            how,
+            layout["ring"],
+            layout["parts"],
+            layout["everyone"],
+            layout["reads"],
+            tuple(
+                [
+                    (
+                        kind.how,
+                        kind.dtype,
+                        kind.start,
+                        sum([arrays[place].size for place in kind.places]),
+                    )
+                    for kind in kinds
+                ]
+            ),
+            tuple(
+                [
+                    (
+                        array.shape,
+                        len(kinds[kind_of[place]].places) > 1 and is_alone(array),
+                        kind_of[place],
+                    )
+                    for place, array in enumerate(arrays)
+                ]
+            ),
+            structure=None if leaves is None else leaves.structure,
+            leaves_type=None if leaves is None else type(leaves),
+            channel=self.channel,
+            queue=self.channel.queue,
+            engine=self.engine,
+            communicator=self.communicator,
+            busy=self.communicator.busy,
+            add=self.engine.recorder.add,
+            told=self.told,
+            plain=plain,
+            later=later,
+            hand_over=hand_over,
+            interrupt=interrupt,
+            saying=lambda said: self.saying(said).told,
+            begun=self.engine.begun,
+            work=Work,
+            adopt=None if steps is None else adopt,
+            crowd=layout["crowd"],
+            nothing=nothing,
+        )
         return made
 
     def interrupt(self, number: int, begin: int, error: BaseException) -> None:
@@ -208,7 +338,11 @@ class Preparation(NamedTuple):
 
 def as_far_as_others_come(channel: Channel, steps: Iterable[int], number: int) -> int | None:
     """Go on with a call as long as the others come soon; returns what they have to reach then, or None at its end."""
-    wait, others, limit = channel.hold if crowd.holds() else channel.wait, channel.others, (number << 1) + 4
+    wait, others, limit = (
+        channel.hold if crowd.holds() else channel.wait,
+        channel.others,
+        (number << 1) + 4,
+    )
     with quiet():  # what overflows is infinite, on all ranks
         for need in steps:
             if need == DISAGREE or not wait(others, need, limit):

@@ -44,7 +44,13 @@ _KINDS_MAX = 8  # as in calls.h
 
 
 def prepare_kinds(
-    communicator: Communicator, kinds: Mapping[Reduction, Sequence[int]], sizes: Sequence[int], longest: int | None, leaves: Leaves, digest: int, what: str
+    communicator: Communicator,
+    kinds: Mapping[Reduction, Sequence[int]],
+    sizes: Sequence[int],
+    longest: int | None,
+    leaves: Leaves,
+    digest: int,
+    what: str,
 ) -> PreparedCall | None:
     """Return the prepared call of arrays of several kinds, or of long ones of one kind, or None where there is none.
 
@@ -58,9 +64,20 @@ def prepare_kinds(
         what: The call in words.
     """
     order = sorted(range(len(sizes)), key=lambda number: number != longest)  # it comes first
-    ordered, sizes = [list(kinds.items())[number] for number in order], [sizes[number] for number in order]
-    ground = preparation_of(communicator, what, digest, sum(sizes), "arena small" if longest is None else "arena")
-    return None if ground is None else (_short if longest is None else _long)(ground, _Kinds(ordered, sizes, leaves, communicator.size))
+    ordered, sizes = (
+        [list(kinds.items())[number] for number in order],
+        [sizes[number] for number in order],
+    )
+    ground = preparation_of(
+        communicator, what, digest, sum(sizes), "arena small" if longest is None else "arena"
+    )
+    return (
+        None
+        if ground is None
+        else (_short if longest is None else _long)(
+            ground, _Kinds(ordered, sizes, leaves, communicator.size)
+        )
+    )
 
 
 class _Kinds(NamedTuple):
@@ -78,15 +95,20 @@ class _Kinds(NamedTuple):
     leaves: Leaves
     size: int
 
-    def vectors_of(self, arrays: Sequence[NDArray[Any]], made: Sequence[NDArray[Any]]) -> list[Vector]:
+    def vectors_of(
+        self, arrays: Sequence[NDArray[Any]], made: Sequence[NDArray[Any]]
+    ) -> list[Vector]:
         """Return the vectors of the kinds."""
         return [
             Vector.of(
-                flat_of([arrays[place] for place in places]), flat_of([made[place] for place in places]), how.ufunc, how.accumulate,
+                flat_of([arrays[place] for place in places]),
+                flat_of([made[place] for place in places]),
+                how.ufunc,
+                how.accumulate,
                 self.size if how.is_mean else 0,
             )
             for how, places in self.kinds
-        ]  # fmt: skip
+        ]
 
     def prepared_by(self, x: Any, out: Any) -> tuple[list[Vector], Any] | None:
         """Return of a call's (x, out) the vectors and the result; None where the general way has to be taken."""
@@ -101,17 +123,28 @@ class _Kinds(NamedTuple):
     @property
     def are_native(self) -> bool:
         """Whether C knows of so many kinds, whose arrays and results are alike."""
-        return len(self.kinds) <= _KINDS_MAX and all(how.source == how.result.name for how, _ in self.kinds)
+        return len(self.kinds) <= _KINDS_MAX and all(
+            how.source == how.result.name for how, _ in self.kinds
+        )
 
     def natively(self, first: int) -> list[Kind]:
         """Return the kinds as C knows them; those from `first` on lie in the slots."""
         starts = [0] * first + list(places_of(self.sizes[first:])[0])
-        return [Kind(_arithmetic(how, self.size), how.result, start, places) for (how, places), start in zip(self.kinds, starts, strict=True)]
+        return [
+            Kind(_arithmetic(how, self.size), how.result, start, places)
+            for (how, places), start in zip(self.kinds, starts, strict=True)
+        ]
 
 
 def _short(ground: Preparation, several: _Kinds) -> PreparedCall:
     """Return the prepared call of arrays that all go through slots."""
-    channel, engine, digest, leaves, nbytes = ground.channel, ground.engine, ground.told.fingerprint, several.leaves, places_of(several.sizes)[1]
+    channel, engine, digest, leaves, nbytes = (
+        ground.channel,
+        ground.engine,
+        ground.told.fingerprint,
+        several.leaves,
+        places_of(several.sizes)[1],
+    )
 
     def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
         """Go on with a call that the C runner has published; returns the results as a tuple."""
@@ -119,25 +152,48 @@ def _short(ground: Preparation, several: _Kinds) -> PreparedCall:
         yield from combine_small(channel, several.vectors_of(made, made))
         return made
 
-    def later(number: int, begin: int, _x: Any, _out: Any, made: Any, said: Said | None, _run: None, native: Any) -> tuple[bool, Any]:
+    def later(
+        number: int,
+        begin: int,
+        _x: Any,
+        _out: Any,
+        made: Any,
+        said: Said | None,
+        _run: None,
+        native: Any,
+    ) -> tuple[bool, Any]:
         """Go on with what the C runner has published, without delay: who waits for this rank is late next."""
-        check, target = ((digest if said is None else said[1]) + number * SPREAD) & MASK, channel.last
+        check, target = (
+            ((digest if said is None else said[1]) + number * SPREAD) & MASK,
+            channel.last,
+        )
         if not channel.wait(channel.others, target) or not native.end(check, made):
             return False, left(check, target, made)
         engine.recorder.add((ground.saying(said).told, number, begin, monotonic_ns(), get_ident()))
         return True, made
 
     def adopted(number: int, made: Any) -> Generator[int, None, Any]:
-        return leaves.with_arrays((yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, made)))
+        return leaves.with_arrays(
+            (yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, made))
+        )
 
-    call = reducing(ground, reduce_small, several.prepared_by, Fate(EVERYWHERE, range(channel.size)))
+    call = reducing(
+        ground, reduce_small, several.prepared_by, Fate(EVERYWHERE, range(channel.size))
+    )
     if not several.are_native:
         return call
     in_slot = (np.dtype(np.uint8), (nbytes,))
     native = ground.natively(
-        call, later, brought=in_slot, made=in_slot, puts=((0, 0, nbytes, channel.rank),), terms=tuple((0, 0, nbytes, other) for other in range(channel.size)),
-        steps=adopted, leaves=leaves, kinds=several.natively(0),
-    )  # fmt: skip
+        call,
+        later,
+        brought=in_slot,
+        made=in_slot,
+        puts=((0, 0, nbytes, channel.rank),),
+        terms=tuple((0, 0, nbytes, other) for other in range(channel.size)),
+        steps=adopted,
+        leaves=leaves,
+        kinds=several.natively(0),
+    )
     return native or call
 
 
@@ -149,10 +205,21 @@ def _long(ground: Preparation, several: _Kinds) -> PreparedCall:
     def arrays_of(x: Any, out: Any) -> tuple[list[Vector], Any] | None:
         return several.prepared_by(x, out) if has_segments(channel) else None
 
-    def reduce(channel: Channel, opening: tuple[int, int], vectors: list[Vector]) -> Generator[int, None, bool]:
+    def reduce(
+        channel: Channel, opening: tuple[int, int], vectors: list[Vector]
+    ) -> Generator[int, None, bool]:
         return reduce_shared(channel, opening, vectors[0], vectors[1:])
 
-    def later(number: int, _begin: int, x: Any, _out: Any, made: Any, said: Said | None, run: Any, native: Any) -> tuple[bool, Any]:
+    def later(
+        number: int,
+        _begin: int,
+        x: Any,
+        _out: Any,
+        made: Any,
+        said: Said | None,
+        run: Any,
+        native: Any,
+    ) -> tuple[bool, Any]:
         """Go on with what the C runner has published, or begun."""
         if run is not None:
             return False, then(run, made, fate)
@@ -169,7 +236,9 @@ def _long(ground: Preparation, several: _Kinds) -> PreparedCall:
     if not (several.are_native and channel.are_native and vector.suits_native):
         return call
     form = (how.result, (sum(counts),))
-    native = ground.natively(call, later, brought=form, made=form, crowd=crowd, leaves=leaves, kinds=several.natively(1))
+    native = ground.natively(
+        call, later, brought=form, made=form, crowd=crowd, leaves=leaves, kinds=several.natively(1)
+    )
     if native is None:
         return call
     teach(channel, vector, Places(), native)
@@ -178,6 +247,8 @@ def _long(ground: Preparation, several: _Kinds) -> PreparedCall:
 
 def _arithmetic(how: Reduction, size: int) -> tuple[Any, ...]:
     """Return what becomes of terms in the slots, where halves are float32."""
-    division = (np.divide, np.asarray(size, how.accumulate).tobytes()) if how.is_mean else (None, b"")
+    division = (
+        (np.divide, np.asarray(size, how.accumulate).tobytes()) if how.is_mean else (None, b"")
+    )
     half = HALVES[how.result.name] if how.result != how.accumulate else 0
     return how.accumulate.itemsize, how.accumulate, half, how.ufunc, *division, None

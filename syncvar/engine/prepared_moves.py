@@ -14,7 +14,14 @@ from syncvar.engine.stages import stage_steps
 from syncvar.errors import InternalError, SyncvarError
 from syncvar.execution.arithmetic import folder
 from syncvar.execution.gil import crowd
-from syncvar.execution.moves import NOTHING, Movement, move_published, move_shared, take_blocks, teach_moves
+from syncvar.execution.moves import (
+    NOTHING,
+    Movement,
+    move_published,
+    move_shared,
+    take_blocks,
+    teach_moves,
+)
 from syncvar.ops import quiet
 from syncvar.recording.entries import UNRECORDED
 
@@ -35,7 +42,12 @@ __all__ = ["Front", "General", "prepare_move"]
 
 
 def prepare_move(
-    communicator: Communicator, request: Request, layout: Layout, front: Front, general: General | None, brought: NDArray[Any]
+    communicator: Communicator,
+    request: Request,
+    layout: Layout,
+    front: Front,
+    general: General | None,
+    brought: NDArray[Any],
 ) -> PreparedCall | None:
     """Return the prepared call of calls that move blocks side by side, or None where there is none.
 
@@ -63,7 +75,9 @@ def prepare_move(
             return None
         return None if blocks is None else (x, out, blocks)
 
-    def attempt(number: int, check: int, arrays: tuple[NDArray[Any], Any, Blocks]) -> tuple[Any, Any, int, Movement | None]:
+    def attempt(
+        number: int, check: int, arrays: tuple[NDArray[Any], Any, Blocks]
+    ) -> tuple[Any, Any, int, Movement | None]:
         x, out, blocks = arrays
         if small is not None and small(number, check, blocks):
             return blocks.result, None, 0, None
@@ -78,7 +92,9 @@ def prepare_move(
             need = channel.last if reached is None else reached
         return None, followed(x, out, steps, movement), need, movement
 
-    def followed(x: NDArray[Any], out: Any, steps: Any, movement: Movement) -> Generator[Any, None, Any]:
+    def followed(
+        x: NDArray[Any], out: Any, steps: Any, movement: Movement
+    ) -> Generator[Any, None, Any]:
         """Go on with a movement; where the ranks do not bring the same, in the general way."""
         yield from steps
         if movement.is_done:
@@ -88,7 +104,16 @@ def prepare_move(
         made = yield from stage_steps(UNRECORDED, general(x, out), channel, None, is_begun=True)
         return movement.blocks.made if made is None else made  # who gets nothing has made the call
 
-    def later(number: int, begin: int, x: NDArray[Any], out: Any, made: NDArray[Any], _said: None, run: Any, _native: Any) -> tuple[bool, Any]:
+    def later(
+        number: int,
+        begin: int,
+        x: NDArray[Any],
+        out: Any,
+        made: NDArray[Any],
+        _said: None,
+        run: Any,
+        _native: Any,
+    ) -> tuple[bool, Any]:
         """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
         blocks = front(x, made)
         if blocks is None:
@@ -98,40 +123,79 @@ def prepare_move(
             add((told, number, begin, monotonic_ns(), get_ident()))
             return True, blocks.result
         movement = Movement(layout, blocks)
-        steps = move_published(channel, check, movement, run) if small is None else take_blocks(channel, check, movement)
+        steps = (
+            move_published(channel, check, movement, run)
+            if small is None
+            else take_blocks(channel, check, movement)
+        )
         return False, followed(x, out, steps, movement)
 
     call = ground.plainly(arrays_of, attempt, notes=True)
     return _natively(ground, call, later, layout, front, brought) or call
 
 
-def _natively(ground: Preparation, call: PreparedCall, later: Any, layout: Layout, front: Front, like: NDArray[Any]) -> PreparedCall | None:
+def _natively(
+    ground: Preparation,
+    call: PreparedCall,
+    later: Any,
+    layout: Layout,
+    front: Front,
+    like: NDArray[Any],
+) -> PreparedCall | None:
     """Return what runs such calls in C, or None: where a block goes is seen from the arrays of such a call."""
     x, channel, folds = np.empty(like.shape, like.dtype), ground.channel, layout.ufunc is not None
     blocks = front(x, None)
     if blocks is None or type(blocks.made) is not np.ndarray or not blocks.made.flags.c_contiguous:
         return None
-    made, takes_nothing, nbytes = blocks.made, blocks.made is NOTHING, layout.elements * layout.dtype.itemsize
+    made, takes_nothing, nbytes = (
+        blocks.made,
+        blocks.made is NOTHING,
+        layout.elements * layout.dtype.itemsize,
+    )
     keeps = blocks.own is not None and (folds or blocks.own_target is not None)
     sources = [_offset(block, x) for block in (*blocks.outgoing, *([blocks.own] if keeps else ()))]
-    targets = [_offset(target, made) for target in (*blocks.targets, *([blocks.own_target] if keeps and not folds else ()))]
+    targets = [
+        _offset(target, made)
+        for target in (*blocks.targets, *([blocks.own_target] if keeps and not folds else ()))
+    ]
     is_plain = x.dtype == layout.dtype and (takes_nothing or made.dtype == layout.dtype)
     if None in sources or None in targets or not is_plain:
         return None
     like_all: dict[str, Any] = {
-        "brought": (x.dtype, x.shape), "made": (made.dtype, made.shape), "detail": layout.detail or 0, "tells": True, "parts": blocks.parts,
+        "brought": (x.dtype, x.shape),
+        "made": (made.dtype, made.shape),
+        "detail": layout.detail or 0,
+        "tells": True,
+        "parts": blocks.parts,
         "nothing": NOTHING if takes_nothing else None,
-    }  # fmt: skip
+    }
     if not layout.goes_by_slots(channel):
         if not channel.are_native:
             return None
         puts = tuple([(start, 0, 0, channel.rank) for start in sources[: len(blocks.outgoing)]])
-        native: Any = ground.natively(call, later, puts=puts, crowd=crowd, reads=layout.is_read(channel), **like_all)
-        starts = tuple([start // layout.dtype.itemsize for start in sources]), tuple([start // layout.dtype.itemsize for start in targets])
-        return native if native is not None and teach_moves(channel, layout, blocks, starts, native) else None
-    puts = tuple([(start, place * nbytes, nbytes, channel.rank) for place, start in enumerate(sources[: len(blocks.outgoing)])])
+        native: Any = ground.natively(
+            call, later, puts=puts, crowd=crowd, reads=layout.is_read(channel), **like_all
+        )
+        starts = (
+            tuple([start // layout.dtype.itemsize for start in sources]),
+            tuple([start // layout.dtype.itemsize for start in targets]),
+        )
+        return (
+            native
+            if native is not None and teach_moves(channel, layout, blocks, starts, native)
+            else None
+        )
+    puts = tuple(
+        [
+            (start, place * nbytes, nbytes, channel.rank)
+            for place, start in enumerate(sources[: len(blocks.outgoing)])
+        ]
+    )
     goals = targets * len(layout.takes) if folds else targets[: len(layout.takes)]
-    others = [(place * nbytes, goal, nbytes, peer) for (peer, place), goal in zip(layout.takes, goals, strict=True)]
+    others = [
+        (place * nbytes, goal, nbytes, peer)
+        for (peer, place), goal in zip(layout.takes, goals, strict=True)
+    ]
     own = [(sources[-1], targets[-1], nbytes, -1)] if keeps else []
     if folds:
         like_all["terms"] = (*others[: channel.rank], *own, *others[channel.rank :])
@@ -143,7 +207,11 @@ def _natively(ground: Preparation, call: PreparedCall, later: Any, layout: Layou
 
 def _offset(part: NDArray[Any] | None, whole: NDArray[Any]) -> Any:
     """Return where a part of an array begins in it, in bytes; None where it is no part in one piece."""
-    if part is None or not part.flags.c_contiguous or (part.size and not np.may_share_memory(part, whole)):
+    if (
+        part is None
+        or not part.flags.c_contiguous
+        or (part.size and not np.may_share_memory(part, whole))
+    ):
         return None
     here, start = part.__array_interface__["data"][0], whole.__array_interface__["data"][0]
     return int(here - start) if part.size else 0
@@ -165,9 +233,16 @@ class _SmallBlocks:
 
         def slots(rank: int, place: int) -> list[NDArray[Any]]:
             """Return a block's place in a rank's slot, on both sides."""
-            return [channel.small(rank, side, count * (place + 1), dtype)[place * count :].reshape(shape) for side in (0, 1)]
+            return [
+                channel.small(rank, side, count * (place + 1), dtype)[place * count :].reshape(
+                    shape
+                )
+                for side in (0, 1)
+            ]
 
-        self._mine = list(zip(*[slots(channel.rank, place) for place in range(layout.blocks)], strict=True)) or [(), ()]
+        self._mine = list(
+            zip(*[slots(channel.rank, place) for place in range(layout.blocks)], strict=True)
+        ) or [(), ()]
         self._theirs = list(zip(*[slots(*take) for take in layout.takes], strict=True)) or [(), ()]
         self._checks = [tuple(other + CHECK + side for other in channel.others) for side in (0, 1)]
 

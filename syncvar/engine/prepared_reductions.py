@@ -18,7 +18,14 @@ from syncvar.execution.arithmetic import HALVES, store_parts
 from syncvar.execution.gil import crowd
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends, Places
 from syncvar.execution.moves import NOTHING
-from syncvar.execution.reductions import Vector, flat_of, is_direct, reduce_published, reduce_shared, teach
+from syncvar.execution.reductions import (
+    Vector,
+    flat_of,
+    is_direct,
+    reduce_published,
+    reduce_shared,
+    teach,
+)
 from syncvar.execution.running import agreed
 from syncvar.ops import quiet_caller, reduction
 from syncvar.plans import tree_order
@@ -34,7 +41,9 @@ if TYPE_CHECKING:
     from syncvar.engine.preparation import Preparation, Said
     from syncvar.ops import Reduction
 
-    Levels = list[tuple[Any, Any, Any]]  # left operand, right operand, room; None is the array of the result
+    Levels = list[
+        tuple[Any, Any, Any]
+    ]  # left operand, right operand, room; None is the array of the result
 
 __all__ = ["Fate", "has_segments", "prepare_barrier", "prepare_reduction", "reducing", "then"]
 
@@ -71,13 +80,19 @@ def prepare_reduction(
     """
     nbytes = prod(shape) * how.accumulate.itemsize
     is_small = is_direct(nbytes, communicator.size)
-    ground = preparation_of(communicator, what, digest, nbytes, "arena small" if is_small else "arena")
+    ground = preparation_of(
+        communicator, what, digest, nbytes, "arena small" if is_small else "arena"
+    )
     if ground is None:
         return None
     fate = Fate(ends, ends.terms(ground.channel.rank, ground.channel.size), None, neutral)
     if ends.collective == "reduce" and not fate.terms:
         fate = fate._replace(nothing=NOTHING)
-    return _small(ground, how, shape, apply, fate, leaves) if is_small else _long(ground, how, shape, apply, fate)
+    return (
+        _small(ground, how, shape, apply, fate, leaves)
+        if is_small
+        else _long(ground, how, shape, apply, fate)
+    )
 
 
 def prepare_barrier(communicator: Communicator, digest: int, what: str) -> PreparedCall | None:
@@ -89,7 +104,18 @@ def prepare_barrier(communicator: Communicator, digest: int, what: str) -> Prepa
         what: The call in words.
     """
     ground = preparation_of(communicator, what, digest, 0, "arena")
-    return None if ground is None else _small(ground, reduction("sum", np.dtype(np.uint8)), (0,), None, Fate(EVERYWHERE, range(communicator.size), NOTHING), None)
+    return (
+        None
+        if ground is None
+        else _small(
+            ground,
+            reduction("sum", np.dtype(np.uint8)),
+            (0,),
+            None,
+            Fate(EVERYWHERE, range(communicator.size), NOTHING),
+            None,
+        )
+    )
 
 
 class Fate(NamedTuple):
@@ -115,7 +141,12 @@ class Fate(NamedTuple):
 
 
 def _small(
-    ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: Fate, leaves: Leaves | None
+    ground: Preparation,
+    how: Reduction,
+    shape: tuple[int, ...],
+    apply: np.ufunc | None,
+    fate: Fate,
+    leaves: Leaves | None,
 ) -> PreparedCall:
     """Return the prepared call of a vector that goes through slots."""
     ends, terms, nothing, _ = fate
@@ -127,25 +158,39 @@ def _small(
     digest, add, clock = told.fingerprint, engine.recorder.add, monotonic_ns
     count = prod(shape)
     slots = [
-        [channel.small(other, side, count, accumulate).reshape(shape) for side in (0, 1)] for other in range(size)
+        [channel.small(other, side, count, accumulate).reshape(shape) for side in (0, 1)]
+        for other in range(size)
     ]
     mine = slots[rank]
     checks = [tuple(other + CHECK + side for other in others) for side in (0, 1)]
-    puts = [tuple(other + TARGET + side for other in (entry, *others)) for side in (0, 1)]  # where a rank has put a wide vector
+    puts = [
+        tuple(other + TARGET + side for other in (entry, *others)) for side in (0, 1)
+    ]  # where a rank has put a wide vector
     quietly, copy, divide = quiet_caller(), np.copyto, np.divide
-    combine: Callable[..., Any] = ufunc if accumulate.kind in "biu" else partial(quietly, ufunc)  # integers have no states
+    combine: Callable[..., Any] = (
+        ufunc if accumulate.kind in "biu" else partial(quietly, ufunc)
+    )  # integers have no states
     is_cast = kind != accumulate
     divisor = np.asarray(ends.divisor(rank, size), accumulate) if how.is_mean else None
     straight = not is_cast and not how.is_mean and apply is None
     whole = count * accumulate.itemsize
     is_wide = whole > WIDE_BYTES
-    levels = [_levels(channel, side, [slots[one][side] for one in terms], shape, accumulate) for side in (0, 1)]
+    levels = [
+        _levels(channel, side, [slots[one][side] for one in terms], shape, accumulate)
+        for side in (0, 1)
+    ]
     pairs = [steps[0][:2] if straight and len(terms) == 2 else None for steps in levels]
 
     def combined(steps: Levels, out: Any) -> NDArray[Any]:
         if not steps:
-            return nothing if nothing is not None else fate.filled(empty(shape, kind) if out is None else out)
-        total: NDArray[Any] = (empty(shape, kind) if out is None else out) if straight else empty(shape, accumulate)
+            return (
+                nothing
+                if nothing is not None
+                else fate.filled(empty(shape, kind) if out is None else out)
+            )
+        total: NDArray[Any] = (
+            (empty(shape, kind) if out is None else out) if straight else empty(shape, accumulate)
+        )
         for left, right, room in steps:
             if right is None:
                 copy(total, left)
@@ -168,7 +213,10 @@ def _small(
         return combined(_one_by_one(terms_now(), shape, accumulate), out)
 
     def terms_now() -> list[NDArray[Any]]:
-        return [one.reshape(shape) for one in channel.smalls_now(count, accumulate)[terms.start : terms.stop]]
+        return [
+            one.reshape(shape)
+            for one in channel.smalls_now(count, accumulate)[terms.start : terms.stop]
+        ]
 
     def finished(side: int, check: int, target: int, out: Any) -> NDArray[Any] | None:
         """Return the result of a call that has been published, or None where the others do not come soon, or differ."""
@@ -198,7 +246,9 @@ def _small(
             return None
         return x, out
 
-    def attempt(number: int, check: int, arrays: tuple[NDArray[Any], Any]) -> tuple[Any, Any, int, None]:
+    def attempt(
+        number: int, check: int, arrays: tuple[NDArray[Any], Any]
+    ) -> tuple[Any, Any, int, None]:
         x, out = arrays
         side = channel.side = channel.side ^ 1
         if is_cast:
@@ -214,13 +264,26 @@ def _small(
             channel.phase = words[entry + PHASE] = 0
         words[entry] = target | side
         result = finished(side, check, target, out)
-        return (None, rest(check, target, out), target, None) if result is None else (result, None, 0, None)
+        return (
+            (None, rest(check, target, out), target, None)
+            if result is None
+            else (result, None, 0, None)
+        )
 
     call = ground.plainly(arrays_of, attempt)
     if leaves is not None:
         call = _joining(call, leaves)
 
-    def later(number: int, begin: int, _x: Any, _out: Any, made: Any, said: Said | None, _run: None, _native: Any) -> tuple[bool, Any]:
+    def later(
+        number: int,
+        begin: int,
+        _x: Any,
+        _out: Any,
+        made: Any,
+        said: Said | None,
+        _run: None,
+        _native: Any,
+    ) -> tuple[bool, Any]:
         """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
         side, target = channel.side, channel.last
         check = words[entry + CHECK + side]
@@ -229,7 +292,15 @@ def _small(
             return False, left(check, target, made)
         if leaves is not None:
             store_parts(flat_of(made), result, None)
-        add((told if said is None else ground.saying(said).told, number, begin, clock(), get_ident()))
+        add(
+            (
+                told if said is None else ground.saying(said).told,
+                number,
+                begin,
+                clock(),
+                get_ident(),
+            )
+        )
         return True, result if leaves is None else made
 
     def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
@@ -245,27 +316,44 @@ def _small(
         result = yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, made)
         return result if leaves is None else leaves.with_arrays(result)
 
-    if how.source != kind.name or (not terms and (nothing is None or is_cast)):  # C knows of one form of array in a call
+    if how.source != kind.name or (
+        not terms and (nothing is None or is_cast)
+    ):  # C knows of one form of array in a call
         return call
     native = ground.natively(
-        call, later, brought=(kind, shape), made=(kind, shape) if nothing is None else (nothing.dtype, nothing.shape), puts=((0, 0, whole, rank),),
-        terms=tuple((0, 0, whole, other) for other in terms), fold=ufunc if terms else None, divisor=divisor if terms else None, apply=apply,
-        ring=channel.ring_of(whole), nothing=nothing, half=HALVES[kind.name] if is_cast else 0,
+        call,
+        later,
+        brought=(kind, shape),
+        made=(kind, shape) if nothing is None else (nothing.dtype, nothing.shape),
+        puts=((0, 0, whole, rank),),
+        terms=tuple((0, 0, whole, other) for other in terms),
+        fold=ufunc if terms else None,
+        divisor=divisor if terms else None,
+        apply=apply,
+        ring=channel.ring_of(whole),
+        nothing=nothing,
+        half=HALVES[kind.name] if is_cast else 0,
         steps=None if nothing is not None or ends != EVERYWHERE else adopted,
         leaves=leaves,
-    )  # fmt: skip
+    )
     return native or call
 
 
 def _levels(
-    channel: Channel, side: int, terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dtype[Any]
+    channel: Channel,
+    side: int,
+    terms: list[NDArray[Any]],
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
 ) -> Levels:
     """Return the steps of the tree over so many ranks: (left, right, room), None for the array of the result; one term is (term, None, None).
 
     Where the slots are evenly spaced and the ranks a power of two, a whole level of the tree is one step.
     """
     size = channel.size
-    if len(terms) < size or size & (size - 1) or prod(shape) == 1:  # of one element as the C runner does, so that the same NaN is kept
+    if (
+        len(terms) < size or size & (size - 1) or prod(shape) == 1
+    ):  # of one element as the C runner does, so that the same NaN is kept
         return _one_by_one(terms, shape, dtype)
     try:
         rows = channel.smalls(side, shape, dtype)
@@ -276,7 +364,10 @@ def _levels(
         room = np.empty((len(rows) // 2, *shape), dtype)
         steps.append((rows[0::2], rows[1::2], room))
         rows = room
-    return [*steps, (rows[0, ...], rows[1, ...], None)]  # with an ellipsis, because rows[0] of numbers is no view
+    return [
+        *steps,
+        (rows[0, ...], rows[1, ...], None),
+    ]  # with an ellipsis, because rows[0] of numbers is no view
 
 
 def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Levels:
@@ -285,9 +376,17 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
     steps: list[tuple[Any, Any, Any]] = []
     held: list[Any] = list(terms)
     order = list(tree_order(0, len(terms)))
-    is_apart = prod(shape) == 1 and dtype.kind == "c"  # NumPy rounds the product of one complex number otherwise where it is made in place
+    is_apart = (
+        prod(shape) == 1 and dtype.kind == "c"
+    )  # NumPy rounds the product of one complex number otherwise where it is made in place
     for left, right in order:
-        room = None if left == 0 else held[left] if held[left] is not terms[left] else np.empty(shape, dtype)
+        room = (
+            None
+            if left == 0
+            else held[left]
+            if held[left] is not terms[left]
+            else np.empty(shape, dtype)
+        )
         if is_apart and (left, right) != order[-1]:
             room = np.empty(shape, dtype)
         steps.append((held[left], held[right], room))
@@ -311,7 +410,9 @@ def _joining(flat: PreparedCall, leaves: Leaves) -> PreparedCall:
     return call
 
 
-def _long(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: Fate) -> PreparedCall:
+def _long(
+    ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: Fate
+) -> PreparedCall:
     _, channel, _, told = ground
     ends, terms, nothing, _ = fate
     kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
@@ -321,7 +422,15 @@ def _long(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np
     is_flat = len(shape) == 1
 
     def vector_of(flat: NDArray[Any], flat_out: NDArray[Any]) -> Vector:
-        return Vector.of([flat], [flat_out if nothing is None else nowhere], ufunc, accumulate, divisor, apply, ends)
+        return Vector.of(
+            [flat],
+            [flat_out if nothing is None else nowhere],
+            ufunc,
+            accumulate,
+            divisor,
+            apply,
+            ends,
+        )
 
     def arrays_of(x: NDArray[Any], out: Any) -> tuple[Vector, NDArray[Any]] | None:
         if not has_segments(channel):
@@ -351,19 +460,45 @@ def _long(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np
 
     call = reducing(ground, reduce_shared, arrays_of, fate)
 
-    def later(number: int, _begin: int, x: Any, _out: Any, made: Any, said: Said | None, run: Any, native: Any) -> tuple[bool, Any]:
+    def later(
+        number: int,
+        _begin: int,
+        x: Any,
+        _out: Any,
+        made: Any,
+        said: Said | None,
+        run: Any,
+        native: Any,
+    ) -> tuple[bool, Any]:
         """Go on with what the C runner has published, or begun."""
         if run is not None:
             return False, then(run, made, fate)
         check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
-        return False, then(reduce_published(channel, check, vector_of(x.reshape(-1), made.reshape(-1)), native), made, fate)
+        return False, then(
+            reduce_published(channel, check, vector_of(x.reshape(-1), made.reshape(-1)), native),
+            made,
+            fate,
+        )
 
     like = as_strided(np.empty(1, kind), (prod(shape),), (0,))
     vector = vector_of(like, like)
-    if how.source != kind.name or (nothing is None and not terms) or not channel.are_native or not vector.suits_native:
+    if (
+        how.source != kind.name
+        or (nothing is None and not terms)
+        or not channel.are_native
+        or not vector.suits_native
+    ):
         return call
     made = (kind, shape) if nothing is None else (nothing.dtype, nothing.shape)
-    native = ground.natively(call, later, brought=(kind, shape), made=made, crowd=crowd, everyone=ends == EVERYWHERE, nothing=nothing)
+    native = ground.natively(
+        call,
+        later,
+        brought=(kind, shape),
+        made=made,
+        crowd=crowd,
+        everyone=ends == EVERYWHERE,
+        nothing=nothing,
+    )
     if native is None:
         return call
     teach(channel, vector, Places(), native)
@@ -371,7 +506,10 @@ def _long(ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np
 
 
 def reducing(
-    ground: Preparation, reduce: Callable[[Channel, tuple[int, int], Any], Iterator[int]], arrays_of: Callable[[Any, Any], tuple[Any, Any] | None], fate: Fate
+    ground: Preparation,
+    reduce: Callable[[Channel, tuple[int, int], Any], Iterator[int]],
+    arrays_of: Callable[[Any, Any], tuple[Any, Any] | None],
+    fate: Fate,
 ) -> PreparedCall:
     """Return what reduces vectors in Python's steps; `arrays_of` returns of (x, out) what `reduce` takes and what is returned."""
     channel = ground.channel
@@ -380,7 +518,11 @@ def reducing(
         vector, made = arrays
         steps = reduce(channel, (number, check), vector)
         need = as_far_as_others_come(channel, steps, number)
-        return (fate.filled(made), None, 0, None) if need is None else (None, then(steps, made, fate), need, None)
+        return (
+            (fate.filled(made), None, 0, None)
+            if need is None
+            else (None, then(steps, made, fate), need, None)
+        )
 
     return ground.plainly(arrays_of, attempt, notes=True)
 

@@ -35,7 +35,12 @@ __all__ = ["stage_steps"]
 
 
 def stage_steps(
-    entry: Entry, body: Generator[Stage, None, Any], channel: Channel | None, links: Links | None, *, is_begun: bool = False
+    entry: Entry,
+    body: Generator[Stage, None, Any],
+    channel: Channel | None,
+    links: Links | None,
+    *,
+    is_begun: bool = False,
 ) -> Steps:
     """Return the steps of a call: they run its stages, and return what the body returns.
 
@@ -47,7 +52,9 @@ def stage_steps(
         is_begun: Phase 0 is over: all ranks of the host make this call.
     """
     check = check_of(entry.told.fingerprint, entry.call)
-    opening = None if channel is None or is_begun else (entry.call, check)  # what the first stage on the host begins with
+    opening = (
+        None if channel is None or is_begun else (entry.call, check)
+    )  # what the first stage on the host begins with
     is_read = True  # by everybody, what this rank has put in the stage before
     try:
         if channel is not None and opening is not None and links is None:
@@ -56,13 +63,19 @@ def stage_steps(
             try:
                 stage = next(body)
             except StopIteration as end:
-                if channel is not None and opening is not None and (links is None or not links.is_told):  # nothing was said yet
+                if (
+                    channel is not None
+                    and opening is not None
+                    and (links is None or not links.is_told)
+                ):  # nothing was said yet
                     if links is not None:
                         yield from settled(channel, to_its_end=False)
                     yield from agreed(channel, check, channel.begin(*opening))
                 return end.value
             except SyncvarError as error:
-                has_spoken = (channel is not None and opening is None) or (links is not None and links.is_told)
+                has_spoken = (channel is not None and opening is None) or (
+                    links is not None and links.is_told
+                )
                 if not has_spoken:
                     raise
                 raise BodyError(error) from error
@@ -83,12 +96,16 @@ def stage_steps(
         body.close()
 
 
-def _on_host(entry: Entry, stage: Stage, channel: Channel, opening: tuple[int, int] | None) -> Generator[int, None, bool]:
+def _on_host(
+    entry: Entry, stage: Stage, channel: Channel, opening: tuple[int, int] | None
+) -> Generator[int, None, bool]:
     """Run a stage in the arena; return whether everybody has read what this rank has put."""
     if stage.movement is not None:
         if opening is None:
             raise InternalError("blocks are moved side by side in the first stage of a call only")
-        entry.stage("side by side", stage.movement.layout.elements * stage.movement.layout.dtype.itemsize)
+        entry.stage(
+            "side by side", stage.movement.layout.elements * stage.movement.layout.dtype.itemsize
+        )
         yield from move_shared(channel, opening, stage.movement)
         return True
     plan: Any = stage.plan
@@ -98,7 +115,9 @@ def _on_host(entry: Entry, stage: Stage, channel: Channel, opening: tuple[int, i
         return True
     vector, several = stage.vector, stage.several
     if several and opening is None:
-        raise InternalError("vectors of several kinds are reduced in the first stage of a call only")
+        raise InternalError(
+            "vectors of several kinds are reduced in the first stage of a call only"
+        )
     if vector is None and opening is not None and several:
         entry.stage(plan.algorithm, sum([one.nbytes for one in several]))
         yield from reduce_small(channel, opening, several)
@@ -106,13 +125,20 @@ def _on_host(entry: Entry, stage: Stage, channel: Channel, opening: tuple[int, i
     if vector is None:
         if stage.ufunc is None:
             raise InternalError("a reduction was given no op")
-        vector = Vector.of([stage.work], [stage.work], stage.ufunc, stage.work.dtype, ends=plan.ends)
+        vector = Vector.of(
+            [stage.work], [stage.work], stage.ufunc, stage.work.dtype, ends=plan.ends
+        )
     entry.stage(plan.algorithm, vector.nbytes + sum([one.nbytes for one in several]))
     return (yield from reduce_shared(channel, opening, vector, several))
 
 
 def _over_hosts(
-    entry: Entry, stage: Stage, plan: PreparedStages, channel: Channel | None, links: Links, opening: tuple[int, int] | None
+    entry: Entry,
+    stage: Stage,
+    plan: PreparedStages,
+    channel: Channel | None,
+    links: Links,
+    opening: tuple[int, int] | None,
 ) -> Generator[Any, None, tuple[int, int] | None]:
     """Run the stages on this host and between hosts; return what is left of the opening."""
     if channel is not None and opening is not None and stage.work.nbytes:
@@ -125,7 +151,9 @@ def _over_hosts(
             if channel is None:
                 raise InternalError("a stage on the host was given to a rank that is alone there")
             entry.stage(plan.algorithm, stage.work.nbytes)
-            if opening is not None:  # not before: a call over links alone says nothing in the channel
+            if (
+                opening is not None
+            ):  # not before: a call over links alone says nothing in the channel
                 yield from settled(channel, to_its_end=False)
             yield from run_rounds(channel, opening, ready.plan, work, stage.ufunc)
             opening = None

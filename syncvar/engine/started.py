@@ -46,9 +46,13 @@ class StartedCalls:
     @property
     def all(self) -> list[Operation]:
         """Those that run, and those that wait to begin; not one that is over, whom its waiter has heard before it is let go of here."""
-        return [one for one in (*list(self._core.active.values()), *list(self._core.inbox)) if not one.is_over]
+        return [
+            one
+            for one in (*list(self._core.active.values()), *list(self._core.inbox))
+            if not one.is_over
+        ]
 
-    # -- from the start to the end --------------------------------------------------------------------------------
+    # -- from the start to the end -----------------------------------------------------------------
 
     def begin_waiting(self) -> None:
         """Begin those in the inbox."""
@@ -102,7 +106,12 @@ class StartedCalls:
         for operation in list(self._core.under_way):
             channel = operation.channel
             first = None if channel is None else channel.first
-            if first is not None and first is not operation and operation.state == State.RUNNING and not operation.mismatch:
+            if (
+                first is not None
+                and first is not operation
+                and operation.state == State.RUNNING
+                and not operation.mismatch
+            ):
                 continue  # it is not its turn; there may be thousands of such
             before = operation.need
             operation.advance()
@@ -121,7 +130,11 @@ class StartedCalls:
         if operation.is_shared:
             with contextlib.suppress(ValueError):
                 self._core.under_way.remove(operation)
-            if operation.error is not None and self._core.arena is not None and operation.is_under_way:
+            if (
+                operation.error is not None
+                and self._core.arena is not None
+                and operation.is_under_way
+            ):
                 self._core.arena.quarantine()  # others may still write what this call began
         self._flow.go_on(operation.group)
         self._flow.use_up(operation.unused_frames())
@@ -130,7 +143,7 @@ class StartedCalls:
         if operation.thread:
             self._core.hand_over()
 
-    # -- deadlines and long waits ---------------------------------------------------------------------------------
+    # -- deadlines and long waits ------------------------------------------------------------------
 
     def expire(self, now: float, due: float) -> float:
         """Give up those whose deadline has passed, and report those that wait long; return when the next is due, or `due`."""
@@ -151,7 +164,11 @@ class StartedCalls:
             if now >= operation.report_at and (is_first or operation.thread):
                 self._report(operation, now)
             # Of calls that nobody waits for the first of a group is reported: the others cannot end before it, and may be thousands.
-            due = min(due, operation.deadline, operation.report_at if operation.report_at > now else now + _FOLLOWING_LOOK_S)
+            due = min(
+                due,
+                operation.deadline,
+                operation.report_at if operation.report_at > now else now + _FOLLOWING_LOOK_S,
+            )
         return due
 
     def _miss_deadline(self, operation: Operation, now: float) -> None:
@@ -166,7 +183,14 @@ class StartedCalls:
         )
         self._core.break_generation(error)
         reason = f"gave up {call} after {operation.timeout_s:g} s"
-        self._core.tell("broke", kind_of_break="deadline", reason=reason, group=operation.group, call=operation.call, missing=list(missing))
+        self._core.tell(
+            "broke",
+            kind_of_break="deadline",
+            reason=reason,
+            group=operation.group,
+            call=operation.call,
+            missing=list(missing),
+        )
 
     def _report(self, operation: Operation, now: float) -> None:
         operation.report_at = _FOREVER
@@ -174,7 +198,8 @@ class StartedCalls:
         threads = sum(
             1
             for thread in threading.enumerate()
-            if not thread.name.startswith("syncvar-") and not type(thread).__module__.startswith("zmq.")
+            if not thread.name.startswith("syncvar-")
+            and not type(thread).__module__.startswith("zmq.")
         )
         waiting = len({other.thread for other in self._core.active.values() if other.thread})
         if operation.is_unheard:

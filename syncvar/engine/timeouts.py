@@ -18,7 +18,11 @@ def checked_timeout(timeout: Any) -> float:
     Raises:
         ConfigError: It is no positive number.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.integer | np.floating) or not timeout > 0:
+    if (
+        isinstance(timeout, bool)
+        or not isinstance(timeout, int | float | np.integer | np.floating)
+        or not timeout > 0
+    ):
         raise ConfigError(f"timeout must be a positive number of seconds or None, not {timeout!r}")
     try:
         return float(timeout)

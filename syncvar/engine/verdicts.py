@@ -34,15 +34,19 @@ class Verdicts:
     """
 
     def __init__(self, core: Core, started: StartedCalls, questions: Questions) -> None:
-        self.late: dict[tuple[int, int], float] = {}  # calls of peers that this rank has passed: when to tell
+        self.late: dict[
+            tuple[int, int], float
+        ] = {}  # calls of peers that this rank has passed: when to tell
         self._core = core
         self._book = core.book
         self._started = started
         self._questions = questions
-        self._suspects: dict[int, tuple[str, float]] = {}  # peers whose link was lost: why, and when to believe it
+        self._suspects: dict[
+            int, tuple[str, float]
+        ] = {}  # peers whose link was lost: why, and when to believe it
         self._cut: dict[int, str] = {}  # peers that have left and whose link was lost: why
 
-    # -- the launcher's word --------------------------------------------------------------------------------------
+    # -- the launcher's word -----------------------------------------------------------------------
 
     def hear(self, message: Message) -> None:
         """Do what a message of the launcher's says."""
@@ -67,11 +71,16 @@ class Verdicts:
         host = message["host"] or self._core.hosts.get(rank, "")
         if rank == self._core.rank:  # it was stopped, and is awake again
             self._core.break_generation(
-                HandshakeError(f"the job goes on without this rank, or ends: rank {rank} was given up, {message['reason']}")
+                HandshakeError(
+                    f"the job goes on without this rank, or ends: rank {rank} was given up, {message['reason']}"
+                )
             )
             return
         if message["kind_of_break"] == "deadline" and operation is not None:
-            missing = tuple(rank for rank in message["missing"] if rank != self._core.rank) or operation.awaiting
+            missing = (
+                tuple(rank for rank in message["missing"] if rank != self._core.rank)
+                or operation.awaiting
+            )
             self._core.break_generation(
                 DeadlineExceeded(
                     f"{self._call(operation)} ended: rank {rank} {message['reason']}, waiting for "
@@ -111,7 +120,7 @@ class Verdicts:
                 operation.fail(book.ended(rank, self._call(operation)))
                 self._started.retire(operation)
 
-    # -- lost links -----------------------------------------------------------------------------------------------
+    # -- lost links --------------------------------------------------------------------------------
 
     def suspect(self, peer: int, reason: str) -> None:
         """Note that the link to a peer is lost; the launcher may say in a moment what has happened."""
@@ -131,7 +140,9 @@ class Verdicts:
             else:
                 core.break_generation(PeerLost(peer, core.hosts.get(peer, ""), reason))
                 # Else the others would hear first that this rank ended, and take it for the lost one.
-                core.tell("broke", kind_of_break="lost", reason=reason, group=-1, call=-1, missing=[peer])
+                core.tell(
+                    "broke", kind_of_break="lost", reason=reason, group=-1, call=-1, missing=[peer]
+                )
                 return now
         return now if self._cut and self._fail_without_cut_peers() else due
 
@@ -149,7 +160,7 @@ class Verdicts:
                 break
         return has_failed
 
-    # -- calls that this rank has gone on without -----------------------------------------------------------------
+    # -- calls that this rank has gone on without --------------------------------------------------
 
     def passed(self, group: int, call: int) -> None:
         """Look, a little later, whether a peer makes a call that this rank has gone on without.
@@ -172,7 +183,11 @@ class Verdicts:
 
     def _tell_passed(self, group: int, call: int) -> None:
         """Tell the group if a peer makes a call that this rank has gone on without, past the end or begin of a run."""
-        block = None if self._core.failure is not None else self._book.overtaken(group, call, self._core.active)
+        block = (
+            None
+            if self._core.failure is not None
+            else self._book.overtaken(group, call, self._core.active)
+        )
         if block is None:
             return
         self._refuse_following(group, block, block.last, self._gone_on(group, block))

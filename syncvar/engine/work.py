@@ -34,7 +34,9 @@ class Work(Taught):
     _finish: Callable[[Any], Any] | None = None
     _operation: Operation
 
-    def __init__(self, engine: Engine | None, operation: Operation | Begun, *, sends: bool = False) -> None:
+    def __init__(
+        self, engine: Engine | None, operation: Operation | Begun, *, sends: bool = False
+    ) -> None:
         self._engine = engine
         self._sends = sends  # queued writes: others need not go before
         if isinstance(operation, Begun):

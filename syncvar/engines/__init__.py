@@ -38,7 +38,9 @@ def engine_of(name: str | Engine) -> Engine:
     if isinstance(name, Engine):
         return name
     if not isinstance(name, str) or name not in _ENGINES:
-        raise ConfigError(f"engine must be one of local, {', '.join(_ENGINES)}, or an object of syncvar.engines, not {name!r:.100}")
+        raise ConfigError(
+            f"engine must be one of local, {', '.join(_ENGINES)}, or an object of syncvar.engines, not {name!r:.100}"
+        )
     home, kind = _ENGINES[name]
     make: Callable[[], Engine] = getattr(importlib.import_module(home), kind)
     return make()

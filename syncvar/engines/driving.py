@@ -60,7 +60,12 @@ def drive(
                     if decision.reason:
                         _log.warning("not started again: %s", decision.reason)
                     raise
-                _log.warning("%s; %s, in %g s", str(failure).split("\n", 1)[0], decision.reason, decision.pause_s)
+                _log.warning(
+                    "%s; %s, in %g s",
+                    str(failure).split("\n", 1)[0],
+                    decision.reason,
+                    decision.pause_s,
+                )
                 time.sleep(max(0.0, min(decision.pause_s, until - time.monotonic())))
             finally:
                 engine.end(config.term_grace_s)
@@ -97,13 +102,25 @@ class _Start:
                 f"{workers} ranks were given {len(pids)} processes: each rank needs one of its own (a LocalCluster of Dask has them with processes=True)"
             )
         secret = secrets.token_hex(32)
-        handed = parts(places, call, secrets.token_hex(8), secret, self._config.to_mapping(), [path for path in sys.path if path], restarts)
+        handed = parts(
+            places,
+            call,
+            secrets.token_hex(8),
+            secret,
+            self._config.to_mapping(),
+            [path for path in sys.path if path],
+            restarts,
+        )
         self._engine.begin([packed(part) for part in handed])
         ends: dict[int, End] = {}  # by rank, in the order in which they came
         stop = self._until
         while len(ends) < workers and (now := time.monotonic()) < stop:
             for number, told in self._engine.ended(min(_LOOK_S, stop - now)).items():
-                end = unpacked(End, told) if isinstance(told, bytes) else End(error="", message=told, exit_code=INTERNAL)
+                end = (
+                    unpacked(End, told)
+                    if isinstance(told, bytes)
+                    else End(error="", message=told, exit_code=INTERNAL)
+                )
                 ends[handed[number].rank] = end
                 if not end.result:  # the others are told by their links, and say so; who computes on and on does not
                     stop = min(stop, time.monotonic() + self._config.abort_grace_s)
@@ -115,14 +132,18 @@ class _Start:
             failure = self._failure(rank, hosts[rank], ends[rank])
             raise failure from failure.__cause__
         if len(ends) < workers:
-            raise RankFailed(-1, socket.gethostname(), TIMEOUT, f"the time limit of {self._limit_s:g} s passed")
+            raise RankFailed(
+                -1, socket.gethostname(), TIMEOUT, f"the time limit of {self._limit_s:g} s passed"
+            )
         return [ends[rank].result for rank in range(workers)]
 
     def ending(self, failure: RankFailed, *, had_met: bool) -> Ending:
         """Return what decides whether all are started again."""
         why = str(failure).split("\n", 1)[0]
         lasted_s = time.monotonic() - self._began
-        return Ending(failure.exit_code, why, self._error, failure.exit_code == TIMEOUT, had_met, lasted_s)
+        return Ending(
+            failure.exit_code, why, self._error, failure.exit_code == TIMEOUT, had_met, lasted_s
+        )
 
     def _failure(self, rank: int, host: str, end: End) -> LaunchError:
         if end.exit_code == 0:

@@ -47,7 +47,9 @@ class Dask:
 
     def __init__(self, client: Any = None, *, workers: Sequence[str] | None = None) -> None:
         if distributed is None:
-            raise ConfigError("engine='dask' needs Dask: pip install distributed cloudpickle, here and on the hosts of the cluster")
+            raise ConfigError(
+                "engine='dask' needs Dask: pip install distributed cloudpickle, here and on the hosts of the cluster"
+            )
         self._client = client
         self._only = None if workers is None else set(workers)
         self._own: contextlib.ExitStack | None = None
@@ -63,10 +65,16 @@ class Dask:
         coming_s = timeout_s if self._is_again else min(_COMING_S, timeout_s)
         self._connect(workers)
         self._is_again = True
-        asked: dict[tuple[str, str], Any] = {}  # workers: address and identity -> what will be their answer
+        asked: dict[
+            tuple[str, str], Any
+        ] = {}  # workers: address and identity -> what will be their answer
         while True:
             found = self._workers()
-            asked = {one: answer for one, answer in asked.items() if one in found and answer.status in ("pending", "finished")}
+            asked = {
+                one: answer
+                for one, answer in asked.items()
+                if one in found and answer.status in ("pending", "finished")
+            }
             ready = [one for one, answer in asked.items() if answer.done()]
             if len(ready) == workers:
                 break
@@ -74,13 +82,22 @@ class Dask:
             if waited_s > (timeout_s if len(found) >= workers else coming_s):
                 raise LaunchError(self._too_few(workers, len(found), len(ready), waited_s))
             processing = self._client.processing()
-            free = sorted((one for one in found if one not in asked), key=lambda one: len(processing.get(one[0], ())))
+            free = sorted(
+                (one for one in found if one not in asked),
+                key=lambda one: len(processing.get(one[0], ())),
+            )
             for one in free[: workers - len(asked)]:
                 asked[one] = self._submit(_arrive, f"syncvar-{secrets.token_hex(8)}", one[0])
             self._wait([answer for answer in asked.values() if not answer.done()], _LOOK_S)
             for answer in asked.values():
-                if answer.status == "error" and isinstance(answer.exception(), Exception) and not isinstance(answer.exception(), distributed.KilledWorker):
-                    raise LaunchError(f"a worker of Dask cannot be a rank: {answer.exception()!r}; do all have this version of syncvar?")
+                if (
+                    answer.status == "error"
+                    and isinstance(answer.exception(), Exception)
+                    and not isinstance(answer.exception(), distributed.KilledWorker)
+                ):
+                    raise LaunchError(
+                        f"a worker of Dask cannot be a rank: {answer.exception()!r}; do all have this version of syncvar?"
+                    )
         self._ids = sorted(ready)
         return [asked[one].result() for one in self._ids]
 
@@ -97,7 +114,9 @@ class Dask:
         """Give each worker its part."""
         self._key = f"syncvar-{secrets.token_hex(8)}"
         self._plays = {
-            self._submit(_play, f"{self._key}-{number}", address, part, f"{self._key}-{number}"): number
+            self._submit(
+                _play, f"{self._key}-{number}", address, part, f"{self._key}-{number}"
+            ): number
             for number, (part, (address, _)) in enumerate(zip(parts, self._ids, strict=True))
         }
 
@@ -112,21 +131,33 @@ class Dask:
                 if number not in told and self._ids[number] not in workers:
                     told[number] = f"its Dask worker {self._ids[number][0]} is gone"
             if told or time.monotonic() >= until:
-                self._plays = {one: number for one, number in self._plays.items() if number not in told}
+                self._plays = {
+                    one: number for one, number in self._plays.items() if number not in told
+                }
                 return told
 
     def end(self, grace_s: float) -> None:
         """End the ranks that still run; where one does not, in its grace, its worker is started again by its nanny."""
         if self._plays:
             there = self._workers()
-            left = {self._ids[number][0]: f"{self._key}-{number}" for number in self._plays.values() if self._ids[number] in there}
+            left = {
+                self._ids[number][0]: f"{self._key}-{number}"
+                for number in self._plays.values()
+                if self._ids[number] in there
+            }
             if left:
-                self._client.run(_interrupt, list(left.values()), workers=list(left), on_error="ignore")  # one may go just now
+                self._client.run(
+                    _interrupt, list(left.values()), workers=list(left), on_error="ignore"
+                )  # one may go just now
             self._wait(list(self._plays), grace_s, "ALL_COMPLETED")
             late = [self._ids[number][0] for one, number in self._plays.items() if not one.done()]
             self._client.cancel(list(self._plays), force=True)
             if late:
-                _log.warning("workers of Dask are started again, for their ranks did not end within %g s: %s", grace_s, ", ".join(late))
+                _log.warning(
+                    "workers of Dask are started again, for their ranks did not end within %g s: %s",
+                    grace_s,
+                    ", ".join(late),
+                )
                 self._client.restart_workers(late, timeout=_PATIENCE_S, raise_for_error=False)
         self._plays, self._ids = {}, []
 
@@ -143,18 +174,26 @@ class Dask:
             self._client = current
         else:
             self._own = contextlib.ExitStack()
-            cluster = distributed.LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None)
-            self._client = self._own.enter_context(distributed.Client(self._own.enter_context(cluster), set_as_default=False))
+            cluster = distributed.LocalCluster(
+                n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None
+            )
+            self._client = self._own.enter_context(
+                distributed.Client(self._own.enter_context(cluster), set_as_default=False)
+            )
         if getattr(self._client, "asynchronous", False):
-            raise ConfigError("sv.run waits for its results: give it a client that is not asynchronous")
+            raise ConfigError(
+                "sv.run waits for its results: give it a client that is not asynchronous"
+            )
 
     def _workers(self) -> set[tuple[str, str]]:
         """Return the workers that there are now: address, and identity, which a worker that is started again has not."""
         told = self._client.scheduler_info(n_workers=-1)["workers"]
         return {
-            (address, about["id"]) for address, about in told.items()
-            if about.get("status") == "running" and (self._only is None or not self._only.isdisjoint((address, str(about["name"]))))
-        }  # fmt: skip
+            (address, about["id"])
+            for address, about in told.items()
+            if about.get("status") == "running"
+            and (self._only is None or not self._only.isdisjoint((address, str(about["name"]))))
+        }
 
     def _wait(self, answers: list[Any], timeout_s: float, how: str = "FIRST_COMPLETED") -> None:
         if not answers:
@@ -163,10 +202,19 @@ class Dask:
         with contextlib.suppress(TimeoutError), self._client.as_current():
             distributed.wait(answers, timeout=timeout_s, return_when=how)
 
-    def _submit(self, function: Callable[..., bytes], key: str, address: str, *arguments: Any) -> Any:
+    def _submit(
+        self, function: Callable[..., bytes], key: str, address: str, *arguments: Any
+    ) -> Any:
         """Let one worker do something once, before what others want of it."""
         return self._client.submit(
-            function, *arguments, key=key, workers=[address], allow_other_workers=False, pure=False, retries=0, priority=1000
+            function,
+            *arguments,
+            key=key,
+            workers=[address],
+            allow_other_workers=False,
+            pure=False,
+            retries=0,
+            priority=1000,
         )
 
 
@@ -199,7 +247,9 @@ def _interrupt(keys: list[str]) -> None:
     """Raise in the threads of these ranks, as far as they are here: a task that runs cannot be cancelled otherwise."""
     with _lock:
         for thread in (_threads[key] for key in keys if key in _threads):
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Ended))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread), ctypes.py_object(Ended)
+            )
 
 
 def _answer(future: Any) -> bytes | str:

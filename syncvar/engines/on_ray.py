@@ -51,13 +51,23 @@ class Ray:
         sv.run(train, workers=8, engine=sv.engines.Ray(cpus=4, strategy="SPREAD"))
     """
 
-    def __init__(self, *, cpus: float = 1.0, resources: Mapping[str, float] | None = None, strategy: str = "PACK") -> None:
+    def __init__(
+        self,
+        *,
+        cpus: float = 1.0,
+        resources: Mapping[str, float] | None = None,
+        strategy: str = "PACK",
+    ) -> None:
         if ray is None:
-            raise ConfigError("engine='ray' needs Ray: pip install ray cloudpickle, here and on the hosts of the cluster")
+            raise ConfigError(
+                "engine='ray' needs Ray: pip install ray cloudpickle, here and on the hosts of the cluster"
+            )
         if isinstance(cpus, bool) or not isinstance(cpus, int | float) or not 0 < cpus < 1e6:
             raise ConfigError(f"cpus must be a number above 0, not {cpus!r:.100}")
         if strategy not in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"):
-            raise ConfigError(f"strategy must be PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, not {strategy!r:.100}")
+            raise ConfigError(
+                f"strategy must be PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, not {strategy!r:.100}"
+            )
         self._bundle: dict[str, float] = {"CPU": cpus, **(resources or {})}
         self._strategy = strategy
         self._group: Any = None
@@ -69,7 +79,9 @@ class Ray:
         """Reserve a placement group and start an actor in each of its bundles."""
         until = time.monotonic() + min(timeout_s, _NEVER_S)
         self._connect(workers)
-        self._group = placement_group([dict(self._bundle) for _ in range(workers)], strategy=self._strategy)
+        self._group = placement_group(
+            [dict(self._bundle) for _ in range(workers)], strategy=self._strategy
+        )
         if not self._group.wait(min(timeout_s, _NEVER_S)):
             raise LaunchError(
                 f"Ray has not had room for {workers} ranks, each with {self._bundle}, within {timeout_s:g} s: the cluster has "
@@ -77,23 +89,39 @@ class Ray:
                 f"ask for less (workers=, or engine=sv.engines.Ray(cpus=0.5))"
             )
         self._actors = [
-            ray.remote(Actor).options(
-                num_cpus=self._bundle["CPU"], resources={name: amount for name, amount in self._bundle.items() if name != "CPU"}, max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=number),
-            ).remote()
+            ray.remote(Actor)
+            .options(
+                num_cpus=self._bundle["CPU"],
+                resources={name: amount for name, amount in self._bundle.items() if name != "CPU"},
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._group, placement_group_bundle_index=number
+                ),
+            )
+            .remote()
             for number in range(workers)
-        ]  # fmt: skip
+        ]
         try:
-            places: list[bytes] = ray.get([actor.arrive.remote() for actor in self._actors], timeout=max(1.0, until - time.monotonic()))
+            places: list[bytes] = ray.get(
+                [actor.arrive.remote() for actor in self._actors],
+                timeout=max(1.0, until - time.monotonic()),
+            )
         except ray.exceptions.GetTimeoutError:
-            raise LaunchError(f"Ray has room for {workers} ranks, and has not started all within {timeout_s:g} s (SYNCVAR_RENDEZVOUS_TIMEOUT_S)") from None
+            raise LaunchError(
+                f"Ray has room for {workers} ranks, and has not started all within {timeout_s:g} s (SYNCVAR_RENDEZVOUS_TIMEOUT_S)"
+            ) from None
         except ray.exceptions.RayError as error:
-            raise LaunchError(f"Ray could not start all {workers} ranks: {error}; do all hosts of the cluster have this version of syncvar?") from error
+            raise LaunchError(
+                f"Ray could not start all {workers} ranks: {error}; do all hosts of the cluster have this version of syncvar?"
+            ) from error
         return places
 
     def begin(self, parts: Sequence[bytes]) -> None:
         """Give each actor its part."""
-        self._plays = {actor.play.remote(part): number for number, (actor, part) in enumerate(zip(self._actors, parts, strict=True))}
+        self._plays = {
+            actor.play.remote(part): number
+            for number, (actor, part) in enumerate(zip(self._actors, parts, strict=True))
+        }
 
     def ended(self, timeout_s: float) -> Mapping[int, bytes | str]:
         """Wait for an actor's answer, or its death."""
@@ -121,9 +149,13 @@ class Ray:
             ray.init(address="auto")
         except ConnectionError:
             if os.environ.get("RAY_ADDRESS"):
-                raise LaunchError(f"no cluster of Ray answers at RAY_ADDRESS={os.environ['RAY_ADDRESS']}") from None
+                raise LaunchError(
+                    f"no cluster of Ray answers at RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
+                ) from None
             needed = workers * self._bundle["CPU"]
-            ray.init(num_cpus=max(int(-(-needed // 1)), os.cpu_count() or 1), include_dashboard=False)
+            ray.init(
+                num_cpus=max(int(-(-needed // 1)), os.cpu_count() or 1), include_dashboard=False
+            )
         self._is_own = True
 
 
@@ -136,4 +168,11 @@ def _answer(reference: Any) -> bytes | str:
 
 
 def _shown(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {amount:g}" for name, amount in sorted(resources.items()) if ":" not in name and "memory" not in name) or "nothing"
+    return (
+        ", ".join(
+            f"{name} {amount:g}"
+            for name, amount in sorted(resources.items())
+            if ":" not in name and "memory" not in name
+        )
+        or "nothing"
+    )

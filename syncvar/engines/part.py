@@ -84,7 +84,13 @@ def unpacked(kind: type[_Carried], data: bytes) -> _Carried:
 
 
 def parts(
-    places: Sequence[Place], call: bytes, job: str, secret: str, settings: Mapping[str, str], folders: Sequence[str], restarts: int = 0
+    places: Sequence[Place],
+    call: bytes,
+    job: str,
+    secret: str,
+    settings: Mapping[str, str],
+    folders: Sequence[str],
+    restarts: int = 0,
 ) -> list[Part]:
     """Return the part of each place: the ranks of a host follow each other, hosts in the order of their first place.
 
@@ -111,11 +117,19 @@ def parts(
     for host_index, numbers in enumerate(hosts.values()):
         for local_rank, number in enumerate(numbers):
             told: dict[str, Any] = {
-                "RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": len(numbers),
-                "GROUP_RANK": host_index, "GROUP_WORLD_SIZE": len(hosts), "MASTER_ADDR": first.address,
-                "MASTER_PORT": first.port - 1,  # the roll is kept at the next one: torchrun itself listens at this
-                "TORCHELASTIC_RUN_ID": job, "TORCHELASTIC_RESTART_COUNT": restarts, "SYNCVAR_KEY": secret,
-            }  # fmt: skip
+                "RANK": rank,
+                "WORLD_SIZE": len(places),
+                "LOCAL_RANK": local_rank,
+                "LOCAL_WORLD_SIZE": len(numbers),
+                "GROUP_RANK": host_index,
+                "GROUP_WORLD_SIZE": len(hosts),
+                "MASTER_ADDR": first.address,
+                "MASTER_PORT": first.port
+                - 1,  # the roll is kept at the next one: torchrun itself listens at this
+                "TORCHELASTIC_RUN_ID": job,
+                "TORCHELASTIC_RESTART_COUNT": restarts,
+                "SYNCVAR_KEY": secret,
+            }
             environ = {**settings, **{name: str(value) for name, value in told.items()}}
             made[number] = Part(rank, environ, call, list(folders), places[number].pid)
             rank += 1

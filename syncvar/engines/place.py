@@ -68,7 +68,13 @@ def play(data: bytes) -> bytes:
     """
     part = unpacked(Part, data)
     if part.pid != os.getpid():
-        return packed(End(error="PeerLost", message="its process was lost, and started again by the engine", exit_code=70))
+        return packed(
+            End(
+                error="PeerLost",
+                message="its process was lost, and started again by the engine",
+                exit_code=70,
+            )
+        )
     environ = {name: os.environ[name] for name in _KEPT if name in os.environ} | part.environ
     patience_s, has_met = 0.0, False
     try:

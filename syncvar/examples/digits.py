@@ -81,7 +81,10 @@ def gradients(
     """Return the gradients of one micro-shard's mean loss, its summed loss, and how many digits it had right."""
     hidden, likely = forward(weights, images)
     rows = np.arange(len(labels))
-    loss, right = float(-np.log(likely[rows, labels]).sum()), int((likely.argmax(axis=1) == labels).sum())
+    loss, right = (
+        float(-np.log(likely[rows, labels]).sum()),
+        int((likely.argmax(axis=1) == labels).sum()),
+    )
     error = likely.copy()
     error[rows, labels] -= 1
     error /= np.float32(ROWS)
@@ -155,7 +158,9 @@ class Trainer:
             self.right.assign_add(right)
             self.seen.assign_add(ROWS)
         self.busy_s.assign_add(time.perf_counter() - start)
-        by_weight = [{shard: part[place] for shard, part in parts.items()} for place in range(len(weights))]
+        by_weight = [
+            {shard: part[place] for shard, part in parts.items()} for place in range(len(weights))
+        ]
         self.optimizer.apply_gradients(zip(by_weight, self.weights, strict=True), shards=True)
 
     def epoch(self, order: NDArray[Any]) -> tuple[float, float]:
@@ -163,7 +168,9 @@ class Trainer:
         size = MICRO_SHARDS * ROWS
         for start in range(0, len(order) - size + 1, size):
             self.strategy.run(self.step, args=(order[start : start + size],))
-        with self.strategy.scope():  # every worker reads: reading an ON_READ variable adds the copies up
+        with (
+            self.strategy.scope()
+        ):  # every worker reads: reading an ON_READ variable adds the copies up
             loss, right, seen = (float(metric) for metric in (self.loss, self.right, self.seen))
             for metric in (self.loss, self.right, self.seen):
                 metric.assign(0.0)
@@ -185,7 +192,9 @@ class Trainer:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run as one worker."""
     parser = argparse.ArgumentParser(prog="syncvar.examples.digits", allow_abbrev=False)
-    parser.add_argument("--epochs", type=int, default=EPOCHS, metavar="N", help=f"rounds over all digits ({EPOCHS})")
+    parser.add_argument(
+        "--epochs", type=int, default=EPOCHS, metavar="N", help=f"rounds over all digits ({EPOCHS})"
+    )
     epochs = parser.parse_args(arguments).epochs
     began = time.perf_counter()
     sv.init()

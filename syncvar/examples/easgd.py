@@ -22,7 +22,15 @@ from typing import NamedTuple
 import numpy as np
 
 import syncvar as sv
-from syncvar.examples.local_sgd import BATCH, LEARNING_RATE, MOMENTUM, NOISE, Data, gradient_of, make_data
+from syncvar.examples.local_sgd import (
+    BATCH,
+    LEARNING_RATE,
+    MOMENTUM,
+    NOISE,
+    Data,
+    gradient_of,
+    make_data,
+)
 
 STEPS, PERIOD = 400, 4
 BETA = 0.9  # share of the way to the workers' mean that the center goes each time

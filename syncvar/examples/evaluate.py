@@ -54,7 +54,9 @@ def load() -> tuple[NDArray[Any], NDArray[Any]]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError("this example takes its data from scikit-learn: pip install scikit-learn") from error
+        raise ImportError(
+            "this example takes its data from scikit-learn: pip install scikit-learn"
+        ) from error
     images, digits = load_digits(return_X_y=True)
     return images, digits.astype(np.int64)
 
@@ -65,7 +67,10 @@ def centres_of(images: NDArray[Any], digits: NDArray[Any]) -> NDArray[Any]:
 
 
 def evaluate(
-    strategy: sv.MirroredStrategy, images: NDArray[Any], digits: NDArray[Any], batch_rows: int = BATCH_ROWS
+    strategy: sv.MirroredStrategy,
+    images: NDArray[Any],
+    digits: NDArray[Any],
+    batch_rows: int = BATCH_ROWS,
 ) -> Scores:
     """Return the scores of the classifier on all images; every worker calls it and gets the same.
 
@@ -86,7 +91,10 @@ def evaluate(
             for shape in ((), (), (CLASSES, CLASSES))
         )
         own_accuracy = sv.Variable(
-            0.0, dtype=np.float64, synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.MEAN
+            0.0,
+            dtype=np.float64,
+            synchronization=SYNCHRONIZATION.ON_READ,
+            aggregation=AGGREGATION.MEAN,
         )
 
     def step(batch: dict[str, NDArray[Any]]) -> NDArray[Any]:
@@ -102,11 +110,16 @@ def evaluate(
             own_accuracy.assign_add(np.mean(found == wanted))
         return np.asarray(squares.min(axis=1))
 
-    batches = sv.data.from_arrays({"image": images, "digit": digits}, batch_size=batch_rows).prefetch(2)
+    batches = sv.data.from_arrays(
+        {"image": images, "digit": digits}, batch_size=batch_rows
+    ).prefetch(2)
     dataset = strategy.experimental_distribute_dataset(batches)
     # A mean with an axis is the total over the number of rows, of all workers together.
     means = [
-        (float(strategy.reduce("MEAN", distances, axis=0)), int(strategy.reduce("SUM", len(distances), axis=None)))
+        (
+            float(strategy.reduce("MEAN", distances, axis=0)),
+            int(strategy.reduce("SUM", len(distances), axis=None)),
+        )
         for distances in (strategy.run(step, args=(batch,)) for batch in dataset)
     ]
     with strategy.scope():  # every worker reads: reading an ON_READ variable adds the copies up

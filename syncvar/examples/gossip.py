@@ -52,7 +52,9 @@ def partner_of(rank: int, order: NDArray[Any]) -> int | None:
 
 def average_with(partner: int, weights: NDArray[Any]) -> NDArray[Any]:
     """Return the mean of this worker's weights and its partner's, which makes the same call; no others take part."""
-    if sv.rank() < partner:  # one of the two has to receive first, or long messages would wait for each other
+    if (
+        sv.rank() < partner
+    ):  # one of the two has to receive first, or long messages would wait for each other
         sv.send(weights, partner)
         theirs = sv.recv(partner)
     else:
@@ -67,7 +69,9 @@ def spread_of(weights: NDArray[Any]) -> tuple[NDArray[Any], float]:
     return mean, float(sv.all_reduce(float(np.abs(weights - mean).max()), "max"))
 
 
-def train(data: Data, rounds: int = ROUNDS, look_every: int = LOOK_EVERY, rate: float = LEARNING_RATE) -> Outcome:
+def train(
+    data: Data, rounds: int = ROUNDS, look_every: int = LOOK_EVERY, rate: float = LEARNING_RATE
+) -> Outcome:
     """Train on this worker's rows; the outcome is the same on every worker."""
     rank, workers = sv.rank(), sv.world_size()
     mine = np.array_split(np.arange(len(data.targets)), workers)[rank]
@@ -78,7 +82,11 @@ def train(data: Data, rounds: int = ROUNDS, look_every: int = LOOK_EVERY, rate: 
     spreads = [spread]
     for number in range(rounds):
         rows = draw.choice(mine, BATCH)
-        weights -= rate * (1 - number / rounds) * gradient_of(weights, data.inputs[rows], data.targets[rows])
+        weights -= (
+            rate
+            * (1 - number / rounds)
+            * gradient_of(weights, data.inputs[rows], data.targets[rows])
+        )
         partner = partner_of(rank, pairs.permutation(workers))
         if partner is not None:
             weights = average_with(partner, weights)
@@ -86,7 +94,9 @@ def train(data: Data, rounds: int = ROUNDS, look_every: int = LOOK_EVERY, rate: 
             mean, spread = spread_of(weights)
             spreads.append(spread)
     error = data.inputs @ mean - data.targets
-    return Outcome(float(error @ error) / len(error), float(np.abs(mean - data.truth).max()), tuple(spreads))
+    return Outcome(
+        float(error @ error) / len(error), float(np.abs(mean - data.truth).max()), tuple(spreads)
+    )
 
 
 def main() -> None:

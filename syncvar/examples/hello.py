@@ -17,7 +17,9 @@ def main() -> None:
     rank, workers = sv.rank(), sv.world_size()
     print(f"hello from rank {rank} of {workers}, process {os.getpid()}", flush=True)
 
-    total = sv.all_reduce(np.array([rank, 1.0]))  # every worker gets the sum of what all of them bring
+    total = sv.all_reduce(
+        np.array([rank, 1.0])
+    )  # every worker gets the sum of what all of them bring
     expected = [workers * (workers - 1) / 2, workers]
     if total.tolist() != expected:
         raise SystemExit(f"rank {rank}: the sum is {total.tolist()}, expected {expected}")

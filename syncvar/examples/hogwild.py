@@ -85,7 +85,9 @@ def solve(rows: Rows, steps: int = STEPS) -> NDArray[Any]:
     return weights
 
 
-def step_of_row(weights: NDArray[Any], features: NDArray[Any], values: NDArray[Any], label: float, rate: float) -> None:
+def step_of_row(
+    weights: NDArray[Any], features: NDArray[Any], values: NDArray[Any], label: float, rate: float
+) -> None:
     """Make one worker's step of one row in the weights that all share: read, compute, write."""
     margin = label * float(weights[features] @ values)
     weights[features] += rate * label / (1 + np.exp(margin)) * values

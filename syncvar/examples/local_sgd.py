@@ -92,7 +92,10 @@ def train(data: Data, steps: int = STEPS, period: int = PERIOD) -> Outcome:
     error = data.inputs @ value - data.targets
     apart = float(sv.all_reduce(apart, "max"))
     return Outcome(
-        float(error @ error) / len(error), float(np.abs(value - data.truth).max()), apart, averagings
+        float(error @ error) / len(error),
+        float(np.abs(value - data.truth).max()),
+        apart,
+        averagings,
     )
 
 

@@ -71,7 +71,11 @@ def both_ways_right(
     """Return the summed loss of some rows, the gradients of the activations and those of the second layer."""
     error = hidden @ layer[0] + layer[1] - targets
     scaled = error * (2 / ROWS)
-    return float((error * error).sum()), scaled @ layer[0].T, (hidden.T @ scaled, scaled.sum(axis=0))
+    return (
+        float((error * error).sum()),
+        scaled @ layer[0].T,
+        (hidden.T @ scaled, scaled.sum(axis=0)),
+    )
 
 
 def one_process(steps: int = STEPS) -> list[float]:
@@ -88,7 +92,9 @@ def one_process(steps: int = STEPS) -> list[float]:
         gradients = [*backward_left(batch.inputs, hidden, back), *right_gradients]
         losses.append(loss / ROWS)
         velocities = [MOMENTUM * old + new for old, new in zip(velocities, gradients, strict=True)]
-        parameters = [old - LEARNING_RATE * by for old, by in zip(parameters, velocities, strict=True)]
+        parameters = [
+            old - LEARNING_RATE * by for old, by in zip(parameters, velocities, strict=True)
+        ]
     return losses
 
 
@@ -111,8 +117,12 @@ class Stage:
 
     def step(self, batch: Batch) -> float:
         """Train on this rank's share of a batch; returns the mean loss of the whole batch on the right, 0 on the left."""
-        inputs = np.array_split(np.array_split(batch.inputs, self.rows_of_mesh)[self.row], MICRO_BATCHES)
-        targets = np.array_split(np.array_split(batch.targets, self.rows_of_mesh)[self.row], MICRO_BATCHES)
+        inputs = np.array_split(
+            np.array_split(batch.inputs, self.rows_of_mesh)[self.row], MICRO_BATCHES
+        )
+        targets = np.array_split(
+            np.array_split(batch.targets, self.rows_of_mesh)[self.row], MICRO_BATCHES
+        )
         layer = self.matrix.local_value(), self.bias.local_value()
         if self.side == LEFT:
             loss, gradients = 0.0, self._left(layer, inputs)
@@ -132,7 +142,9 @@ class Stage:
         total: list[NDArray[Any]] = [np.zeros_like(array) for array in layer]
         for tag, (part, hidden) in enumerate(zip(inputs, held, strict=True)):
             back = sv.recv(RIGHT, tag=tag, group=self.pair)
-            total = [old + new for old, new in zip(total, backward_left(part, hidden, back), strict=True)]
+            total = [
+                old + new for old, new in zip(total, backward_left(part, hidden, back), strict=True)
+            ]
         return total
 
     def _right(self, layer: Layer, targets: list[NDArray[Any]]) -> tuple[float, list[NDArray[Any]]]:

@@ -12,11 +12,18 @@ SYNCHRONIZATION, AGGREGATION = sv.VariableSynchronization, sv.VariableAggregatio
 
 def main() -> None:
     """Run as one worker."""
-    modes = (SYNCHRONIZATION.ON_WRITE, SYNCHRONIZATION.ON_READ, SYNCHRONIZATION.NONE, SYNCHRONIZATION.AUTO)
+    modes = (
+        SYNCHRONIZATION.ON_WRITE,
+        SYNCHRONIZATION.ON_READ,
+        SYNCHRONIZATION.NONE,
+        SYNCHRONIZATION.AUTO,
+    )
     strategy = sv.MirroredStrategy()
     with strategy.scope():
         counters = [
-            sv.Variable(0, name=f"events_{mode.name}", synchronization=mode, aggregation=AGGREGATION.SUM)
+            sv.Variable(
+                0, name=f"events_{mode.name}", synchronization=mode, aggregation=AGGREGATION.SUM
+            )
             for mode in modes
         ]
 

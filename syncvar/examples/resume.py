@@ -21,7 +21,9 @@ import syncvar as sv
 
 ROWS, FEATURES, BATCH = 2048, 32, 128
 SAVE_EVERY = 50
-NOISE = 0.05  # deviation of each worker's own noise on the rows: other random numbers, another result
+NOISE = (
+    0.05  # deviation of each worker's own noise on the rows: other random numbers, another result
+)
 
 
 def main() -> None:
@@ -29,7 +31,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("directory", help="where the checkpoints are")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds of a step, as if there were more to compute")
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=0.0,
+        help="seconds of a step, as if there were more to compute",
+    )
     chosen = parser.parse_args()
 
     rng = np.random.default_rng(0)
@@ -63,7 +70,9 @@ def main() -> None:
                 manager.save(checkpoint.step, async_op=True)  # should_stop commits it
         manager.save(checkpoint.step)
     if sv.rank() == 0:
-        print(f"steps={checkpoint.step} weights_sha256={hashlib.sha256(w.numpy().tobytes()).hexdigest()[:16]}")
+        print(
+            f"steps={checkpoint.step} weights_sha256={hashlib.sha256(w.numpy().tobytes()).hexdigest()[:16]}"
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     # (weights, points, labels) -> mean loss and the gradient of each weight
     Gradients = Callable[[list[NDArray[Any]], NDArray[Any], NDArray[Any]], tuple[float, list[Any]]]
 
-__all__ = ["BATCH", "HIDDEN", "LEARNING_RATE", "SHAPES", "STEPS", "Points", "Trained", "make_points", "report", "train"]
+__all__ = [
+    "BATCH",
+    "HIDDEN",
+    "LEARNING_RATE",
+    "SHAPES",
+    "STEPS",
+    "Points",
+    "Trained",
+    "make_points",
+    "report",
+    "train",
+]
 
 HIDDEN = 32
 SHAPES = (
@@ -62,9 +73,9 @@ def initial_weights(seed: int = 1) -> list[NDArray[Any]]:
     """Return the weights at first, the same on every worker."""
     draw = np.random.default_rng(seed)
     return [
-        (draw.normal(0, np.sqrt(2 / shape[0]), shape) if len(shape) == 2 else np.zeros(shape)).astype(
-            np.float32
-        )
+        (
+            draw.normal(0, np.sqrt(2 / shape[0]), shape) if len(shape) == 2 else np.zeros(shape)
+        ).astype(np.float32)
         for shape in SHAPES
     ]
 
@@ -81,9 +92,13 @@ def train(
         steps: How many.
     """
     rank, workers = sv.rank(), sv.world_size()
-    variables = [sv.Variable(value, name=f"weight{number}") for number, value in enumerate(initial_weights())]
+    variables = [
+        sv.Variable(value, name=f"weight{number}") for number, value in enumerate(initial_weights())
+    ]
     optimizer = sv.optimizers.Adam(LEARNING_RATE, clip_norm=5.0)
-    draw = np.random.default_rng(2)  # all workers draw the same batches and take their own part of each
+    draw = np.random.default_rng(
+        2
+    )  # all workers draw the same batches and take their own part of each
     loss = 0.0  # of the last step, summed over this worker's rows
     for _ in range(steps):
         mine = np.array_split(draw.choice(len(points.labels), BATCH), workers)[rank]

@@ -17,7 +17,15 @@ import sys
 import numpy as np
 
 import syncvar as sv
-from syncvar.examples.spirals import BATCH, HIDDEN, LEARNING_RATE, STEPS, Trained, make_points, report
+from syncvar.examples.spirals import (
+    BATCH,
+    HIDDEN,
+    LEARNING_RATE,
+    STEPS,
+    Trained,
+    make_points,
+    report,
+)
 
 
 def main() -> None:
@@ -35,7 +43,9 @@ def main() -> None:
     inputs, labels = torch.from_numpy(points.inputs), torch.from_numpy(points.labels)
 
     torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(4, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 2))
+    model = nn.Sequential(
+        nn.Linear(4, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 2)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     checkpoint = sv.Checkpoint(model=model, optimizer=optimizer)
     folder = sys.argv[1] if len(sys.argv) > 1 else None
@@ -44,7 +54,9 @@ def main() -> None:
     for parameter in model.parameters():
         sv.broadcast(parameter, out=parameter)
 
-    draw = np.random.default_rng(2)  # all workers draw the same batches and take their own part of each
+    draw = np.random.default_rng(
+        2
+    )  # all workers draw the same batches and take their own part of each
     own = 0.0  # loss of the last step, summed over this worker's rows
     for _ in range(STEPS):
         mine = np.array_split(draw.choice(len(labels), BATCH), workers)[rank]

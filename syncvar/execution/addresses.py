@@ -70,8 +70,12 @@ def place_of(channel: Channel, array: NDArray[Any]) -> int | None:
     address: int = array.__array_interface__["data"][0]
     ground = array
     while not ground.flags.owndata:
-        if not isinstance(ground.base, np.ndarray):  # memory of another library, or of a device that others cannot read
-            return ADDRESS | address if reach.can_read(channel.rank, address, array.nbytes) else None
+        if not isinstance(
+            ground.base, np.ndarray
+        ):  # memory of another library, or of a device that others cannot read
+            return (
+                ADDRESS | address if reach.can_read(channel.rank, address, array.nbytes) else None
+            )
         ground = ground.base
     return ADDRESS | address
 

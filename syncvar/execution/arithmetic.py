@@ -31,8 +31,20 @@ if TYPE_CHECKING:
     from syncvar.ops import Combiner
 
 __all__ = [
-    "HALVES", "Arithmetic", "are_scalable", "combine", "combine_two", "combine_widened", "folder", "round_scaled", "store", "store_parts", "storer", "widen", "widen_scaled",
-]  # fmt: skip
+    "HALVES",
+    "Arithmetic",
+    "are_scalable",
+    "combine",
+    "combine_two",
+    "combine_widened",
+    "folder",
+    "round_scaled",
+    "store",
+    "store_parts",
+    "storer",
+    "widen",
+    "widen_scaled",
+]
 
 HALVES = {"float16": 1, "bfloat16": 2}  # as in native.h
 _WIDENED = 32 << 10  # elements that are widened at once
@@ -71,7 +83,9 @@ class Arithmetic(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _suits_native(how: Arithmetic) -> bool:
-    return isinstance(how.ufunc, np.ufunc) and native_program(b"", 0, (), (), how.native) is not None
+    return (
+        isinstance(how.ufunc, np.ufunc) and native_program(b"", 0, (), (), how.native) is not None
+    )
 
 
 def folder(how: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
@@ -80,7 +94,9 @@ def folder(how: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None
     if ufunc is None:
         return _fold_nothing
     if how.wire != how.accumulate:
-        return lambda terms, made: combine_widened(terms, ufunc, made, how.accumulate, divisor, hold=hold)
+        return lambda terms, made: combine_widened(
+            terms, ufunc, made, how.accumulate, divisor, hold=hold
+        )
 
     def fold(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
         combine(terms, ufunc, made, hold=hold)
@@ -99,7 +115,9 @@ def _order(size: int) -> tuple[tuple[int, int], ...]:
     return tuple(tree_order(0, size))
 
 
-def combine(terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *, hold: bool = False) -> None:
+def combine(
+    terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *, hold: bool = False
+) -> None:
     """Combine arrays by the tree into `out`, which may be the first of them; the others stay as they are.
 
     Args:
@@ -110,7 +128,13 @@ def combine(terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *
     """
     values = list(terms)
     for left, right in _order(len(terms)):
-        target = out if left == 0 else values[left] if values[left] is not terms[left] else np.empty_like(out)
+        target = (
+            out
+            if left == 0
+            else values[left]
+            if values[left] is not terms[left]
+            else np.empty_like(out)
+        )
         if hold and target.size > 1:
             ufunc_holding(ufunc, values[left], values[right], target)
         else:
@@ -118,7 +142,9 @@ def combine(terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *
         values[left] = target
 
 
-def combine_two(ufunc: Combiner, left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]) -> None:
+def combine_two(
+    ufunc: Combiner, left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]
+) -> None:
     """Combine two arrays into `out`, which may be one of them: the same bits then, which NumPy does not see to for the product of one complex number.
 
     Example:
@@ -135,7 +161,13 @@ def combine_two(ufunc: Combiner, left: NDArray[Any], right: NDArray[Any], out: N
 
 
 def combine_widened(
-    terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], dtype: np.dtype[Any], divisor: int, *, hold: bool
+    terms: Sequence[NDArray[Any]],
+    ufunc: Combiner,
+    out: NDArray[Any],
+    dtype: np.dtype[Any],
+    divisor: int,
+    *,
+    hold: bool,
 ) -> None:
     """Combine terms in `dtype`, by stretches that stay in the caches, and round the combination once."""
     per_stretch = PIECE if hold else _WIDENED
@@ -170,7 +202,9 @@ def store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None) -> 
         apply(target, value, out=target, casting="same_kind")
 
 
-def store_parts(arrays: Sequence[NDArray[Any]], value: NDArray[Any], apply: np.ufunc | None) -> None:
+def store_parts(
+    arrays: Sequence[NDArray[Any]], value: NDArray[Any], apply: np.ufunc | None
+) -> None:
     """Store a vector as the concatenation of flat arrays; an array becomes apply(array, its part)."""
     start = 0
     for array in arrays:
@@ -230,7 +264,9 @@ def are_scalable(terms: Sequence[NDArray[np.float16]], ufunc: Combiner, divisor:
         ufunc: Combines two operands.
         divisor: What the combination is divided by; 0 for nothing.
     """
-    if ufunc not in _EXACT or divisor > _DIVISOR_MAX or _SUBNORMAL + _SUBNORMAL == 0:  # a thread may flush them to zero
+    if (
+        ufunc not in _EXACT or divisor > _DIVISOR_MAX or _SUBNORMAL + _SUBNORMAL == 0
+    ):  # a thread may flush them to zero
         return False
     values = _values()
     total = 0.0
@@ -259,7 +295,9 @@ def widen_scaled(halves: NDArray[np.float16], out: NDArray[np.float32]) -> None:
     np.bitwise_and(bits, _SIGN_AND_HALF, out=bits)
 
 
-def round_scaled(scaled: NDArray[np.float32], out: NDArray[np.float16], room: NDArray[np.float32]) -> None:
+def round_scaled(
+    scaled: NDArray[np.float32], out: NDArray[np.float16], room: NDArray[np.float32]
+) -> None:
     """Write values that are scaled by 2**-112 as halves, rounded to nearest, ties to even.
 
     Args:
@@ -275,7 +313,9 @@ def round_scaled(scaled: NDArray[np.float32], out: NDArray[np.float16], room: ND
     """
     bits, sums = scaled.view(np.int32), room.view(np.int32)
     np.right_shift(bits, _FRACTION_SHIFT, out=sums)
-    np.bitwise_and(sums, _SIGN_AND_ODD, out=sums)  # the sign goes where it will be next to the exponent
+    np.bitwise_and(
+        sums, _SIGN_AND_ODD, out=sums
+    )  # the sign goes where it will be next to the exponent
     np.add(sums, bits, out=sums)
     np.add(sums, _BELOW_TIE, out=sums)
     np.right_shift(sums, _FRACTION_SHIFT, out=sums)

@@ -41,7 +41,10 @@ class Crowd:
 
     def is_there(self) -> bool:
         """Return whether there are threads beside the caller and syncvar's own; they may be idle."""
-        return sum(not thread.name.startswith("syncvar-") for thread in threading.enumerate()) > self.usual_threads
+        return (
+            sum(not thread.name.startswith("syncvar-") for thread in threading.enumerate())
+            > self.usual_threads
+        )
 
     def holds(self) -> bool:
         """Return whether calls shall keep the lock now."""
@@ -59,7 +62,9 @@ class Crowd:
 crowd = Crowd()
 
 
-def ufunc_holding(ufunc: Combiner, one: NDArray[Any], other: NDArray[Any], out: NDArray[Any]) -> None:
+def ufunc_holding(
+    ufunc: Combiner, one: NDArray[Any], other: NDArray[Any], out: NDArray[Any]
+) -> None:
     """Do `ufunc(one, other, out)` on flat arrays without letting go of the lock."""
     for start in range(0, out.size, PIECE):
         stop = start + PIECE
@@ -68,7 +73,12 @@ def ufunc_holding(ufunc: Combiner, one: NDArray[Any], other: NDArray[Any], out: 
 
 def _copy_holding(target: NDArray[Any], source: NDArray[Any]) -> None:
     """Do `target[...] = source` on flat arrays without letting go of the lock."""
-    if target.dtype == source.dtype and target.size and target.flags.c_contiguous and source.flags.c_contiguous:
+    if (
+        target.dtype == source.dtype
+        and target.size
+        and target.flags.c_contiguous
+        and source.flags.c_contiguous
+    ):
         target.view(np.uint8).data[:] = source.view(np.uint8).data
         return
     for start in range(0, target.size, PIECE):

@@ -65,10 +65,16 @@ def interpret(
         kind = step[0]
         if kind == FOLD:
             _, terms, target, start, count = step
-            fold([memories[term][first : first + count] for term, first in terms], memories[target][start : start + count])
+            fold(
+                [memories[term][first : first + count] for term, first in terms],
+                memories[target][start : start + count],
+            )
         elif kind in (COPY, STORE):
             _, source, first, target, start, count = step
-            into, value = memories[target][start : start + count], memories[source][first : first + count]
+            into, value = (
+                memories[target][start : start + count],
+                memories[source][first : first + count],
+            )
             (copy if kind == COPY else store)(into, value)
         elif kind == AWAIT:
             yield step[1] - channel.phase

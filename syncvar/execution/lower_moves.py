@@ -92,7 +92,9 @@ class Move(NamedTuple):
             return Stretch(Memory(Kind.LYING, rank, place), 0, self.elements)
         if way == Way.SLOTS:
             return Stretch(Memory(Kind.SLOT, rank), place * self.elements, self.elements)
-        return in_cell(rank, turn, self.lag, self.blocks * self.cell, place * self.cell, self.length(turn))
+        return in_cell(
+            rank, turn, self.lag, self.blocks * self.cell, place * self.cell, self.length(turn)
+        )
 
 
 @lru_cache(maxsize=256)
@@ -118,18 +120,31 @@ def lower_move(move: Move, way: Way, *, has_told: bool = False, some_told: bool 
     if way != Way.CELLS:
         move = move._replace(cell=move.elements)
         steps = (*_keep(move, 0), *_take(move, way, 0))
-        return Program(tuple(_put(move, way, 0)), steps) if way == Way.SLOTS else Program((), (*steps, Publish(), Await()))
+        return (
+            Program(tuple(_put(move, way, 0)), steps)
+            if way == Way.SLOTS
+            else Program((), (*steps, Publish(), Await()))
+        )
     turns = -(-move.elements // move.cell)
     opening = _put(move, way, 0)
-    told: list[Instruction] = [*(opening if has_told else ()), Publish(), Await()] if some_told else []
+    told: list[Instruction] = (
+        [*(opening if has_told else ()), Publish(), Await()] if some_told else []
+    )
     last_side = ((turns - 1) // move.lag) & 1 if move.puts and turns else None
-    return Program(() if has_told else tuple(opening), (*told, *_by_cells(move, turns)), last_side, is_read=False)
+    return Program(
+        () if has_told else tuple(opening),
+        (*told, *_by_cells(move, turns)),
+        last_side,
+        is_read=False,
+    )
 
 
 def _by_cells(move: Move, turns: int) -> list[Instruction]:
     """Return what is done when all have put their first cells."""
     ahead = move.lag - 1
-    heard = max(0, turns - 1) // move.lag * move.lag  # before its end a rank has heard that all have taken so many cells
+    heard = (
+        max(0, turns - 1) // move.lag * move.lag
+    )  # before its end a rank has heard that all have taken so many cells
     final = heard + ahead if heard else turns - 1  # the last phase
     steps: list[Instruction] = [*_keep(move, 0)]
 
@@ -153,7 +168,10 @@ def _put(move: Move, way: Way, turn: int) -> list[Copy]:
     """Return what puts a part of all blocks."""
     start, length = turn * move.cell, move.length(turn)
     puts = range(move.puts if length else 0)
-    return [Copy(move.own(Kind.SOURCE, place, start, length), move.part(way, move.rank, place, turn)) for place in puts]
+    return [
+        Copy(move.own(Kind.SOURCE, place, start, length), move.part(way, move.rank, place, turn))
+        for place in puts
+    ]
 
 
 def _keep(move: Move, turn: int) -> list[Copy]:
@@ -161,7 +179,12 @@ def _keep(move: Move, turn: int) -> list[Copy]:
     start, length = turn * move.cell, move.length(turn)
     if move.folds or not move.keeps or not length:
         return []
-    return [Copy(move.own(Kind.SOURCE, move.puts, start, length), move.own(Kind.TARGET, len(move.takes), start, length))]
+    return [
+        Copy(
+            move.own(Kind.SOURCE, move.puts, start, length),
+            move.own(Kind.TARGET, len(move.takes), start, length),
+        )
+    ]
 
 
 def _take(move: Move, way: Way, turn: int) -> list[Instruction]:
@@ -169,7 +192,10 @@ def _take(move: Move, way: Way, turn: int) -> list[Instruction]:
     start, length = turn * move.cell, move.length(turn)
     parts = [move.part(way, *take, turn) for take in move.takes]
     if not move.folds:
-        return [Copy(part, move.own(Kind.TARGET, place, start, length)) for place, part in enumerate(parts)]
+        return [
+            Copy(part, move.own(Kind.TARGET, place, start, length))
+            for place, part in enumerate(parts)
+        ]
     own = move.own(Kind.SOURCE, move.puts, start, length)
     steps: list[Instruction] = []
     if move.converts:

@@ -35,7 +35,17 @@ from syncvar.plans import even_chunks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["EVERYWHERE", "Cells", "Ends", "Places", "lower_reduce", "lower_small", "owner_bounds", "pieces", "reduce_code"]
+__all__ = [
+    "EVERYWHERE",
+    "Cells",
+    "Ends",
+    "Places",
+    "lower_reduce",
+    "lower_small",
+    "owner_bounds",
+    "pieces",
+    "reduce_code",
+]
 
 _SCRATCH = Memory(Kind.SCRATCH)
 _FOLDS_MAX = 4  # arrays of a cell whose parts are combined one by one; of more, copies of short parts cost less
@@ -116,7 +126,13 @@ def owner_bounds(count: int, size: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=256)
 def reduce_code(
-    rank: int, size: int, counts: int | tuple[int, ...], cells: Cells | None, places: Places, block: int = 1, ends: Ends = EVERYWHERE
+    rank: int,
+    size: int,
+    counts: int | tuple[int, ...],
+    cells: Cells | None,
+    places: Places,
+    block: int = 1,
+    ends: Ends = EVERYWHERE,
 ) -> Code:
     """Return what `lower_reduce` does, made ready for a runner; without cells what `lower_small` does."""
     if cells is None:
@@ -124,7 +140,14 @@ def reduce_code(
     return assemble(lower_reduce(rank, size, counts, cells, places, block, ends))
 
 
-def lower_small(rank: int, size: int, counts: int | tuple[int, ...], *, makes_first: bool = False, ends: Ends = EVERYWHERE) -> Program:
+def lower_small(
+    rank: int,
+    size: int,
+    counts: int | tuple[int, ...],
+    *,
+    makes_first: bool = False,
+    ends: Ends = EVERYWHERE,
+) -> Program:
     """Return a rank's program of a reduction that goes through slots: everybody sums what it ends with.
 
     Args:
@@ -143,7 +166,11 @@ def lower_small(rank: int, size: int, counts: int | tuple[int, ...], *, makes_fi
     slots = [Stretch(Memory(Kind.SLOT, one), 0, arrays.count) for one in range(size)]
     terms = tuple([slots[one] for one in ends.terms(rank, size)])
     is_one = len(arrays.counts) == 1
-    steps = arrays.sum(terms, 0, arrays.count, None, makes_first=makes_first) if is_one else arrays.sum_whole(terms, 0, arrays.count)
+    steps = (
+        arrays.sum(terms, 0, arrays.count, None, makes_first=makes_first)
+        if is_one
+        else arrays.sum_whole(terms, 0, arrays.count)
+    )
     return Program(arrays.copies_into(slots[rank], 0), steps)
 
 
@@ -193,7 +220,15 @@ class _Arrays:
         """Return whether elements of the vector are those of so many arrays that these are combined together."""
         return len(self.counts) > _FOLDS_MAX and len(self._pieces(start, length)) > _FOLDS_MAX
 
-    def sum(self, terms: tuple[Stretch, ...], start: int, length: int, own: int | None, *, makes_first: bool) -> tuple[Instruction, ...]:
+    def sum(
+        self,
+        terms: tuple[Stretch, ...],
+        start: int,
+        length: int,
+        own: int | None,
+        *,
+        makes_first: bool,
+    ) -> tuple[Instruction, ...]:
         """Return what combines terms and stores the combination as elements of the targets, from one of the vector on.
 
         The term `own` is read from the sources where the arrays are few. That is so on all ranks or on none: which of two NaN is kept
@@ -204,21 +239,31 @@ class _Arrays:
         steps: list[Instruction] = []
         for array, parts, first in self._folds(terms, start, length, own) if terms else ():
             target = Stretch(Memory(Kind.TARGET, -1, array), first, parts[0].length)
-            made = parts[0] if len(parts) == 1 else Stretch(_SCRATCH, 0, target.length) if makes_first else target
+            made = (
+                parts[0]
+                if len(parts) == 1
+                else Stretch(_SCRATCH, 0, target.length)
+                if makes_first
+                else target
+            )
             if len(parts) > 1:
                 steps.append(Fold(parts, made))
             if made != target:
                 steps.append(Copy(made, target))
         return tuple(steps)
 
-    def sum_whole(self, terms: tuple[Stretch, ...], start: int, length: int) -> tuple[Instruction, ...]:
+    def sum_whole(
+        self, terms: tuple[Stretch, ...], start: int, length: int
+    ) -> tuple[Instruction, ...]:
         """Return the same for terms that are combined at once, and then stored."""
         if len(terms) < 2:
             return self.copies_from(terms[0], start) if terms else ()
         made = Stretch(_SCRATCH, 0, length)
         return (Fold(terms, made), *self.copies_from(made, start))
 
-    def sum_into(self, made: Stretch, terms: tuple[Stretch, ...], start: int, own: int | None) -> list[Fold]:
+    def sum_into(
+        self, made: Stretch, terms: tuple[Stretch, ...], start: int, own: int | None
+    ) -> list[Fold]:
         """Return what combines terms into one memory; the term `own` is read from the sources where the arrays are few."""
         if self.are_many(start, made.length):
             return [Fold(terms, made)]
@@ -228,7 +273,9 @@ class _Arrays:
             done += parts[0].length
         return folds
 
-    def _folds(self, terms: tuple[Stretch, ...], start: int, length: int, own: int | None) -> Iterator[tuple[int, tuple[Stretch, ...], int]]:
+    def _folds(
+        self, terms: tuple[Stretch, ...], start: int, length: int, own: int | None
+    ) -> Iterator[tuple[int, tuple[Stretch, ...], int]]:
         """Yield (array, parts of the terms, first element of the array) for each array in a stretch of the vector."""
         for array, first, last, place in self._pieces(start, length):
             parts = [term.cut(place, place + last - first) for term in terms]
@@ -245,13 +292,22 @@ class _Arrays:
     def _pairs(self, kind: Kind, whole: Stretch, start: int) -> list[tuple[Stretch, Stretch]]:
         """Return the parts of arrays that are elements of the vector, from one on, each with its part of another memory."""
         return [
-            (Stretch(Memory(kind, -1, array), first, last - first), whole.cut(place, place + last - first))
+            (
+                Stretch(Memory(kind, -1, array), first, last - first),
+                whole.cut(place, place + last - first),
+            )
             for array, first, last, place in self._pieces(start, whole.length)
         ]
 
 
 def lower_reduce(
-    rank: int, size: int, counts: int | tuple[int, ...], cells: Cells, places: Places, block: int, ends: Ends = EVERYWHERE
+    rank: int,
+    size: int,
+    counts: int | tuple[int, ...],
+    cells: Cells,
+    places: Places,
+    block: int,
+    ends: Ends = EVERYWHERE,
 ) -> Program:
     """Return a rank's program of a reduction.
 
@@ -274,30 +330,65 @@ def lower_reduce(
 
 
 class _Lowering:
-    def __init__(self, rank: int, size: int, arrays: _Arrays, cells: Cells, places: Places, block: int, ends: Ends) -> None:
-        self.rank, self.size, self.arrays, self.cells, self.places, self.block = rank, size, arrays, cells, places, block
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        arrays: _Arrays,
+        cells: Cells,
+        places: Places,
+        block: int,
+        ends: Ends,
+    ) -> None:
+        self.rank, self.size, self.arrays, self.cells, self.places, self.block = (
+            rank,
+            size,
+            arrays,
+            cells,
+            places,
+            block,
+        )
         self.count = arrays.count
         self.turns = -(-self.count // cells.elements)
         self.steps: list[Instruction] = []
-        self.sums_all = (cells.sums_all or ends.is_prefix) and not places.into_all and not places.by_owners
+        self.sums_all = (
+            (cells.sums_all or ends.is_prefix) and not places.into_all and not places.by_owners
+        )
         self.terms = ends.terms(rank, size)
-        read = [one for one in range(size) if not self.sums_all or any(one in ends.terms(other, size) for other in range(size) if other != one)]
+        read = [
+            one
+            for one in range(size)
+            if not self.sums_all
+            or any(one in ends.terms(other, size) for other in range(size) if other != one)
+        ]
         self.are_put = any(one not in places.sources for one in read)
         reads_own = places.converts or len(arrays.counts) > _FOLDS_MAX  # from its cells
-        self.puts = rank not in places.sources and (rank in read or (reads_own and rank in self.terms))
+        self.puts = rank not in places.sources and (
+            rank in read or (reads_own and rank in self.terms)
+        )
 
     def program(self) -> Program:
         if self.places.into_all and len(self.places.sources) == self.size:
             low, high = owner_bounds(self.count, self.size)[self.rank]
-            self._into_all(low, [Stretch(Memory(Kind.LYING, rank), low, high - low) for rank in range(self.size)])
+            self._into_all(
+                low,
+                [Stretch(Memory(Kind.LYING, rank), low, high - low) for rank in range(self.size)],
+            )
             return Program((), (*self.steps, Publish(), Await()), None)
-        opening = tuple(copy for turn in range(min(self.cells.lag, self.turns)) for copy in self._put(turn))
+        opening = tuple(
+            copy for turn in range(min(self.cells.lag, self.turns)) for copy in self._put(turn)
+        )
         if self.sums_all:
             self._all_sum()
         else:
             self._owners()
         last = ((self.turns - 1) // self.cells.lag) & 1 if self.puts and self.turns else None
-        return Program(opening, tuple(self.steps), last, not self.sums_all or bool(self.places.sources) or self.places.goes_on)
+        return Program(
+            opening,
+            tuple(self.steps),
+            last,
+            not self.sums_all or bool(self.places.sources) or self.places.goes_on,
+        )
 
     def _length(self, turn: int) -> int:
         return min(self.cells.elements, self.count - turn * self.cells.elements)
@@ -324,9 +415,13 @@ class _Lowering:
         if self.sums_all or self.places.converts or self.arrays.are_many(start + low, high - low):
             low = high = 0  # its own part too
         return [
-            copy for first, last in ((0, low), (high, length)) if last > first
-            for copy in self.arrays.copies_into(self._cell(self.rank, turn, first, last), start + first)
-        ]  # fmt: skip
+            copy
+            for first, last in ((0, low), (high, length))
+            if last > first
+            for copy in self.arrays.copies_into(
+                self._cell(self.rank, turn, first, last), start + first
+            )
+        ]
 
     def _all_sum(self) -> None:
         lag, turns = self.cells.lag, self.turns
@@ -338,10 +433,18 @@ class _Lowering:
             self.steps += self._put(turn + lag)
             length = self._length(turn)
             terms = tuple([self._in_cells(rank, turn, 0, length) for rank in self.terms])
-            self.steps += self.arrays.sum(terms, turn * self.cells.elements, length, self._own_of(self.terms), makes_first=self.places.makes_first)
+            self.steps += self.arrays.sum(
+                terms,
+                turn * self.cells.elements,
+                length,
+                self._own_of(self.terms),
+                makes_first=self.places.makes_first,
+            )
             if turn < heard:
                 self.steps.append(Publish())
-        if self.places.sources or self.places.goes_on:  # they must stay until everyone has read them
+        if (
+            self.places.sources or self.places.goes_on
+        ):  # they must stay until everyone has read them
             self.steps += [Publish(), Await()]
         elif heard > max(0, turns - lag):
             self.steps.append(Await())
@@ -365,14 +468,20 @@ class _Lowering:
     def _own_part(self, turn: int) -> None:
         low, high = owner_bounds(self._length(turn), self.size)[self.rank]
         start = turn * self.cells.elements + low
-        terms, own = [self._in_cells(rank, turn, low, high) for rank in range(self.size)], self._own_of(range(self.size))
+        terms, own = (
+            [self._in_cells(rank, turn, low, high) for rank in range(self.size)],
+            self._own_of(range(self.size)),
+        )
         if self.places.into_all:
             if own is not None:
                 terms[own] = Stretch(Memory(Kind.SOURCE), start, high - low)
             self._into_all(start, terms)
         elif high > low:
             made = self._made(self.rank, turn, high - low)
-            self.steps += [*self.arrays.sum_into(made, tuple(terms), start, own), *(self.arrays.copies_from(made, start) if self.terms else ())]
+            self.steps += [
+                *self.arrays.sum_into(made, tuple(terms), start, own),
+                *(self.arrays.copies_from(made, start) if self.terms else ()),
+            ]
 
     def _made(self, rank: int, turn: int, count: int) -> Stretch:
         lag = self.cells.lag
@@ -386,7 +495,9 @@ class _Lowering:
             other = (self.rank + distance) % self.size
             low, high = parts[other]
             if high > low:
-                self.steps += self.arrays.copies_from(self._made(other, turn, high - low), turn * self.cells.elements + low)
+                self.steps += self.arrays.copies_from(
+                    self._made(other, turn, high - low), turn * self.cells.elements + low
+                )
 
     def _into_all(self, start: int, terms: list[Stretch]) -> None:
         """Combine terms, and store the result from an element on into the targets of all, by blocks that stay in the caches."""

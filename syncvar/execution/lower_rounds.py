@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.execution.program import Await, Copy, Fold, Instruction, Kind, Memory, Program, Publish, Stretch
+from syncvar.execution.program import (
+    Await,
+    Copy,
+    Fold,
+    Instruction,
+    Kind,
+    Memory,
+    Program,
+    Publish,
+    Stretch,
+)
 from syncvar.plans import Buffer, RecvReduce
 from syncvar.plans import Copy as CopyStep
 
@@ -50,7 +60,12 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
                 steps += _taken(take, whole, 0)
         elif publication.longest:
             for low in range(0, publication.longest, window):
-                put = _put(publication.ranges, Memory(Kind.CELLS, rank, windows & 1), low, min(publication.length, low + window))
+                put = _put(
+                    publication.ranges,
+                    Memory(Kind.CELLS, rank, windows & 1),
+                    low,
+                    min(publication.length, low + window),
+                )
                 if small or windows:
                     steps += [*put, Publish(), Await()]
                 else:
@@ -84,7 +99,12 @@ def _put(ranges: Iterable[Chunk], into: Memory, low: int, high: int) -> list[Cop
     for chunk in ranges:
         start, stop = max(low, begin), min(high, begin + chunk.count)
         if stop > start:
-            made.append(Copy(_stretch(chunk).cut(start - begin, stop - begin), Stretch(into, start - low, stop - start)))
+            made.append(
+                Copy(
+                    _stretch(chunk).cut(start - begin, stop - begin),
+                    Stretch(into, start - low, stop - start),
+                )
+            )
         begin += chunk.count
     return made
 

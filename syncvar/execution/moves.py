@@ -39,21 +39,39 @@ if TYPE_CHECKING:
     Starts = tuple[tuple[int, ...], tuple[int, ...]]
     from syncvar.ops import Combiner
 
-__all__ = ["NOTHING", "Blocks", "Layout", "Movement", "cells_of_blocks", "fits_slots", "is_worth_reading", "move_published", "move_shared", "take_blocks", "teach_moves"]
+__all__ = [
+    "NOTHING",
+    "Blocks",
+    "Layout",
+    "Movement",
+    "cells_of_blocks",
+    "fits_slots",
+    "is_worth_reading",
+    "move_published",
+    "move_shared",
+    "take_blocks",
+    "teach_moves",
+]
 
 # Cells of half a segment, for all blocks that a rank puts: so what lies in them stays in the caches of the cores. Measured on one machine.
 _LAG = 16  # with two ranks: 32 KiB in each
 _WIDE_LAG = 4  # with more, which may share cores: they give way to each other less often
 _PLAIN_LAG = 2  # where a runner is Python, whose steps take longer
 _NATIVE_SLOT_BYTES = 8 << 10  # up to these small slots are faster where programs run in C
-_READ_BYTES = 512 << 10  # from this on one of several blocks of a rank is read where it lies faster than it goes by cells
-_LONE = 128  # so many times as long is a block that its rank puts for all others, or for the only one
+_READ_BYTES = (
+    512 << 10
+)  # from this on one of several blocks of a rank is read where it lies faster than it goes by cells
+_LONE = (
+    128  # so many times as long is a block that its rank puts for all others, or for the only one
+)
 
 NOTHING: NDArray[Any] = np.empty(0, np.uint8)
 """What a rank ends with that gets nothing, as `Blocks.made`."""
 
 
-def cells_of_blocks(elements: int, itemsize: int, blocks: int, size: int, *, are_native: bool) -> tuple[int, int]:
+def cells_of_blocks(
+    elements: int, itemsize: int, blocks: int, size: int, *, are_native: bool
+) -> tuple[int, int]:
     """Return how many elements of each block go through a cell, and how many cells there are on a side.
 
     Args:
@@ -139,7 +157,12 @@ class Layout(NamedTuple):
         """Return whether long blocks are read in the memory of their ranks."""
         if channel.reach is None or self.ufunc is not None:
             return False
-        return is_worth_reading(self.elements * self.dtype.itemsize, self.blocks, self.most_takes, are_native=channel.are_native)
+        return is_worth_reading(
+            self.elements * self.dtype.itemsize,
+            self.blocks,
+            self.most_takes,
+            are_native=channel.are_native,
+        )
 
     @property
     def how(self) -> Arithmetic:
@@ -150,16 +173,32 @@ class Layout(NamedTuple):
         """Return the check of a call with the detail."""
         return check if self.detail is None else (check + self.detail) & MASK
 
-    def code(self, channel: Channel, blocks: Blocks, way: Way, starts: Starts | None = None, **told: bool) -> Code:
+    def code(
+        self, channel: Channel, blocks: Blocks, way: Way, starts: Starts | None = None, **told: bool
+    ) -> Code:
         """Return what a rank does with its blocks, as a program; see `move_code`."""
         folds, own = self.ufunc is not None, blocks.own
-        cell, lag = cells_of_blocks(self.elements, self.dtype.itemsize, self.blocks, channel.size, are_native=channel.are_native)
+        cell, lag = cells_of_blocks(
+            self.elements,
+            self.dtype.itemsize,
+            self.blocks,
+            channel.size,
+            are_native=channel.are_native,
+        )
         move = Move(
-            channel.rank, self.elements, cell, lag, max(1, self.blocks), len(blocks.outgoing), self.takes,
-            keeps=own is not None and (folds or blocks.own_target is not None), folds=folds,
+            channel.rank,
+            self.elements,
+            cell,
+            lag,
+            max(1, self.blocks),
+            len(blocks.outgoing),
+            self.takes,
+            keeps=own is not None and (folds or blocks.own_target is not None),
+            folds=folds,
             converts=folds and own is not None and own.dtype != self.dtype,
-            makes_first=folds and blocks.targets[0].dtype != self.dtype, starts=starts,
-        )  # fmt: skip
+            makes_first=folds and blocks.targets[0].dtype != self.dtype,
+            starts=starts,
+        )
         return move_code(move, way, **told)
 
 
@@ -200,10 +239,16 @@ class Movement:
         self.layout = layout
         self.blocks = blocks
         brought = blocks.outgoing if blocks.own is None else (*blocks.outgoing, blocks.own)
-        targets = blocks.targets if blocks.own_target is None else (*blocks.targets, blocks.own_target)
-        sources = [np.ascontiguousarray(block).reshape(-1) for block in brought]  # alive until the others have taken them
+        targets = (
+            blocks.targets if blocks.own_target is None else (*blocks.targets, blocks.own_target)
+        )
+        sources = [
+            np.ascontiguousarray(block).reshape(-1) for block in brought
+        ]  # alive until the others have taken them
         self.arrays = sources, [target.reshape(-1) for target in targets]
-        self.is_done = False  # else the details differ, and the call has to go on in the general way
+        self.is_done = (
+            False  # else the details differ, and the call has to go on in the general way
+        )
 
     @property
     def outgoing(self) -> list[NDArray[Any]]:
@@ -238,7 +283,9 @@ def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) 
         raise
 
 
-def move_published(channel: Channel, check: int, movement: Movement, run: Iterator[int] | None) -> Iterator[int]:
+def move_published(
+    channel: Channel, check: int, movement: Movement, run: Iterator[int] | None
+) -> Iterator[int]:
     """Go on with a call of long blocks that the C runner has published, and with its run, if it has begun one."""
     mark = channel.arrays()[1][channel.rank]
     try:
@@ -255,12 +302,16 @@ def move_published(channel: Channel, check: int, movement: Movement, run: Iterat
 
 
 def _keep_told(channel: Channel, check: int, movement: Movement, mark: int) -> None:
-    is_refused = channel.is_reached(channel.last) and channel.disagreeing(movement.layout.check_of(check))
+    is_refused = channel.is_reached(channel.last) and channel.disagreeing(
+        movement.layout.check_of(check)
+    )
     if mark & _OFFER and movement.outgoing and not is_refused:
         channel.keep(movement)  # others may still be reading what this rank has told them of
 
 
-def teach_moves(channel: Channel, layout: Layout, blocks: Blocks, starts: Starts, native: Any) -> bool:
+def teach_moves(
+    channel: Channel, layout: Layout, blocks: Blocks, starts: Starts, native: Any
+) -> bool:
     """Tell the C runner of a call of long blocks what it does; returns whether it takes that.
 
     Args:
@@ -275,7 +326,9 @@ def teach_moves(channel: Channel, layout: Layout, blocks: Blocks, starts: Starts
         program = native_of(code, layout.how)
         if program is None:
             return False
-        native.learn(pattern, False, False, -1 if code.last_side is None else code.last_side, program)
+        native.learn(
+            pattern, False, False, -1 if code.last_side is None else code.last_side, program
+        )
     return True
 
 
@@ -283,7 +336,13 @@ def _put_blocks(channel: Channel, movement: Movement) -> int:
     """Put what goes with phase 0; returns the mark that is published with it."""
     layout, blocks = movement.layout, movement.blocks
     if layout.goes_by_slots(channel):
-        open_code(channel, layout.code(channel, blocks, Way.SLOTS), layout.how, movement.arrays, channel.side ^ 1)
+        open_code(
+            channel,
+            layout.code(channel, blocks, Way.SLOTS),
+            layout.how,
+            movement.arrays,
+            channel.side ^ 1,
+        )
         return 0
     side = channel.tail ^ 1
     flat = movement.outgoing
@@ -291,7 +350,9 @@ def _put_blocks(channel: Channel, movement: Movement) -> int:
         channel.reserve_segments()
     offer = _tell(channel, layout, flat)
     if flat and not offer:
-        open_code(channel, layout.code(channel, blocks, Way.CELLS), layout.how, movement.arrays, side)
+        open_code(
+            channel, layout.code(channel, blocks, Way.CELLS), layout.how, movement.arrays, side
+        )
         channel.tail = side
     return side << 3 | offer
 
@@ -328,11 +389,19 @@ def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[in
     if layout.goes_by_slots(channel):
         code = layout.code(channel, blocks, Way.SLOTS)
         sides = channel.sides()
-    elif reduce(and_, offers) & (_READS | _RESIDENT):  # all can take them where they lie, in one way or another
+    elif reduce(and_, offers) & (
+        _READS | _RESIDENT
+    ):  # all can take them where they lie, in one way or another
         code = layout.code(channel, blocks, Way.LYING)
     else:
         has_told = offers[channel.rank] != 0 and len(blocks.outgoing) > 0
-        code = layout.code(channel, blocks, Way.CELLS, has_told=has_told, some_told=any(offer & _TOLD for offer in offers))
+        code = layout.code(
+            channel,
+            blocks,
+            Way.CELLS,
+            has_told=has_told,
+            some_told=any(offer & _TOLD for offer in offers),
+        )
         if code.last_side is not None:
             channel.tail = (sides[channel.rank] & 1) ^ code.last_side
 

@@ -26,9 +26,26 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 __all__ = [
-    "AWAIT", "COPY", "FOLD", "PUBLISH", "STORE", "Await", "Code", "Copy", "Fold", "Instruction", "Kind", "Memory", "Program", "Publish",
-    "Stretch", "assemble", "extents", "in_cell", "program_text",
-]  # fmt: skip
+    "AWAIT",
+    "COPY",
+    "FOLD",
+    "PUBLISH",
+    "STORE",
+    "Await",
+    "Code",
+    "Copy",
+    "Fold",
+    "Instruction",
+    "Kind",
+    "Memory",
+    "Program",
+    "Publish",
+    "Stretch",
+    "assemble",
+    "extents",
+    "in_cell",
+    "program_text",
+]
 
 
 class Kind(IntEnum):
@@ -61,14 +78,26 @@ class Memory(NamedTuple):
         kind, rank, place = self
         if kind in (Kind.SOURCE, Kind.TARGET, Kind.SCRATCH):
             return _NAMES[kind] + (f" {place}" if place else "")
-        which = f", side {place}" if kind in (Kind.CELLS, Kind.MADE) else f", block {place}" if place else ""
+        which = (
+            f", side {place}"
+            if kind in (Kind.CELLS, Kind.MADE)
+            else f", block {place}"
+            if place
+            else ""
+        )
         return f"{_NAMES[kind]} of rank {rank}{which} "
 
 
 _NAMES = {
-    Kind.SOURCE: "source", Kind.TARGET: "target", Kind.SCRATCH: "scratch", Kind.SLOT: "slot", Kind.CELLS: "cells", Kind.MADE: "made",
-    Kind.LYING: "array", Kind.GOAL: "target",
-}  # fmt: skip
+    Kind.SOURCE: "source",
+    Kind.TARGET: "target",
+    Kind.SCRATCH: "scratch",
+    Kind.SLOT: "slot",
+    Kind.CELLS: "cells",
+    Kind.MADE: "made",
+    Kind.LYING: "array",
+    Kind.GOAL: "target",
+}
 
 
 class Stretch(NamedTuple):
@@ -130,7 +159,11 @@ class Await(NamedTuple):
     back: int = 0
 
     def __str__(self) -> str:
-        ago = "this rank's last phase" if not self.back else f"the phase {self.back} before this rank's last"
+        ago = (
+            "this rank's last phase"
+            if not self.back
+            else f"the phase {self.back} before this rank's last"
+        )
         return f"await    {ago} of all others"
 
 
@@ -169,7 +202,12 @@ def program_text(program: Program, most: int | None = None) -> str:
     """
     steps = program.steps[:most]
     left = len(program.steps) - len(steps)
-    lines = [*program.opening, "phase 0  all ranks say what they do, and compare", *steps, *([f"...      {left} more"] if left else [])]
+    lines = [
+        *program.opening,
+        "phase 0  all ranks say what they do, and compare",
+        *steps,
+        *([f"...      {left} more"] if left else []),
+    ]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -216,17 +254,42 @@ class Code:
         natives: The same for the C runner, by what becomes of terms.
     """
 
-    __slots__ = ("is_read", "joins", "last_side", "natives", "opening", "own", "shared", "sizes", "steps", "uses_cells")
+    __slots__ = (
+        "is_read",
+        "joins",
+        "last_side",
+        "natives",
+        "opening",
+        "own",
+        "shared",
+        "sizes",
+        "steps",
+        "uses_cells",
+    )
 
     def __init__(
-        self, sizes: dict[Memory, int], opening: tuple[tuple[int, ...], ...], steps: tuple[tuple[Any, ...], ...], last_side: int | None,
+        self,
+        sizes: dict[Memory, int],
+        opening: tuple[tuple[int, ...], ...],
+        steps: tuple[tuple[Any, ...], ...],
+        last_side: int | None,
         is_read: bool = True,
-    ) -> None:  # fmt: skip
-        self.sizes, self.opening, self.steps, self.last_side, self.is_read = sizes, opening, steps, last_side, is_read
+    ) -> None:
+        self.sizes, self.opening, self.steps, self.last_side, self.is_read = (
+            sizes,
+            opening,
+            steps,
+            last_side,
+            is_read,
+        )
         self.natives: dict[Any, Any] = {}
         numbered = list(enumerate(sizes))
         self.shared = [(number, memory) for number, memory in numbered if memory.kind in _SHARED]
-        self.own = [(number, int(memory.kind), memory.rank, memory.place, sizes[memory]) for number, memory in numbered if memory.kind not in _SHARED]
+        self.own = [
+            (number, int(memory.kind), memory.rank, memory.place, sizes[memory])
+            for number, memory in numbered
+            if memory.kind not in _SHARED
+        ]
         self.uses_cells = any(memory.kind == Kind.CELLS for memory in sizes)
         self.joins = _joined(opening)
 
@@ -244,14 +307,25 @@ class Code:
         for step in self.steps:
             if step[0] == FOLD:
                 _, terms, target, first, length = step
-                found.extend((FOLD, target, first, length, len(terms), *(number for term in terms for number in term)))
+                found.extend(
+                    (
+                        FOLD,
+                        target,
+                        first,
+                        length,
+                        len(terms),
+                        *(number for term in terms for number in term),
+                    )
+                )
             else:
                 found.extend(step)
         names = tuple(int(number) for memory in self.sizes for number in memory)
         return found.tobytes(), opening, names, tuple(self.sizes.values())
 
 
-def _joined(opening: tuple[tuple[int, ...], ...]) -> list[tuple[list[tuple[int, int, int]], int, int]]:
+def _joined(
+    opening: tuple[tuple[int, ...], ...],
+) -> list[tuple[list[tuple[int, int, int]], int, int]]:
     made: list[tuple[list[tuple[int, int, int]], int, int]] = []
     end = -1
     for _, source, first, target, start, length in opening:
@@ -272,10 +346,23 @@ def assemble(program: Program) -> Code:
         if isinstance(step, Copy):
             source, target = step
             kind = STORE if target.memory.kind in (Kind.TARGET, Kind.GOAL) else COPY
-            return kind, numbers[source.memory], source.start, numbers[target.memory], target.start, source.length
+            return (
+                kind,
+                numbers[source.memory],
+                source.start,
+                numbers[target.memory],
+                target.start,
+                source.length,
+            )
         if isinstance(step, Fold):
             terms = tuple([(numbers[term.memory], term.start) for term in step.terms])
             return FOLD, terms, numbers[step.target.memory], step.target.start, step.target.length
         return (PUBLISH,) if isinstance(step, Publish) else (AWAIT, step.back)
 
-    return Code(sizes, tuple(map(coded, program.opening)), tuple(map(coded, program.steps)), program.last_side, program.is_read)
+    return Code(
+        sizes,
+        tuple(map(coded, program.opening)),
+        tuple(map(coded, program.steps)),
+        program.last_side,
+        program.is_read,
+    )

@@ -41,19 +41,37 @@ if TYPE_CHECKING:
     from syncvar.ops import Combiner
 
 __all__ = [
-    "Placed", "Vector", "cells_of", "combine_small", "flat_of", "in_one_exchange", "is_alone", "is_direct", "places_of", "reduce_published",
-    "reduce_shared", "reduce_small", "teach",
-]  # fmt: skip
+    "Placed",
+    "Vector",
+    "cells_of",
+    "combine_small",
+    "flat_of",
+    "in_one_exchange",
+    "is_alone",
+    "is_direct",
+    "places_of",
+    "reduce_published",
+    "reduce_shared",
+    "reduce_small",
+    "teach",
+]
 
 _NOWHERE = 0  # in a published word only: nothing lies at offset 0 but the arena's header
 _APART = 1  # likewise, of several arrays: long ones lie in the arena, so that each rank has to tell of each where it lies
 _BLOCK_BYTES = 256 << 10  # what one owner sums before it writes it to all targets
 _NATIVE_BLOCK_BYTES = 32 << 10
-_CELLS, _LAG = 8, 4  # of a segment, where all ranks run programs in C; and how many may wait to be read
+_CELLS, _LAG = (
+    8,
+    4,
+)  # of a segment, where all ranks run programs in C; and how many may wait to be read
 _SUMS_ALL_MAX = 2  # ranks that sum all cells each; of more, each combines its part
-_ALONE_BYTES = 256 << 10  # of one of several arrays that is reduced by itself: below, its own phases cost more than copying it
+_ALONE_BYTES = (
+    256 << 10
+)  # of one of several arrays that is reduced by itself: below, its own phases cost more than copying it
 _WORD = np.dtype(np.uint64)
-_AT_PAGE = 1 << 62  # in a published word, as in native.h: what is brought begins at a page of the segment, which stands in the place of an offset
+_AT_PAGE = (
+    1 << 62
+)  # in a published word, as in native.h: what is brought begins at a page of the segment, which stands in the place of an offset
 _APART_BYTES = 16  # vectors of several kinds in a slot begin at multiples of it
 _ALONE_MAX = SEGMENT_BYTES // (2 * _WORD.itemsize)  # whose places fit into a segment
 
@@ -80,9 +98,15 @@ class Vector(NamedTuple):
 
     @classmethod
     def of(
-        cls, sources: Sequence[NDArray[Any]], targets: Sequence[NDArray[Any]], ufunc: Combiner, accumulate: np.dtype[Any],
-        divisor: int = 0, apply: np.ufunc | None = None, ends: Ends = EVERYWHERE,
-    ) -> Vector:  # fmt: skip
+        cls,
+        sources: Sequence[NDArray[Any]],
+        targets: Sequence[NDArray[Any]],
+        ufunc: Combiner,
+        accumulate: np.dtype[Any],
+        divisor: int = 0,
+        apply: np.ufunc | None = None,
+        ends: Ends = EVERYWHERE,
+    ) -> Vector:
         """Return the vector of such arrays, combined as `Arithmetic` says: halves travel as they are, and the owner widens them."""
         brought = sources[0].dtype
         is_widened = brought != accumulate and targets[0].dtype == brought and apply is None
@@ -102,11 +126,17 @@ class Vector(NamedTuple):
     @property
     def suits_native(self) -> bool:
         """Whether the C runner takes it; the same on all ranks that make the same call."""
-        return self.sources[0].dtype == self.how.wire == self.targets[0].dtype and self.how.suits_native
+        return (
+            self.sources[0].dtype == self.how.wire == self.targets[0].dtype
+            and self.how.suits_native
+        )
 
     def only(self, places: Sequence[int]) -> Vector:
         """Return the same for some of the arrays."""
-        return self._replace(sources=[self.sources[place] for place in places], targets=[self.targets[place] for place in places])
+        return self._replace(
+            sources=[self.sources[place] for place in places],
+            targets=[self.targets[place] for place in places],
+        )
 
     def told(self, channel: Channel, side: int) -> tuple[int, int]:
         """Return the words by which this rank tells where its arrays lie; what has to be brought comes on this side.
@@ -114,7 +144,11 @@ class Vector(NamedTuple):
         `Placed.from_words` reads them; nothing else may take such a word for an offset.
         """
         if len(self.sources) > 1:
-            lie = any(channel.arena.locate(array) is not None for array in (*self.sources, *self.targets) if is_alone(array))
+            lie = any(
+                channel.arena.locate(array) is not None
+                for array in (*self.sources, *self.targets)
+                if is_alone(array)
+            )
             return (_APART if lie else _NOWHERE) << 1 | side, _NOWHERE
         x, out = self.sources[0], self.targets[0]
         source = channel.arena.locate(x) if x.dtype == self.how.wire else None
@@ -127,7 +161,10 @@ class Vector(NamedTuple):
 def flat_of(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     """Return flat views of arrays, and flat copies of those that are not contiguous."""
     return [
-        array if array.ndim == 1 and array.flags.c_contiguous else np.ascontiguousarray(array).reshape(-1) for array in arrays
+        array
+        if array.ndim == 1 and array.flags.c_contiguous
+        else np.ascontiguousarray(array).reshape(-1)
+        for array in arrays
     ]
 
 
@@ -148,7 +185,11 @@ class Placed(NamedTuple):
     def from_words(cls, sources: Sequence[int], targets: Sequence[int]) -> Placed:
         """Read what `Vector.told` of all ranks has returned, or the C runner of theirs has told."""
         places = [_NOWHERE if word & _AT_PAGE else word >> 1 for word in sources]
-        return cls(places, targets, tuple([word ^ _AT_PAGE if word & _AT_PAGE else word & 1 for word in sources]))
+        return cls(
+            places,
+            targets,
+            tuple([word ^ _AT_PAGE if word & _AT_PAGE else word & 1 for word in sources]),
+        )
 
     @property
     def places(self) -> Places:
@@ -162,7 +203,9 @@ def _are_known(places: Sequence[int]) -> bool:
     return _NOWHERE not in places
 
 
-def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vector, riders: Sequence[Vector] = ()) -> Generator[int, None, bool]:
+def reduce_shared(
+    channel: Channel, opening: tuple[int, int] | None, vector: Vector, riders: Sequence[Vector] = ()
+) -> Generator[int, None, bool]:
     """Combine a vector of all ranks.
 
     Args:
@@ -194,7 +237,9 @@ def reduce_shared(channel: Channel, opening: tuple[int, int] | None, vector: Vec
     return (yield from _reduce_told(channel, vector))
 
 
-def _reduce_told(channel: Channel, vector: Vector, native: Any = None) -> Generator[int, None, bool]:
+def _reduce_told(
+    channel: Channel, vector: Vector, native: Any = None
+) -> Generator[int, None, bool]:
     """Go on with a call of which all ranks have told where their arrays lie; teach the C runner what is done with such."""
     placed = Placed.from_words(*channel.arrays())
     if len(vector.sources) > 1 and any(placed.sources):
@@ -215,13 +260,25 @@ def _reduce_later(channel: Channel, vector: Vector) -> Generator[int, None, bool
         vector = vector.only(joined)
     _bring_first(channel, vector, sides[channel.rank])
     yield channel.publish()
-    return (yield from _reduce_placed(channel, vector, Placed.from_words(sides, [_NOWHERE] * channel.size)))
+    return (
+        yield from _reduce_placed(
+            channel, vector, Placed.from_words(sides, [_NOWHERE] * channel.size)
+        )
+    )
 
 
 @lru_cache(maxsize=256)
 def _divided(counts: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return which of several arrays are reduced by themselves, and which together."""
-    alone = tuple([place for place, count in enumerate(counts) if count * itemsize >= _ALONE_BYTES][:_ALONE_MAX]) if len(counts) > 1 else ()
+    alone = (
+        tuple(
+            [place for place, count in enumerate(counts) if count * itemsize >= _ALONE_BYTES][
+                :_ALONE_MAX
+            ]
+        )
+        if len(counts) > 1
+        else ()
+    )
     return alone, tuple([place for place in range(len(counts)) if place not in set(alone)])
 
 
@@ -235,15 +292,21 @@ def _reduce_alone(channel: Channel, several: Vector) -> Generator[int, None, tup
     rank, size = channel.rank, channel.size
     vectors = [several.only([place]) for place in range(len(several.sources))]
     side = channel.next_parity()
-    told = [vector.told(channel, side ^ 1) for vector in vectors]  # others may still be reading the table on this side
+    told = [
+        vector.told(channel, side ^ 1) for vector in vectors
+    ]  # others may still be reading the table on this side
     length = 2 * len(told)
     channel.segment(rank, side, length, _WORD).reshape(-1, 2)[...] = told
     yield channel.publish()
     sides = [side] * size
     tables = [channel.segment(other, sides[other], length, _WORD).tolist() for other in range(size)]
     for index, vector in enumerate(vectors):
-        placed = Placed.from_words([table[2 * index] for table in tables], [table[2 * index + 1] for table in tables])
-        if not (_are_known(placed.sources) and _are_known(placed.targets)):  # results, or what is brought, go by way of segments
+        placed = Placed.from_words(
+            [table[2 * index] for table in tables], [table[2 * index + 1] for table in tables]
+        )
+        if not (
+            _are_known(placed.sources) and _are_known(placed.targets)
+        ):  # results, or what is brought, go by way of segments
             if placed.sources[rank] == _NOWHERE:
                 _bring_first(channel, vector, placed.sides[rank])
             yield channel.publish()  # and the others have taken the results of the vector before
@@ -251,7 +314,9 @@ def _reduce_alone(channel: Channel, several: Vector) -> Generator[int, None, tup
     return tuple([one ^ 1 for one in sides])
 
 
-def reduce_published(channel: Channel, check: int, vector: Vector, native: Any, riders: Sequence[Vector] = ()) -> Iterator[int]:
+def reduce_published(
+    channel: Channel, check: int, vector: Vector, native: Any, riders: Sequence[Vector] = ()
+) -> Iterator[int]:
     """Go on with a call that the C runner has published; teach it what is done with vectors that lie as these do."""
     yield from agreed(channel, check, channel.last)
     yield from combine_small(channel, riders)
@@ -262,7 +327,13 @@ def teach(channel: Channel, vector: Vector, places: Places, native: Any) -> None
     """Tell the C runner of a call what is done with vectors that lie in some way."""
     code = _code(channel, vector, places)
     sources = sum(1 << rank for rank in places.sources)
-    native.learn(sources, places.into_all, places.by_owners, -1 if code.last_side is None else code.last_side, native_of(code, vector.how))
+    native.learn(
+        sources,
+        places.into_all,
+        places.by_owners,
+        -1 if code.last_side is None else code.last_side,
+        native_of(code, vector.how),
+    )
 
 
 def _bring_first(channel: Channel, vector: Vector, side: int) -> None:
@@ -276,7 +347,9 @@ def _bring_first(channel: Channel, vector: Vector, side: int) -> None:
 _NOWHERE_ELSE = Places()
 
 
-def _reduce_placed(channel: Channel, vector: Vector, placed: Placed, *, goes_on: bool = False) -> Generator[int, None, bool]:
+def _reduce_placed(
+    channel: Channel, vector: Vector, placed: Placed, *, goes_on: bool = False
+) -> Generator[int, None, bool]:
     """Combine a vector, when all ranks know where the arrays of all lie.
 
     Args:
@@ -297,7 +370,11 @@ def _reduce_placed(channel: Channel, vector: Vector, placed: Placed, *, goes_on:
     how, kind_of_target = vector.how, vector.targets[0].dtype
 
     def lying(kind: int, rank: int, _place: int) -> Lying:
-        return Lying(placed.sources[rank], how.wire) if kind == Kind.LYING else Lying(placed.targets[rank], kind_of_target)
+        return (
+            Lying(placed.sources[rank], how.wire)
+            if kind == Kind.LYING
+            else Lying(placed.targets[rank], kind_of_target)
+        )
 
     yield from run_code(channel, code, how, vector[:2], placed.sides, lying=lying)
     return code.is_read
@@ -306,10 +383,14 @@ def _reduce_placed(channel: Channel, vector: Vector, placed: Placed, *, goes_on:
 def _code(channel: Channel, vector: Vector, places: Places) -> Code:
     wire, is_everywhere = vector.how.wire, vector.ends == EVERYWHERE
     places = places._replace(
-        into_all=places.into_all and is_everywhere, by_owners=places.by_owners and is_everywhere,
-        converts=vector.sources[0].dtype != wire, makes_first=_makes_first(vector, wire),
-    )  # fmt: skip
-    cells, block = cells_of(channel.size, wire.itemsize, are_native=channel.are_native and vector.suits_native)
+        into_all=places.into_all and is_everywhere,
+        by_owners=places.by_owners and is_everywhere,
+        converts=vector.sources[0].dtype != wire,
+        makes_first=_makes_first(vector, wire),
+    )
+    cells, block = cells_of(
+        channel.size, wire.itemsize, are_native=channel.are_native and vector.suits_native
+    )
     return reduce_code(channel.rank, channel.size, vector.counts, cells, places, block, vector.ends)
 
 
@@ -322,13 +403,17 @@ def cells_of(size: int, itemsize: int, *, are_native: bool) -> tuple[Cells, int]
         are_native: Programs run in C on all its ranks.
     """
     if are_native:
-        return Cells(SEGMENT_BYTES // _CELLS // itemsize, _LAG, size <= _SUMS_ALL_MAX), _NATIVE_BLOCK_BYTES // itemsize
+        return Cells(
+            SEGMENT_BYTES // _CELLS // itemsize, _LAG, size <= _SUMS_ALL_MAX
+        ), _NATIVE_BLOCK_BYTES // itemsize
     return Cells(SEGMENT_BYTES // itemsize), _BLOCK_BYTES // itemsize
 
 
 def _makes_first(vector: Vector, wire: np.dtype[Any]) -> bool:
     """Return whether what is combined cannot be made in a target: as it is of a scan where that is one of several terms."""
-    is_term = vector.ends.is_prefix and any(target is source for target, source in zip(vector.targets, vector.sources, strict=True))
+    is_term = vector.ends.is_prefix and any(
+        target is source for target, source in zip(vector.targets, vector.sources, strict=True)
+    )
     return vector.how.apply is not None or vector.targets[0].dtype != wire or is_term
 
 
@@ -375,7 +460,9 @@ def in_one_exchange(sizes: Sequence[int], size: int) -> tuple[bool, int | None]:
     return (True, longest) if are_short else (False, None)
 
 
-def reduce_small(channel: Channel, opening: tuple[int, int], vectors: Sequence[Vector]) -> Iterator[int]:
+def reduce_small(
+    channel: Channel, opening: tuple[int, int], vectors: Sequence[Vector]
+) -> Iterator[int]:
     """Combine small vectors of all ranks, side by side in one slot; see `reduce_shared`, whose call they make up."""
     call, check = opening
     _put_small(channel, vectors)
@@ -386,7 +473,10 @@ def reduce_small(channel: Channel, opening: tuple[int, int], vectors: Sequence[V
 def _put_small(channel: Channel, vectors: Sequence[Vector]) -> None:
     """Put small vectors into the slot that this rank publishes next."""
     side = channel.side ^ 1
-    own, (starts, _) = channel.small_offset(channel.rank, side), places_of([vector.nbytes for vector in vectors])
+    own, (starts, _) = (
+        channel.small_offset(channel.rank, side),
+        places_of([vector.nbytes for vector in vectors]),
+    )
     for vector, start in zip(vectors, starts, strict=True):
         code, how = _code_of_small(channel, vector)
         open_code(channel, code, how, vector[:2], side, (own + start,) * channel.size)
@@ -403,9 +493,19 @@ def combine_small(channel: Channel, vectors: Sequence[Vector], nbytes: int = 0) 
     slots, (starts, _) = channel.slots_now(nbytes), places_of([vector.nbytes for vector in vectors])
     for vector, start in zip(vectors, starts, strict=True):
         code, how = _code_of_small(channel, vector)
-        yield from run_code(channel, code, how, vector[:2], channel.sides(), tuple([slot + start for slot in slots]))
+        yield from run_code(
+            channel, code, how, vector[:2], channel.sides(), tuple([slot + start for slot in slots])
+        )
 
 
 def _code_of_small(channel: Channel, vector: Vector) -> tuple[Code, Arithmetic]:
     how = vector.how._replace(wire=vector.how.accumulate)  # nothing is saved by halves
-    return reduce_code(channel.rank, channel.size, vector.counts, None, Places(makes_first=_makes_first(vector, how.wire)), 1, vector.ends), how
+    return reduce_code(
+        channel.rank,
+        channel.size,
+        vector.counts,
+        None,
+        Places(makes_first=_makes_first(vector, how.wire)),
+        1,
+        vector.ends,
+    ), how

@@ -52,7 +52,9 @@ class Published(NamedTuple):
         key = itemsize, begins
         if key not in self.codes:
             small = SMALL_BYTES // itemsize if begins else 0
-            self.codes[key] = assemble(lower_rounds(self.rounds, rank, SEGMENT_BYTES // itemsize, small))
+            self.codes[key] = assemble(
+                lower_rounds(self.rounds, rank, SEGMENT_BYTES // itemsize, small)
+            )
         return self.codes[key]
 
 
@@ -71,13 +73,19 @@ def prepare_published(plans: Sequence[Plan], rank: int, root: int | None = None)
     mine = plans[rank]
     reduces = ("all_reduce",) if root is None else ("all_reduce", "reduce", "scan", "exscan")
     if mine.collective in reduces and mine.algorithm in ("direct", "owners"):
-        return Published(reduces=True, rounds=(), algorithm=mine.algorithm, ends=Ends(mine.collective, root or 0))
+        return Published(
+            reduces=True, rounds=(), algorithm=mine.algorithm, ends=Ends(mine.collective, root or 0)
+        )
     rounds = publications(plans, rank)
     return Published(reduces=False, rounds=rounds, algorithm=mine.algorithm, codes={})
 
 
 def run_rounds(
-    channel: Channel, opening: tuple[int, int] | None, plan: Published, work: NDArray[Any], ufunc: Combiner | None
+    channel: Channel,
+    opening: tuple[int, int] | None,
+    plan: Published,
+    work: NDArray[Any],
+    ufunc: Combiner | None,
 ) -> Iterator[int]:
     """Run a plan of publications; yields the words to wait for.
 

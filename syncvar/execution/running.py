@@ -29,12 +29,23 @@ if TYPE_CHECKING:
 
     Arrays: TypeAlias = "tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]"  # what a rank brings, and where results go; all flat
 
-__all__ = ["DISAGREE", "Arrays", "agreed", "native_of", "open_code", "reading", "run_code", "settled"]
+__all__ = [
+    "DISAGREE",
+    "Arrays",
+    "agreed",
+    "native_of",
+    "open_code",
+    "reading",
+    "run_code",
+    "settled",
+]
 
 DISAGREE = 0
 """Yielded when the ranks do not make the same call: only the launcher's verdict can end the wait."""
 
-_NEVER = -(1 << 40)  # yielded when a rank that this one needs is no more: the launcher will say so; the C runner yields it too
+_NEVER = -(
+    1 << 40
+)  # yielded when a rank that this one needs is no more: the launcher will say so; the C runner yields it too
 
 
 def settled(channel: Channel, *, to_its_end: bool = True) -> Iterator[int]:
@@ -62,15 +73,26 @@ def native_of(code: Code, how: Arithmetic) -> Any:
     """Return a program for the C runner, or None where it has no loop for what becomes of terms."""
     found = code.natives.get(how, _NOT_MADE)
     if found is _NOT_MADE:
-        is_known = how.ufunc is None or isinstance(how.ufunc, np.ufunc)  # a registered op is any callable
-        found = code.natives[how] = native_program(*code.numbers(), how.native) if is_known else None
+        is_known = how.ufunc is None or isinstance(
+            how.ufunc, np.ufunc
+        )  # a registered op is any callable
+        found = code.natives[how] = (
+            native_program(*code.numbers(), how.native) if is_known else None
+        )
     return found
 
 
 _NOT_MADE = object()
 
 
-def open_code(channel: Channel, code: Code, how: Arithmetic, arrays: Arrays, side: int, slots: tuple[int, ...] | None = None) -> None:
+def open_code(
+    channel: Channel,
+    code: Code,
+    how: Arithmetic,
+    arrays: Arrays,
+    side: int,
+    slots: tuple[int, ...] | None = None,
+) -> None:
     """Make the copies that come before phase 0, into cells or the slot of this side; other arguments as of `run_code`."""
     found = _found(channel, code, how, arrays, channel.own_side(side), slots)
     native = _native(channel, code, how, found)
@@ -107,19 +129,25 @@ def run_code(
     native = _native(channel, code, how, found)
     if native is not None:
         steps = run(native, channel, tuple(found), _offsets(found), keeps_lock=crowd.holds())
-        yield from reading(channel, steps, [(one.rank, one.place) for one in found if type(one) is Reached])
+        yield from reading(
+            channel, steps, [(one.rank, one.place) for one in found if type(one) is Reached]
+        )
         return
     copy = copier()
     store = storer(how, copy)
     if Reached in map(type, found):
         store = _reading(channel, store)
     try:
-        yield from interpret(channel, code.steps, _views(channel, code, found), copy, store, folder(how))
+        yield from interpret(
+            channel, code.steps, _views(channel, code, found), copy, store, folder(how)
+        )
     except Gone:
         yield _NEVER
 
 
-def reading(channel: Channel, steps: Iterable[int], places: Iterable[tuple[int, int]]) -> Iterator[int]:
+def reading(
+    channel: Channel, steps: Iterable[int], places: Iterable[tuple[int, int]]
+) -> Iterator[int]:
     """Go on with a run of the C runner, and raise what is wrong with reading at (rank, place) where that has failed."""
     for need in steps:
         if need != UNREAD:
@@ -181,7 +209,11 @@ _FOUND_MAX = 1024
 
 
 def _found_shared(
-    channel: Channel, code: Code, sides: tuple[int, ...], dtype: np.dtype[Any], slots: tuple[int, ...] | None
+    channel: Channel,
+    code: Code,
+    sides: tuple[int, ...],
+    dtype: np.dtype[Any],
+    slots: tuple[int, ...] | None,
 ) -> list[Any]:
     """Return the memories of a program, of which only those are known in which ranks write for each other."""
     found: list[Any] = [None] * len(code.sizes)
@@ -207,14 +239,20 @@ def _native(channel: Channel, code: Code, how: Arithmetic, found: Sequence[Any])
         return None
     wire = how.wire
     for array in found:
-        if isinstance(array, np.ndarray) and (array.dtype != wire or not (array.flags.aligned and array.flags.c_contiguous)):
+        if isinstance(array, np.ndarray) and (
+            array.dtype != wire or not (array.flags.aligned and array.flags.c_contiguous)
+        ):
             return None
     return native_of(code, how)
 
 
 def _views(channel: Channel, code: Code, found: Sequence[Any]) -> list[Any]:
     return [
-        channel.resident(one.offset, count, one.dtype) if isinstance(one, Lying) else _NONE if one is None else one
+        channel.resident(one.offset, count, one.dtype)
+        if isinstance(one, Lying)
+        else _NONE
+        if one is None
+        else one
         for one, count in zip(found, code.sizes.values(), strict=True)
     ]
 
@@ -223,4 +261,9 @@ _NONE: NDArray[Any] = np.empty(0, np.uint8)  # of a memory that is not used yet
 
 
 def _offsets(found: Sequence[Any]) -> tuple[int, ...]:
-    return tuple([one.offset if type(one) is Lying else one.place if type(one) is Reached else -1 for one in found])
+    return tuple(
+        [
+            one.offset if type(one) is Lying else one.place if type(one) is Reached else -1
+            for one in found
+        ]
+    )

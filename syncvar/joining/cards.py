@@ -51,7 +51,11 @@ def shared_folder(environ: Mapping[str, str]) -> Path:
         ConfigError: It is not of this user alone, or cannot be made.
     """
     given = environ.get(_VARIABLE, "")
-    path = Path(given) / f"syncvar-{os.getuid()}" if given else Path(environ.get("HOME") or "/") / ".syncvar"
+    path = (
+        Path(given) / f"syncvar-{os.getuid()}"
+        if given
+        else Path(environ.get("HOME") or "/") / ".syncvar"
+    )
     make_private_folder(path, _WHAT, _REMEDY)
     return path
 
@@ -96,12 +100,20 @@ class Folder(Cards):
     def __init__(self, environ: Mapping[str, str], run: str, timeout_s: float) -> None:
         self._until = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
-        self._path = shared_folder(environ) / hashlib.blake2b(run.encode(), digest_size=12).hexdigest()
+        self._path = (
+            shared_folder(environ) / hashlib.blake2b(run.encode(), digest_size=12).hexdigest()
+        )
         make_private_folder(self._path, _WHAT, _REMEDY)
         with contextlib.suppress(OSError):
             now = self._path.lstat().st_mtime
-            for other in self._path.parent.iterdir():  # of runs that were killed before they had met
-                if now - other.lstat().st_mtime > _STALE_S and other.is_dir() and not other.is_symlink():
+            for (
+                other
+            ) in self._path.parent.iterdir():  # of runs that were killed before they had met
+                if (
+                    now - other.lstat().st_mtime > _STALE_S
+                    and other.is_dir()
+                    and not other.is_symlink()
+                ):
                     shutil.rmtree(other)
 
     def put(self, key: str, text: str) -> None:
@@ -170,7 +182,9 @@ class ProcessManager(Cards):
 
     def put(self, key: str, text: str) -> None:
         """Put a card down."""
-        self._ask(f"put kvsname={self.name} key=syncvar-{key} value={text.encode().hex()}", "put_result")
+        self._ask(
+            f"put kvsname={self.name} key=syncvar-{key} value={text.encode().hex()}", "put_result"
+        )
 
     def turn(self) -> None:
         """Wait until all ranks have come as far."""
@@ -179,9 +193,13 @@ class ProcessManager(Cards):
     def read(self, key: str, whose: str) -> str:
         """Return a card that was put down before the last turn."""
         try:
-            return bytes.fromhex(self._ask(f"get kvsname={self.name} key=syncvar-{key}", "get_result")["value"]).decode()
+            return bytes.fromhex(
+                self._ask(f"get kvsname={self.name} key=syncvar-{key}", "get_result")["value"]
+            ).decode()
         except (ValueError, RendezvousError) as error:
-            raise RendezvousError(f"{whose} has put down no card {key!r} with the process manager (PMI): {error}") from error
+            raise RendezvousError(
+                f"{whose} has put down no card {key!r} with the process manager (PMI): {error}"
+            ) from error
 
     def placed(self, told: Told) -> Told:
         """Return what is told of this rank, with what the process manager says of the hosts, and of which run it is.
@@ -189,9 +207,16 @@ class ProcessManager(Cards):
         Raises:
             ConfigError: The ranks of a host do not follow each other.
         """
-        mapping = self._ask(f"get kvsname={self.name} key=PMI_process_mapping", "get_result")["value"]
+        mapping = self._ask(f"get kvsname={self.name} key=PMI_process_mapping", "get_result")[
+            "value"
+        ]
         hosts = host_of_each(mapping, told.world_size)
-        told = placed(told, hosts, [f"host {host}" for host in hosts], "Give each host all of its ranks at once, for instance by mpiexec -ppn N")
+        told = placed(
+            told,
+            hosts,
+            [f"host {host}" for host in hosts],
+            "Give each host all of its ranks at once, for instance by mpiexec -ppn N",
+        )
         return told._replace(run=f"{told.run} {self.name}")
 
     def done(self) -> None:
@@ -213,10 +238,14 @@ class ProcessManager(Cards):
                 line = line[os.write(self._descriptor, line) :]
             answer = self._line(until)
         except OSError as error:
-            raise RendezvousError(f"the process manager (PMI_FD={self._descriptor}) is not to be spoken to: {error.strerror}") from error
+            raise RendezvousError(
+                f"the process manager (PMI_FD={self._descriptor}) is not to be spoken to: {error.strerror}"
+            ) from error
         fields = dict(part.partition("=")[::2] for part in answer.split())
         if fields.get("cmd") != kind or fields.get("rc", "0") != "0":
-            raise RendezvousError(f"the process manager answers {words.partition(' ')[0]!r} with {answer!r}")
+            raise RendezvousError(
+                f"the process manager answers {words.partition(' ')[0]!r} with {answer!r}"
+            )
         return fields
 
     def _line(self, until: float) -> str:
@@ -230,7 +259,9 @@ class ProcessManager(Cards):
                 )
             more = os.read(self._descriptor, _LINE_MAX)  # no more comes than was asked for
             if not more or len(self._rest) > _LINE_MAX:
-                raise RendezvousError(f"the process manager (PMI_FD={self._descriptor}) is gone, or not understood")
+                raise RendezvousError(
+                    f"the process manager (PMI_FD={self._descriptor}) is gone, or not understood"
+                )
             self._rest += more
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode("ascii", "replace")

@@ -51,7 +51,9 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
 
     environment = environment_of(environ, alone=alone)
     if environment is not None and environment.role == "server":
-        raise UsageError(f"server {environment.rank} is none of the ranks: an update rule that runs there makes no call of syncvar")
+        raise UsageError(
+            f"server {environment.rank} is none of the ranks: an update rule that runs there makes no call of syncvar"
+        )
     if alone and environment is not None and environment.world_size > 1:
         raise ConfigError(
             f"sv.init(alone=True) contradicts SYNCVAR_RANK={environment.rank} and SYNCVAR_WORLD_SIZE={environment.world_size}: "
@@ -60,7 +62,9 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
     config = RuntimeConfig.from_mapping(environ).consistent()
     log_at(config.log_level)
     keeper = 0 if environment is None else None  # of the roll: rank 0's process, or the launcher
-    if environment is None:  # syncvar-launch, which hands its settings on, has said so itself, and knows the exit codes
+    if (
+        environment is None
+    ):  # syncvar-launch, which hands its settings on, has said so itself, and knows the exit codes
         give_exit_codes()
         for sentence in doubtful_variables(environ):
             _log.warning("%s", sentence)
@@ -82,7 +86,14 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
     if environment is None or (environment.world_size == 1 and environment.host_count == 1):
         return Context(environment, config)
     keys = keys_of(environment, config, environ, secret)
-    return _wired(environment, config, environment.generation + generations, keys, None if cards is None else cards.fabric, keeper)
+    return _wired(
+        environment,
+        config,
+        environment.generation + generations,
+        keys,
+        None if cards is None else cards.fabric,
+        keeper,
+    )
 
 
 def _told(config: RuntimeConfig, environ: Mapping[str, str]) -> tuple[Told | None, MpiCards | None]:
@@ -101,7 +112,12 @@ def _told(config: RuntimeConfig, environ: Mapping[str, str]) -> tuple[Told | Non
 
 
 def _wired(
-    environment: RankEnvironment, config: RuntimeConfig, generation: int, keys: LinkKeys | None, fabric: Fabric | None, keeper: int | None
+    environment: RankEnvironment,
+    config: RuntimeConfig,
+    generation: int,
+    keys: LinkKeys | None,
+    fabric: Fabric | None,
+    keeper: int | None,
 ) -> Context:
     """Return the context of a rank that has others, with its control channel, its transport and its host's arena.
 
@@ -124,18 +140,28 @@ def _wired(
     with contextlib.ExitStack() as undoing:  # where this process does not come into the job
         zeromq: zmq.Context[Any] = zmq.Context()
         undoing.callback(zeromq.term)
-        control = ZeromqControl(zeromq, environment.rendezvous, environment.rank, config, keys, keeper)
+        control = ZeromqControl(
+            zeromq, environment.rendezvous, environment.rank, config, keys, keeper
+        )
         undoing.callback(control.close, 0)
         transport: Transport
         if fabric is not None:
             from syncvar.transports.mpi import MpiTransport, tag_of
 
-            transport = MpiTransport(fabric, environment.rank, tag_of(generation), config.segment_bytes, control)
+            transport = MpiTransport(
+                fabric, environment.rank, tag_of(generation), config.segment_bytes, control
+            )
         else:
             transport = ZeromqTransport(
-                zeromq, environment.rank, f"ipc://{environment.socket_directory}", environment.job_id, config, control,
-                outside=outside, keys=keys if outside else None,
-            )  # fmt: skip
+                zeromq,
+                environment.rank,
+                f"ipc://{environment.socket_directory}",
+                environment.job_id,
+                config,
+                control,
+                outside=outside,
+                keys=keys if outside else None,
+            )
         undoing.callback(transport.close, 0)
         arena = _attach(environment, config, generation)
         if isinstance(arena, Arena):

@@ -73,12 +73,18 @@ class Context:
         self.is_forked = False
         self.process = os.getpid()
         self.uneven: object | None = None  # the block of sv.uneven that the program is in
-        self.extras: dict[str, Any] = {}  # what upper rooms keep per context: default strategy, names of variables
+        self.extras: dict[
+            str, Any
+        ] = {}  # what upper rooms keep per context: default strategy, names of variables
         self._transport = transport
         self._control = control
         self.is_kept_by_rank = False  # rank 0's process keeps the roll, where no launcher does
-        self.ends_sockets: Callable[[], object] = lambda: None  # after they are closed: where real ones were made
-        self._communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()  # programs may make many
+        self.ends_sockets: Callable[[], object] = lambda: (
+            None
+        )  # after they are closed: where real ones were made
+        self._communicators: weakref.WeakSet[Communicator] = (
+            weakref.WeakSet()
+        )  # programs may make many
         self.engine: Engine | None = None
         self.post: Post | None = None  # messages between ranks of this host
         if config.trace:
@@ -86,13 +92,27 @@ class Context:
 
             check_folder(config.trace, "SYNCVAR_TRACE")
         self.recorder = Recorder(
-            me.rank, me.world_size, generation, job=me.job_id, host=me.host, folder=me.flight_dir, trace=config.trace, stats=me.stats_dir
+            me.rank,
+            me.world_size,
+            generation,
+            job=me.job_id,
+            host=me.host,
+            folder=me.flight_dir,
+            trace=config.trace,
+            stats=me.stats_dir,
         )
         self.arena: Arena | None = None if isinstance(arena, str) else arena
         self.without_arena = arena if isinstance(arena, str) else ""
         self._forced = parse_forced(config.algorithm)
-        self._channels = None if self.arena is None else Channels(
-            self.arena, self.local_ranks, reaches=config.single_copy == "auto", runner=which(config.kernel)
+        self._channels = (
+            None
+            if self.arena is None
+            else Channels(
+                self.arena,
+                self.local_ranks,
+                reaches=config.single_copy == "auto",
+                runner=which(config.kernel),
+            )
         )
         self.hosts = HostMap((self.world_size,))
         self._have_arena: frozenset[int] = frozenset()  # hosts whose ranks all see one
@@ -106,13 +126,25 @@ class Context:
                 )
             missing = {self.hosts.host_of(rank) for rank in roll["without_arena"]}
             self._have_arena = frozenset(range(len(self.hosts.sizes))) - missing
-            without = {rank: why for rank, why in roll["without_arena"].items() if rank in self.local_ranks}
-            if without and self.arena is not None:  # one rank of a host that does not see it is enough
+            without = {
+                rank: why for rank, why in roll["without_arena"].items() if rank in self.local_ranks
+            }
+            if (
+                without and self.arena is not None
+            ):  # one rank of a host that does not see it is enough
                 self._let_go_of_arena()
                 rank, self.without_arena = next(iter(without.items()))
                 self.without_arena += f" (rank {rank})"
             self.engine = Engine(
-                self.rank, self.world_size, generation, transport, control, config, roll["hosts"], self.arena, self.recorder
+                self.rank,
+                self.world_size,
+                generation,
+                transport,
+                control,
+                config,
+                roll["hosts"],
+                self.arena,
+                self.recorder,
             )
             if self._channels is not None:
                 self.post = Post(Boxes(self._channels), self.engine, config.window_bytes)
@@ -124,7 +156,11 @@ class Context:
     @property
     def transport(self) -> str:
         """The data path between processes of this host, and why."""
-        between = f"; {self.config.between_hosts} between {self.host_count} hosts" if self.host_count > 1 else ""
+        between = (
+            f"; {self.config.between_hosts} between {self.host_count} hosts"
+            if self.host_count > 1
+            else ""
+        )
         if self.arena is not None:
             return f"arena: {self.local_world_size} ranks of this host share memory{between}; {told(self.config.kernel)}"
         return f"{'mpi' if self.config.uses_mpi else 'zmq'}: {self.without_arena}{between}"
@@ -141,7 +177,9 @@ class Context:
         first = self.rank - self.local_rank
         return tuple(range(first, first + self.local_world_size))
 
-    def communicator(self, identity: int, members: tuple[int, ...], *, shares: bool = True) -> Communicator:
+    def communicator(
+        self, identity: int, members: tuple[int, ...], *, shares: bool = True
+    ) -> Communicator:
         """Make the calls of a group possible; every member must use the same identity.
 
         Args:
@@ -150,12 +188,24 @@ class Context:
             shares: Go through shared memory where all members see it; else over links.
         """
         channel = None
-        if shares and self._channels is not None and len(members) > 1 and self.rank in members and self._channels.serves(members):
+        if (
+            shares
+            and self._channels is not None
+            and len(members) > 1
+            and self.rank in members
+            and self._channels.serves(members)
+        ):
             channel = Channel(self._channels, identity, members)
         made = Communicator(
-            identity, members, self.rank, self.engine, channel,
-            recorder=self.recorder, forced=self._forced, hosts=self._hosts_of(identity, members) if shares else None,
-        )  # fmt: skip
+            identity,
+            members,
+            self.rank,
+            self.engine,
+            channel,
+            recorder=self.recorder,
+            forced=self._forced,
+            hosts=self._hosts_of(identity, members) if shares else None,
+        )
         made.is_pair = not shares
         made.prepares = self.config.check_finite == "off"  # a prepared call looks at nothing
         self._communicators.add(made)
@@ -166,8 +216,13 @@ class Context:
         sizes = self.hosts.blocks(members)
         if self.rank not in members or sizes is None or len(sizes) == 1 or max(sizes) == 1:
             return None
-        on_hosts = [[rank for rank in members if self.hosts.host_of(rank) == host] for host in range(len(self.hosts.sizes))]
-        if any(len(ranks) > 1 and host not in self._have_arena for host, ranks in enumerate(on_hosts)):
+        on_hosts = [
+            [rank for rank in members if self.hosts.host_of(rank) == host]
+            for host in range(len(self.hosts.sizes))
+        ]
+        if any(
+            len(ranks) > 1 and host not in self._have_arena for host, ranks in enumerate(on_hosts)
+        ):
             return None
         mine = on_hosts[self.host_index]
         if len(mine) == 1 or self._channels is None:
@@ -180,7 +235,15 @@ class Context:
             with contextlib.suppress(RuntimeError):  # another thread makes a group meanwhile
                 made = list(self._communicators)
                 break
-        found = [one for one in made if one.size > 1 and one.rank is not None and not one.is_pair and not one.is_destroyed and set(one.members) <= set(members)]
+        found = [
+            one
+            for one in made
+            if one.size > 1
+            and one.rank is not None
+            and not one.is_pair
+            and not one.is_destroyed
+            and set(one.members) <= set(members)
+        ]
         return sorted(found, key=lambda one: one.identity)
 
     def refuse_in_block(self, what: str) -> None:
@@ -190,7 +253,13 @@ class Context:
                 f"{what} inside `with sv.uneven():` is refused: a rank that has left its loop would not take part. Do it before the block"
             )
 
-    def close(self, *, orderly: bool, reason: str = "it did not leave in order", stack: Sequence[Frame] = ()) -> None:
+    def close(
+        self,
+        *,
+        orderly: bool,
+        reason: str = "it did not leave in order",
+        stack: Sequence[Frame] = (),
+    ) -> None:
         """Leave the job.
 
         Args:
@@ -224,7 +293,12 @@ class Context:
                     error = failed
         finally:
             engine.stop()
-            if self._control is not None and self.is_kept_by_rank and not orderly and engine.failure is None:
+            if (
+                self._control is not None
+                and self.is_kept_by_rank
+                and not orderly
+                and engine.failure is None
+            ):
                 self._control.send(pack_message("failed", reason=reason))  # a launcher would see it
             if self._transport is not None:
                 self._transport.close(linger_s if engine.failure is None else 0.0)
@@ -257,6 +331,8 @@ class Context:
         for communicator in self._communicators:
             communicator.disown(failure)
         self.is_forked = True
-        self.arena = None  # the memory is the parent's; what lies in it is copied when it is written
+        self.arena = (
+            None  # the memory is the parent's; what lies in it is copied when it is written
+        )
         self.is_closed = True
         return failure

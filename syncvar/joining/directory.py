@@ -42,7 +42,11 @@ def runtime_directory(environ: Mapping[str, str]) -> tuple[Path, bool]:
     """
     for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
         path, is_private = environ.get(name, ""), name == "XDG_RUNTIME_DIR"
-        if os.path.isabs(path) and os.access(path, os.W_OK | os.X_OK) and _is_short_enough(_base(Path(path), is_private=is_private)):
+        if (
+            os.path.isabs(path)
+            and os.access(path, os.W_OK | os.X_OK)
+            and _is_short_enough(_base(Path(path), is_private=is_private))
+        ):
             return Path(path), is_private
     return Path(_LAST_RESORT), False
 
@@ -63,7 +67,9 @@ def base_directory(environ: Mapping[str, str]) -> Path:
     """
     parent, is_private = runtime_directory(environ)
     base = _base(parent, is_private=is_private)
-    make_private_folder(base, "runtime directory", "set XDG_RUNTIME_DIR to a private folder of yours")
+    make_private_folder(
+        base, "runtime directory", "set XDG_RUNTIME_DIR to a private folder of yours"
+    )
     return base
 
 
@@ -79,18 +85,27 @@ class JobDirectory:
         ConfigError: It cannot be made; a named one may be another job's. Or another process holds the lock for 60 s.
     """
 
-    def __init__(self, environ: Mapping[str, str], name: str | None = None, waits: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        name: str | None = None,
+        waits: Callable[[], None] | None = None,
+    ) -> None:
         base = base_directory(environ)
         self.path = base / (name or os.urandom(4).hex())
         try:
             with _guarded(base, waits):
                 self.swept = _sweep(base)
                 self.path.mkdir(mode=0o700)
-                self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
+                self.lock = os.open(
+                    self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600
+                )
                 fcntl.flock(self.lock, fcntl.LOCK_EX)
         except OSError as error:
             where = f"{base}/.lock, which is a link" if error.errno == errno.ELOOP else str(base)
-            raise ConfigError(f"the runtime directory {where} cannot be used: {error.strerror}") from error
+            raise ConfigError(
+                f"the runtime directory {where} cannot be used: {error.strerror}"
+            ) from error
 
     @staticmethod
     def find(environ: Mapping[str, str], name: str) -> Path | None:
@@ -155,7 +170,13 @@ def _await_lock(guard: int, path: Path, waits: Callable[[], None] | None) -> Non
             )
         if waited_s >= _LOCK_NOTICE_S and not has_said:
             has_said = True
-            _log.warning("process %d waits for the lock %s, which %s holds (at most %.0f s)", os.getpid(), path, _holder(guard), _LOCK_LIMIT_S)
+            _log.warning(
+                "process %d waits for the lock %s, which %s holds (at most %.0f s)",
+                os.getpid(),
+                path,
+                _holder(guard),
+                _LOCK_LIMIT_S,
+            )
         if waits is not None:
             waits()
         time.sleep(min(_LOCK_PAUSE_S_MAX, max(_LOCK_PAUSE_S, waited_s / 4)))

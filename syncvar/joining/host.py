@@ -52,7 +52,14 @@ class Host:
     """
 
     def __init__(
-        self, directory: JobDirectory, told: Told, endpoint: str, config: RuntimeConfig, job_id: str, secret: bytes | None, cards: Cards | None
+        self,
+        directory: JobDirectory,
+        told: Told,
+        endpoint: str,
+        config: RuntimeConfig,
+        job_id: str,
+        secret: bytes | None,
+        cards: Cards | None,
     ) -> None:
         self._directory = directory
         self._told = told
@@ -70,10 +77,16 @@ class Host:
             if told.rank == 0:
                 from syncvar.transports.curve import link_keys
 
-                keys = None if secret is None or config.encryption == "off" else link_keys(secret, job_id)
+                keys = (
+                    None
+                    if secret is None or config.encryption == "off"
+                    else link_keys(secret, job_id)
+                )
                 self.store = Store(endpoint, told.world_size, job_id, config, keys=keys)
             if told.local_world_size > 1 and config.shares_memory:
-                self._handing = Handing(arena_path(str(directory.path)), job_id, told.local_world_size, self._make)
+                self._handing = Handing(
+                    arena_path(str(directory.path)), job_id, told.local_world_size, self._make
+                )
         except BaseException:
             self._close()
             raise
@@ -109,7 +122,13 @@ class Host:
     def _others(self, store: Store) -> set[int]:
         """Return the others who have joined and have neither left nor been lost, to anybody."""
         coordinator = store.coordinator
-        return set(coordinator.roll.members) - {self._told.rank} - set(coordinator.left) - set(coordinator.gone) - coordinator.lost
+        return (
+            set(coordinator.roll.members)
+            - {self._told.rank}
+            - set(coordinator.left)
+            - set(coordinator.gone)
+            - coordinator.lost
+        )
 
     def _serve(self) -> None:
         store, handing = self.store, self._handing
@@ -122,7 +141,9 @@ class Host:
                 poller.register(descriptor, zmq.POLLIN)
             ready = [item for item, _ in poller.poll(_LOOK_MS)]
             if store is not None:
-                self._keep_roll(store, [item for item in ready if item in self._pidfds], time.monotonic())
+                self._keep_roll(
+                    store, [item for item in ready if item in self._pidfds], time.monotonic()
+                )
             if handing is not None:
                 for item in ready:
                     if isinstance(item, int) and item in handed:
@@ -133,15 +154,26 @@ class Host:
         """Handle what has come for the roll, and the ends of processes and of channels; `ended` are descriptors."""
         store.serve(now)
         coordinator = store.coordinator
-        for rank, member in coordinator.roll.members.items():  # nobody else tells how the processes of this host end
-            if member.host_index == self._told.host_index and rank != self._told.rank and member.pid not in self._watched:
+        for (
+            rank,
+            member,
+        ) in (
+            coordinator.roll.members.items()
+        ):  # nobody else tells how the processes of this host end
+            if (
+                member.host_index == self._told.host_index
+                and rank != self._told.rank
+                and member.pid not in self._watched
+            ):
                 self._watched.add(member.pid)
                 with contextlib.suppress(OSError):
                     self._pidfds[os.pidfd_open(member.pid)] = rank
         if self._cards is not None and len(coordinator.roll.members) == self._told.world_size:
             self._cards.remove()
             self._cards = None
-        for rank, reason in store.take_lost(now).items():  # while the ranks meet, and when this one has left, no link tells of them
+        for rank, reason in store.take_lost(
+            now
+        ).items():  # while the ranks meet, and when this one has left, no link tells of them
             is_member = rank in coordinator.roll.members and rank not in coordinator.left
             if rank != self._told.rank and (is_member or rank in coordinator.next_roll.members):
                 store.ended(rank, reason, now)
@@ -162,12 +194,21 @@ class Host:
             return None, reason
         cores = min(len(os.sched_getaffinity(0)), core_quota() or sys.maxsize)
         size = self._told.local_world_size
-        return create(self._config.arena_bytes, size, cores, generation, str(self._directory.path), self._told.host_index)
+        return create(
+            self._config.arena_bytes,
+            size,
+            cores,
+            generation,
+            str(self._directory.path),
+            self._told.host_index,
+        )
 
     def _close(self) -> None:
         if self.store is not None:
             linger_s = 0.0
-            if self._ends.is_set() and self._others(self.store):  # they hear it before the store is gone
+            if self._ends.is_set() and self._others(
+                self.store
+            ):  # they hear it before the store is gone
                 self.store.ended(self._told.rank, failure_in_words() or _ENDED, time.monotonic())
                 linger_s = self._config.shutdown_timeout_s
             self.store.close(linger_s)

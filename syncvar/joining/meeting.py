@@ -23,7 +23,12 @@ from syncvar.joining.directory import MEETING, JobDirectory
 from syncvar.joining.host import READY, Host
 from syncvar.topology import ADDRESS, PMI
 from syncvar.topology.engines.placing import evenly_placed
-from syncvar.transports.addresses import address_towards, address_towards_any, resolved, tcp_endpoint
+from syncvar.transports.addresses import (
+    address_towards,
+    address_towards_any,
+    resolved,
+    tcp_endpoint,
+)
 from syncvar.wire.keys import KEY_BYTES
 
 if TYPE_CHECKING:
@@ -54,7 +59,13 @@ class Met(NamedTuple):
     secret: bytes | None
 
 
-def meet(told: Told, config: RuntimeConfig, environ: Mapping[str, str], secret: bytes | None, cards: Cards | None = None) -> Met:
+def meet(
+    told: Told,
+    config: RuntimeConfig,
+    environ: Mapping[str, str],
+    secret: bytes | None,
+    cards: Cards | None = None,
+) -> Met:
     """Return who this process is, and begin to serve what syncvar-launch would have served.
 
     Args:
@@ -89,7 +100,14 @@ def leave(patience_s: float) -> None:
 class _Meeting:
     """How this process comes together with the others; see `meet`. What it learns is added to what it was told."""
 
-    def __init__(self, told: Told, config: RuntimeConfig, environ: Mapping[str, str], secret: bytes | None, cards: Cards | None) -> None:
+    def __init__(
+        self,
+        told: Told,
+        config: RuntimeConfig,
+        environ: Mapping[str, str],
+        secret: bytes | None,
+        cards: Cards | None,
+    ) -> None:
         self.told = told
         self.config = config
         self.environ = environ
@@ -119,9 +137,13 @@ class _Meeting:
                 f"SYNCVAR_KEY_FILE to a file of 64 hexadecimal digits (chmod 600), or SYNCVAR_KEY to the digits; make them with "
                 f'python -c "import secrets; print(secrets.token_hex(32))"'
             )
-        port = told.port if told.source == "TF_CONFIG" else told.port + 1  # torchrun itself listens on MASTER_PORT, on rank 0's host
+        port = (
+            told.port if told.source == "TF_CONFIG" else told.port + 1
+        )  # torchrun itself listens on MASTER_PORT, on rank 0's host
         self.told = evenly_placed(told)
-        return self._begin(tcp_endpoint(resolved(told.address, self.config.rendezvous_timeout_s), port))
+        return self._begin(
+            tcp_endpoint(resolved(told.address, self.config.rendezvous_timeout_s), port)
+        )
 
     def _meet_by_cards(self) -> Met:
         told = self.told
@@ -134,7 +156,9 @@ class _Meeting:
             cards.turn()
             endpoint, nonce, text = cards.read("meet", "rank 0").split(" ")
             if text == "given" and self.secret is None:
-                raise ConfigError("rank 0 was given a secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY), and this rank was not: give all ranks the same")
+                raise ConfigError(
+                    "rank 0 was given a secret (SYNCVAR_KEY_FILE or SYNCVAR_KEY), and this rank was not: give all ranks the same"
+                )
             cards.done()
             if text not in ("given", "none"):
                 self.secret = bytes.fromhex(text)
@@ -145,7 +169,11 @@ class _Meeting:
             self.secret = None if self.config.encryption == "off" else os.urandom(KEY_BYTES)
             text = "none" if self.secret is None else self.secret.hex()
         nonce = os.urandom(8).hex()
-        address = resolved(told.address, self.config.rendezvous_timeout_s) if told.address else address_towards_any(names)
+        address = (
+            resolved(told.address, self.config.rendezvous_timeout_s)
+            if told.address
+            else address_towards_any(names)
+        )
         self._agree(address, nonce)
         met = self._begin(tcp_endpoint(address, "*"), cards)
         cards.put("meet", f"{met.environment.rendezvous} {nonce} {text}")
@@ -158,7 +186,9 @@ class _Meeting:
         told, names = self.told, []
         first = index = count = 0
         while first < told.world_size:
-            size, _, name = cards.read(f"host-{first}", f"rank {first}, the first of its host,").partition(" ")
+            size, _, name = cards.read(
+                f"host-{first}", f"rank {first}, the first of its host,"
+            ).partition(" ")
             if first == told.rank - told.local_rank:
                 index = count
                 if name != self.name:
@@ -186,14 +216,22 @@ class _Meeting:
         """
         told, secret = self.told, self.secret
         job = repr((told.address, told.port, told.run, told.world_size))
-        name = MEETING + hashlib.blake2b(f"{job} {told.rank - told.local_rank}".encode(), digest_size=4, key=secret or b"").hexdigest()
+        name = (
+            MEETING
+            + hashlib.blake2b(
+                f"{job} {told.rank - told.local_rank}".encode(), digest_size=4, key=secret or b""
+            ).hexdigest()
+        )
         job_id = hashlib.blake2b(job.encode(), digest_size=16, key=secret or b"").hexdigest()
         if told.local_rank == 0:
             directory = JobDirectory(self.environ, name)
             endpoint = endpoint or f"ipc://{directory.path}/store"
             host = Host(directory, told, endpoint, self.config, job_id, secret, cards)
             _hosts.append(host)
-            path, endpoint = directory.path, host.store.endpoint if host.store is not None else endpoint
+            path, endpoint = (
+                directory.path,
+                host.store.endpoint if host.store is not None else endpoint,
+            )
         else:
             path = self._await_directory(name)
             endpoint = endpoint or f"ipc://{path}/store"
@@ -220,7 +258,9 @@ class _Meeting:
         try:
             return address_towards(address, self.told.port)
         except OSError as error:
-            raise RendezvousError(f"there is no way to rank 0 at {self.told.address}: {error}") from error
+            raise RendezvousError(
+                f"there is no way to rank 0 at {self.told.address}: {error}"
+            ) from error
 
     def _await_directory(self, name: str) -> Path:
         told, timeout_s = self.told, self.config.rendezvous_timeout_s

@@ -78,8 +78,15 @@ class MpiCards(Cards):
         said = json.dumps(own).encode().ljust(_RECORD_NBYTES)
         heard = bytearray(_RECORD_NBYTES * comm.size)
         request = comm.Iallgather([said, byte], [heard, byte])
-        _await(request, self._until, f"process {comm.rank} of MPI waited {self._timeout_s:g} s to hear of all {comm.size} of them")
-        return [json.loads(heard[start : start + _RECORD_NBYTES]) for start in range(0, len(heard), _RECORD_NBYTES)]
+        _await(
+            request,
+            self._until,
+            f"process {comm.rank} of MPI waited {self._timeout_s:g} s to hear of all {comm.size} of them",
+        )
+        return [
+            json.loads(heard[start : start + _RECORD_NBYTES])
+            for start in range(0, len(heard), _RECORD_NBYTES)
+        ]
 
 
 def join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
@@ -117,17 +124,47 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
         register_exit(_finalize, mpi, os.getpid(), config.rendezvous_timeout_s)
     world = mpi.COMM_WORLD
     rank, size = world.rank, world.size
-    _compare(rank, size, mpi.Get_library_version().partition("\n")[0].partition(",")[0].strip("\0 "), environ)
+    _compare(
+        rank,
+        size,
+        mpi.Get_library_version().partition("\n")[0].partition(",")[0].strip("\0 "),
+        environ,
+    )
     if size == 1:
         return None
     comm, request = world.Idup()
     until = time.monotonic() + config.rendezvous_timeout_s
-    _await(request, until, f"process {rank} of MPI waited {config.rendezvous_timeout_s:g} s for all {size} of them to come to sv.init()")
-    comm.Set_errhandler(mpi.ERRORS_RETURN)  # which mpi4py raises as exceptions; else MPI would end the job
+    _await(
+        request,
+        until,
+        f"process {rank} of MPI waited {config.rendezvous_timeout_s:g} s for all {size} of them to come to sv.init()",
+    )
+    comm.Set_errhandler(
+        mpi.ERRORS_RETURN
+    )  # which mpi4py raises as exceptions; else MPI would end the job
     cards = MpiCards(Fabric(mpi, comm), config.rendezvous_timeout_s)
-    everyone = cards.exchange({"host": socket.gethostname(), "boot": boot_identity(), "run": secrets.token_hex(8)})
-    told = Told("MPI", rank, size, 0, 0, -1, 0, environ.get("MASTER_ADDR", ""), 0, everyone[0]["run"], way=MPI)
-    cards.told = placed(told, [(one["host"], one["boot"]) for one in everyone], [one["host"] for one in everyone], _REMEDY)
+    everyone = cards.exchange(
+        {"host": socket.gethostname(), "boot": boot_identity(), "run": secrets.token_hex(8)}
+    )
+    told = Told(
+        "MPI",
+        rank,
+        size,
+        0,
+        0,
+        -1,
+        0,
+        environ.get("MASTER_ADDR", ""),
+        0,
+        everyone[0]["run"],
+        way=MPI,
+    )
+    cards.told = placed(
+        told,
+        [(one["host"], one["boot"]) for one in everyone],
+        [one["host"] for one in everyone],
+        _REMEDY,
+    )
     return cards
 
 
@@ -138,7 +175,9 @@ def _library() -> tuple[Any, bool]:
         import mpi4py
 
         if is_ours:
-            mpi4py.rc.finalize = False  # a rank that fails must not wait for the others in MPI_Finalize
+            mpi4py.rc.finalize = (
+                False  # a rank that fails must not wait for the others in MPI_Finalize
+            )
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
@@ -192,5 +231,7 @@ def _await(request: Any, deadline: float, failure: str) -> None:
     while not request.Test():
         now = time.monotonic()
         if now > deadline:
-            raise RendezvousError(f"{failure}: with SYNCVAR_TRANSPORT=mpi every process of MPI_COMM_WORLD is a rank")
+            raise RendezvousError(
+                f"{failure}: with SYNCVAR_TRANSPORT=mpi every process of MPI_COMM_WORLD is a rank"
+            )
         time.sleep(pause_after(now - began))

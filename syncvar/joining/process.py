@@ -36,7 +36,7 @@ __all__ = [
     "on_join",
     "shutdown",
     "use",
-]  # fmt: skip
+]
 
 
 class _State:
@@ -86,7 +86,9 @@ def init(*, alone: bool = False) -> None:
     """
     context = current(alone=alone)
     if alone and context.world_size > 1:
-        raise ConfigError(f"sv.init(alone=True), but this process has joined already: as rank {context.rank} of {context.world_size}")
+        raise ConfigError(
+            f"sv.init(alone=True), but this process has joined already: as rank {context.rank} of {context.world_size}"
+        )
 
 
 def shutdown() -> None:
@@ -179,8 +181,12 @@ def member(environ: MutableMapping[str, str]) -> Iterator[None]:
         SyncvarError: A started call that nobody waited for had failed.
     """
     with _state.lock:
-        if _state.environ is not os.environ or (_state.default is not None and not _state.default.is_closed):
-            raise UsageError(f"process {os.getpid()} is a rank already: each rank needs a process of its own")
+        if _state.environ is not os.environ or (
+            _state.default is not None and not _state.default.is_closed
+        ):
+            raise UsageError(
+                f"process {os.getpid()} is a rank already: each rank needs a process of its own"
+            )
         _state.environ, _state.generations = environ, 0
     try:
         yield

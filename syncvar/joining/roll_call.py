@@ -26,7 +26,10 @@ __all__ = ["answer_roll_call", "likeness"]
 
 _log = logging.getLogger("syncvar")
 _SCRIPT_NBYTES_MAX = 4 << 20
-_OF_THE_LAST = ("left", "verdict")  # who joins anew is told still of ranks that leave the generation that it has left
+_OF_THE_LAST = (
+    "left",
+    "verdict",
+)  # who joins anew is told still of ranks that leave the generation that it has left
 
 
 def answer_roll_call(
@@ -79,9 +82,13 @@ def answer_roll_call(
         elif message["kind"] == "refused":
             if message["error"] == "HandshakeError":
                 raise HandshakeError(message["reason"])
-            raise RendezvousError(f"rank {environment.rank} could not join: {message['reason']}", message["missing"])
+            raise RendezvousError(
+                f"rank {environment.rank} could not join: {message['reason']}", message["missing"]
+            )
         elif message["kind"] == "abort":
-            raise PeerLost(message["rank"], message["host"], message["reason"], "while the ranks met")
+            raise PeerLost(
+                message["rank"], message["host"], message["reason"], "while the ranks met"
+            )
         elif message["kind"] not in _OF_THE_LAST:
             raise TransportError(f"unexpected message {message['kind']!r} while the ranks met")
 
@@ -91,8 +98,11 @@ def _say_that_it_waits(environment: RankEnvironment, control: Control, waited_s:
     if control.keeper not in (None, environment.rank) and environment.local_rank == 0:
         _log.warning(
             "rank %d has waited %.0f s for the others at %s, where rank %d keeps the roll",
-            environment.rank, waited_s, environment.rendezvous, control.keeper,
-        )  # fmt: skip
+            environment.rank,
+            waited_s,
+            environment.rendezvous,
+            control.keeper,
+        )
 
 
 def _no_answer(environment: RankEnvironment, control: Control, limit_s: float) -> str:
@@ -118,7 +128,9 @@ def likeness(config: RuntimeConfig) -> dict[str, int | str]:
     return {
         "protocol": PROTOCOL_VERSION,
         "byte_order": sys.byteorder,
-        "syncvar": sys.modules["syncvar"].__version__,  # an import of the package from here would be a circle
+        "syncvar": sys.modules[
+            "syncvar"
+        ].__version__,  # an import of the package from here would be a circle
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "numpy": ".".join(np.__version__.split(".")[:2]),
         "script": _script(),
@@ -131,7 +143,9 @@ def _script() -> str:
     import hashlib  # not before ranks meet: the package is imported sooner without it
 
     path = getattr(sys.modules.get("__main__"), "__file__", None)
-    if not isinstance(path, str) or not os.path.isfile(path):  # of a pipe nothing is left to be read
+    if not isinstance(path, str) or not os.path.isfile(
+        path
+    ):  # of a pipe nothing is left to be read
         return ""
     try:
         with open(path, "rb") as file:

@@ -48,7 +48,10 @@ def job_secret(environ: MutableMapping[str, str]) -> bytes | None:
 
 
 def keys_of(
-    environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str], secret: bytes | None = None
+    environment: RankEnvironment,
+    config: RuntimeConfig,
+    environ: MutableMapping[str, str],
+    secret: bytes | None = None,
 ) -> LinkKeys | None:
     """Return what the tcp links of a process are protected by; None where it has none, or they are not to be protected.
 
@@ -63,7 +66,9 @@ def keys_of(
     """
     if environment.host_count == 1 and not environment.rendezvous.startswith("tcp://"):
         return None
-    secret = job_secret(environ) if secret is None else secret  # whether it is needed or not: no child is to have it
+    secret = (
+        job_secret(environ) if secret is None else secret
+    )  # whether it is needed or not: no child is to have it
     if config.encryption == "off":
         return None
     if secret is None:
@@ -82,9 +87,13 @@ def _of_descriptor(text: str) -> bytes:
         os.set_inheritable(number, False)
         key = os.pread(number, KEY_BYTES + 1, 0)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{_DESCRIPTOR}={text} cannot be read: {error}; start the script with syncvar-launch") from error
+        raise ConfigError(
+            f"{_DESCRIPTOR}={text} cannot be read: {error}; start the script with syncvar-launch"
+        ) from error
     if len(key) != KEY_BYTES:
-        raise ConfigError(f"{_DESCRIPTOR}={text} holds no secret; start the script with syncvar-launch")
+        raise ConfigError(
+            f"{_DESCRIPTOR}={text} holds no secret; start the script with syncvar-launch"
+        )
     return key
 
 
@@ -108,6 +117,12 @@ def secret_of_file(path: str, shown: str) -> bytes:
         raise ConfigError(f"{shown}{path} cannot be read: {error.strerror}") from error
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise ConfigError(f"{shown}{path} must be a file of yours that nobody else can read: chmod 600 {path}")
+        if (
+            not stat.S_ISREG(status.st_mode)
+            or status.st_uid != os.getuid()
+            or status.st_mode & 0o077
+        ):
+            raise ConfigError(
+                f"{shown}{path} must be a file of yours that nobody else can read: chmod 600 {path}"
+            )
         return parse_key(file.read(_FILE_MAX).decode("ascii", "replace"), f"{shown}{path}")

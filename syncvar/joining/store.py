@@ -78,12 +78,18 @@ class Store:
             if endpoint.startswith("tcp://"):
                 self._listen_to_hosts(endpoint, config, keys)
             self.socket.bind(endpoint)
-            self.endpoint = endpoint if not endpoint.endswith(":*") else self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.endpoint = (
+                endpoint
+                if not endpoint.endswith(":*")
+                else self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            )
             if self._connections.gate is not None:
                 self._connections.gate.guard(self.endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise RendezvousError(f"rank 0 cannot listen on {endpoint}: {error.strerror}") from error
+            raise RendezvousError(
+                f"rank 0 cannot listen on {endpoint}: {error.strerror}"
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -193,7 +199,9 @@ class Store:
             return
         if message["kind"] not in ("serve", "find_servers"):
             raise WireError(f"{message['kind']!r} came where servers are asked for")
-        refused = self.servers.refusal(message) or (self.servers.serves(message) if message["kind"] == "serve" else "")
+        refused = self.servers.refusal(message) or (
+            self.servers.serves(message) if message["kind"] == "serve" else ""
+        )
         if refused:
             self._refuse(peer, refused)
             return
@@ -201,7 +209,9 @@ class Store:
         self._tell_servers(peer)
 
     def _refuse(self, peer: bytes, reason: str) -> None:
-        self._send(peer, pack_message("refused", error="RendezvousError", reason=reason, missing=[]))
+        self._send(
+            peer, pack_message("refused", error="RendezvousError", reason=reason, missing=[])
+        )
 
     def _tell_servers(self, peer: bytes) -> None:
         self._send(peer, self.servers.told(self._asking[peer]))
@@ -218,7 +228,9 @@ class Store:
                 if action.is_stall:
                     self.stalls.add(text)
             elif isinstance(action, Mute):
-                words = f"no Python thread answers since {action.seconds:.0f} s{self.seen(action.rank)}"
+                words = (
+                    f"no Python thread answers since {action.seconds:.0f} s{self.seen(action.rank)}"
+                )
                 self.coordinator.stalls.mute(action.rank, words)
                 place = self.place(action.rank)
                 self.said.append(f"rank {action.rank}: {words}" + (f", {place}" if place else ""))

@@ -23,10 +23,32 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 __all__ = [
-    "UNREAD", "AdmissionState", "Begun", "ChannelState", "CommunicatorState", "Copied", "Count", "Tally", "Watch", "access", "bind", "entrance",
-    "group_of", "message_end", "message_entrance", "note_change", "open_program", "program", "recall", "remember", "run", "slot_call", "told",
-    "which", "why_not_native",
-]  # fmt: skip
+    "UNREAD",
+    "AdmissionState",
+    "Begun",
+    "ChannelState",
+    "CommunicatorState",
+    "Copied",
+    "Count",
+    "Tally",
+    "Watch",
+    "access",
+    "bind",
+    "entrance",
+    "group_of",
+    "message_end",
+    "message_entrance",
+    "note_change",
+    "open_program",
+    "program",
+    "recall",
+    "remember",
+    "run",
+    "slot_call",
+    "told",
+    "which",
+    "why_not_native",
+]
 
 _native: ModuleType | None
 _missing: str
@@ -50,14 +72,18 @@ def _differs(native: Any) -> str:
     for array in (left, left[:, 1:], left.astype(np.int16), np.array(1.0)):
         flags = array.flags
         told = (
-            array.__array_interface__["data"][0], array.shape, array.dtype,
+            array.__array_interface__["data"][0],
+            array.shape,
+            array.dtype,
             flags.c_contiguous | flags.aligned << 8 | flags.writeable << 10,
-        )  # fmt: skip
+        )
         if native.describe(array) != told:
             return "the form of arrays"
     for ufunc in (np.add, np.subtract, np.divide, np.maximum):
         one, other, out = np.arange(1.0, 9.0), np.full(8, 3.0), np.zeros(8)
-        if not native.combine_once(ufunc, out.dtype.num, one, other, out) or not np.array_equal(out, ufunc(one, other)):
+        if not native.combine_once(ufunc, out.dtype.num, one, other, out) or not np.array_equal(
+            out, ufunc(one, other)
+        ):
             return f"the form of {ufunc.__name__}"
     return ""
 
@@ -155,7 +181,9 @@ class Tally:
     __slots__ = ("added", "collectives", "reads", "steps", "turned", "turns", "writes")
 
     def __init__(self) -> None:
-        self.added = self.collectives = self.reads = self.steps = self.turned = self.turns = self.writes = 0
+        self.added = self.collectives = self.reads = self.steps = self.turned = self.turns = (
+            self.writes
+        ) = 0
 
 
 class Watch:
@@ -212,7 +240,9 @@ def which(wanted: str) -> str:
         'python'
     """
     if wanted == "c" and _native is None:
-        raise ConfigError(f"kernel = c, but there is no C kernel: {_missing}; install with a compiler, or leave it to auto")
+        raise ConfigError(
+            f"kernel = c, but there is no C kernel: {_missing}; install with a compiler, or leave it to auto"
+        )
     return "python" if wanted == "python" or _native is None else "c"
 
 
@@ -225,7 +255,9 @@ def told(wanted: str) -> str:
     """
     if wanted == "python":
         return "prepared calls run in Python: kernel = python asks for it"
-    return "prepared calls run in C" if not _missing else f"prepared calls run in Python: {_missing}"
+    return (
+        "prepared calls run in C" if not _missing else f"prepared calls run in Python: {_missing}"
+    )
 
 
 UNREAD = -(1 << 41)
@@ -253,12 +285,16 @@ def program(*parts: Any) -> Any:
         return None
 
 
-def open_program(made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool) -> None:
+def open_program(
+    made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool
+) -> None:
     """Make the copies of a program's opening in C; arguments as of `run`, None for memories that the opening does not use."""
     _native.Run(made, channel, arrays, offsets, keeps_lock, True)  # type: ignore[union-attr]
 
 
-def run(made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool) -> Iterator[int]:
+def run(
+    made: Any, channel: Any, arrays: tuple[Any, ...], offsets: tuple[int, ...], *, keeps_lock: bool
+) -> Iterator[int]:
     """Run a program in C; yields what the others have to reach.
 
     Args:
@@ -278,16 +314,25 @@ def slot_call(*parts: Any, **objects: Any) -> Any:
         return None
     try:
         return _native.SlotCall(*parts, **objects)
-    except ValueError:  # a dtype or an op without a loop of its own, or more ranks than it is made for
+    except (
+        ValueError
+    ):  # a dtype or an op without a loop of its own, or more ranks than it is made for
         return None
 
 
-def group_of(variables: tuple[Any, ...], storages: tuple[Any, ...], tallies: tuple[Any, ...], parts: tuple[Any, ...]) -> Any:
+def group_of(
+    variables: tuple[Any, ...],
+    storages: tuple[Any, ...],
+    tallies: tuple[Any, ...],
+    parts: tuple[Any, ...],
+) -> Any:
     """Return what looks at variables that are written together in C, or None where there is no C runner; see `PlainGroup` for the arguments."""
     if _native is None:
         return None
     nbytes = tuple([part.nbytes for part in parts])
-    return _native.Group(nbytes, variables=variables, storages=storages, tallies=tallies, parts=parts)
+    return _native.Group(
+        nbytes, variables=variables, storages=storages, tallies=tallies, parts=parts
+    )
 
 
 def message_end(*parts: Any, **objects: Any) -> Any:
@@ -303,12 +348,25 @@ def message_entrance(function: Any, state: Any, *, is_sending: bool) -> Any:
         state: As for `entrance`.
         is_sending: It is `send`.
     """
-    return function if _native is None else _native.MessageEntrance(is_sending, function=function, state=state)
+    return (
+        function
+        if _native is None
+        else _native.MessageEntrance(is_sending, function=function, state=state)
+    )
 
 
 def access(
-    kind: str, plain: Any, where: tuple[Any, ...], storage: Copied, tally: Tally, form: tuple[Any, ...], *,
-    call: Any = None, watch: Watch | None = None, is_default: bool = False, is_increment: bool = False,
+    kind: str,
+    plain: Any,
+    where: tuple[Any, ...],
+    storage: Copied,
+    tally: Tally,
+    form: tuple[Any, ...],
+    *,
+    call: Any = None,
+    watch: Watch | None = None,
+    is_default: bool = False,
+    is_increment: bool = False,
 ) -> Any:
     """Return the C runner of a prepared access of a variable; `plain` where there is none.
 
@@ -324,18 +382,38 @@ def access(
         watch: The strategy's, of writes; None where nothing is compared.
         is_default: The strategy is the default one.
         is_increment: It writes an AUTO variable.
-    """  # fmt: skip
+    """
     if _native is None or (kind == "Read" and type(call) is not _native.SlotCall):
         return plain
-    places, owner, communicator, channel, replica = where if len(where) > 2 else (*where, None, None, None)  # noqa: PLR2004
+    places, owner, communicator, channel, replica = (
+        where if len(where) > 2 else (*where, None, None, None)
+    )  # noqa: PLR2004
     return getattr(_native, kind)(
-        *form, is_default, is_increment, plain=plain, owner=owner, places=places, storage=storage, tally=tally, call=call,
-        communicator=communicator, channel=channel, replica=replica, watch=watch,
-    )  # fmt: skip
+        *form,
+        is_default,
+        is_increment,
+        plain=plain,
+        owner=owner,
+        places=places,
+        storage=storage,
+        tally=tally,
+        call=call,
+        communicator=communicator,
+        channel=channel,
+        replica=replica,
+        watch=watch,
+    )
 
 
 def entrance(
-    function: Any, state: Any, *, nothing: Any = None, second: str | None = None, usual: Any = None, positions: int = 1, takes_numbers: bool = True
+    function: Any,
+    state: Any,
+    *,
+    nothing: Any = None,
+    second: str | None = None,
+    usual: Any = None,
+    positions: int = 1,
+    takes_numbers: bool = True,
 ) -> Any:
     """Return a callable that finds and runs a public function's prepared calls in C, and calls the function for any other.
 
@@ -352,7 +430,14 @@ def entrance(
         return function
     name = None if second is None else sys.intern(second)
     return _native.Entrance(
-        positions, takes_numbers, function=function, state=state, nothing=nothing, second=name, usual=usual, home=_HOME
+        positions,
+        takes_numbers,
+        function=function,
+        state=state,
+        nothing=nothing,
+        second=name,
+        usual=usual,
+        home=_HOME,
     )
 
 

@@ -3,8 +3,8 @@
 
 enum { UNPUBLISHED, BEGUN, ENDED, ADOPTED };
 
-/* While it is BEGUN it is the only entry of the channel's queue: nobody publishes before it has ended, or the engine has
- * adopted it. */
+/* While it is BEGUN it is the only entry of the channel's queue: nobody publishes before it has
+ * ended, or the engine has adopted it. */
 typedef struct {
     PyObject_HEAD SlotCall *call;
     PyObject *number, *begin, *timeout, *made, *site, *instruction, *operation;
@@ -16,12 +16,14 @@ typedef struct {
 static void withdraw(Begun *self) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
-    if (call_one(self->call->queue, name_remove, (PyObject *)self) < 0) PyErr_Clear(); /* it is not there */
+    if (call_one(self->call->queue, name_remove, (PyObject *)self) < 0)
+        PyErr_Clear(); /* it is not there */
     if (call_one(self->call->begun, name_remove, (PyObject *)self) < 0) PyErr_Clear();
     PyErr_Restore(type, error, trace);
 }
 
-/* End a call that has begun if the others have come, or come soon: 1; 0 where it has to go on; -1 with an error. */
+/* End a call that has begun if the others have come, or come soon: 1; 0 where it has to go on; -1
+ * with an error. */
 int end_begun(PyObject *object, int64_t patience_ns) {
     Begun *self = (Begun *)object;
     if (self->state == ENDED) return 1;
@@ -40,11 +42,10 @@ int end_begun(PyObject *object, int64_t patience_ns) {
     return recorded < 0 ? -1 : 1;
 }
 
-/* Begin a call that is waited for later; returns what waits for it, or None where nothing has been done. What this rank
- * brings is taken now. */
-PyObject *begin_slots(
-    SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site, PyObject *instruction
-) {
+/* Begin a call that is waited for later; returns what waits for it, or None where nothing has been
+ * done. What this rank brings is taken now. */
+PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site,
+                      PyObject *instruction) {
     ChannelState *channel = self->channel;
     PyObject *brought = NULL, *goal = NULL, *work = NULL;
     if (self->adopt == Py_None || !accept(self, x, out, &brought, &goal)) Py_RETURN_NONE;
@@ -60,8 +61,10 @@ PyObject *begin_slots(
     work = PyObject_CallFunctionObjArgs(self->work, self->engine, begun, NULL);
     begun->begin = PyLong_FromLongLong(now_ns());
     if (work == NULL || begun->begin == NULL) goto done;
-    /* What comes before may have run other threads, or the collector of garbage; from here on nothing does. */
-    if (!may_begin(self) || !fit_still(self, &self->brought, brought, IN_ONE_PIECE | ALIGNED)) goto done;
+    /* What comes before may have run other threads, or the collector of garbage; from here on
+     * nothing does. */
+    if (!may_begin(self) || !fit_still(self, &self->brought, brought, IN_ONE_PIECE | ALIGNED))
+        goto done;
     taken = 1;
     if (call_one(self->begun, name_append, (PyObject *)begun) < 0 ||
         call_one(self->queue, name_append, (PyObject *)begun) < 0)
@@ -78,7 +81,8 @@ done:
     if (PyErr_Occurred()) {
         Py_CLEAR(work);
         if (taken) withdraw(begun);
-        if (begun->number == NULL && PyErr_ExceptionMatches(PyExc_Exception)) { /* as in run_slots */
+        if (begun->number == NULL &&
+            PyErr_ExceptionMatches(PyExc_Exception)) { /* as in run_slots */
             PyErr_Clear();
             work = Py_NewRef(Py_None);
         }
@@ -102,7 +106,8 @@ static PyObject *begun_end(PyObject *object, PyObject *arguments) {
     return ended ? given_of(((Begun *)object)->call, ((Begun *)object)->made) : Py_NewRef(Py_None);
 }
 
-/* Let the engine go on with it. Others wait for that where they would queue a call of the group: its caller has a lock. */
+/* Let the engine go on with it. Others wait for that where they would queue a call of the group:
+ * its caller has a lock. */
 static PyObject *begun_adopt(PyObject *object, PyObject *unused) {
     (void)unused;
     Begun *self = (Begun *)object;
@@ -111,9 +116,9 @@ static PyObject *begun_adopt(PyObject *object, PyObject *unused) {
     self->state = ADOPTED;
     call->channel->begun = NULL;
     Py_INCREF(object);
-    self->operation = PyObject_CallFunctionObjArgs(
-        call->adopt, self->number, self->begin, self->made, self->timeout, self->site, self->instruction, NULL
-    );
+    self->operation =
+        PyObject_CallFunctionObjArgs(call->adopt, self->number, self->begin, self->made,
+                                     self->timeout, self->site, self->instruction, NULL);
     if (self->operation == NULL) interrupt_call(call, self->number, self->begin, Py_None);
     withdraw(self);
     Py_DECREF(object);
@@ -133,20 +138,22 @@ static int begun_clear(PyObject *object) {
 }
 
 static PyMemberDef begun_members[] = {
-    HELD(Begun, call), HELD(Begun, number), HELD(Begun, begin), HELD(Begun, timeout), HELD(Begun, made),
-    HELD(Begun, site), HELD(Begun, instruction), HELD(Begun, operation), {NULL},
+    HELD(Begun, call),        HELD(Begun, number),    HELD(Begun, begin),
+    HELD(Begun, timeout),     HELD(Begun, made),      HELD(Begun, site),
+    HELD(Begun, instruction), HELD(Begun, operation), {NULL},
 };
 
 static PyGetSetDef begun_getters[] = {{"is_over", begun_is_over, NULL, NULL, NULL}, {NULL}};
 
 static PyMethodDef begun_methods[] = {
-    {"end", begun_end, METH_VARARGS, "Return the result if it is there, or, end(True), comes soon; else None."},
-    {"adopt", begun_adopt, METH_NOARGS, "Let the engine go on with it, as `operation`; nothing where it has ended."},
+    {"end", begun_end, METH_VARARGS,
+     "Return the result if it is there, or, end(True), comes soon; else None."},
+    {"adopt", begun_adopt, METH_NOARGS,
+     "Let the engine go on with it, as `operation`; nothing where it has ended."},
     {NULL},
 };
 
-TYPE(
-    Begun, begun, begun_members, Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, "A prepared call that has begun, and is waited for later.",
-    {Py_tp_getset, begun_getters}, {Py_tp_methods, begun_methods},
-    {Py_tp_traverse, traverse_held}, {Py_tp_clear, begun_clear}, {Py_tp_dealloc, dealloc_held}
-)
+TYPE(Begun, begun, begun_members, Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+     "A prepared call that has begun, and is waited for later.", {Py_tp_getset, begun_getters},
+     {Py_tp_methods, begun_methods}, {Py_tp_traverse, traverse_held}, {Py_tp_clear, begun_clear},
+     {Py_tp_dealloc, dealloc_held})

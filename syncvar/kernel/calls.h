@@ -1,5 +1,5 @@
-/* Prepared calls: `slot_calls.c` makes them, `running.c` runs them, `leaves.c` has those of several arrays, `begun.c` those that are waited
- * for later; `entrances.c` finds them. */
+/* Prepared calls: `slot_calls.c` makes them, `running.c` runs them, `leaves.c` has those of several
+ * arrays, `begun.c` those that are waited for later; `entrances.c` finds them. */
 #ifndef SYNCVAR_CALLS_H
 #define SYNCVAR_CALLS_H
 #include "native.h"
@@ -30,13 +30,14 @@ typedef struct {
 typedef struct {
     Arithmetic how; /* of their terms, in the slots */
     PyObject *dtype;
-    PyTypeObject *number; /* Python's own, of which NumPy makes arrays of this dtype; or NULL */
+    PyTypeObject *number;    /* Python's own, of which NumPy makes arrays of this dtype; or NULL */
     Py_ssize_t start, count; /* where their vector begins in a slot, and its elements */
 } Kind;
 
 /* One of several arrays that are one vector, or one of each kind. */
 typedef struct {
-    int ndim, is_alone; /* is_alone: a long one, which is reduced by itself where it lies in the arena on any rank */
+    int ndim, is_alone; /* is_alone: a long one, which is reduced by itself where it lies in the
+                           arena on any rank */
     int kind;
     Py_ssize_t first, count; /* elements of its kind that come before, and its own */
     intptr_t shape[LEAF_NDIM_MAX];
@@ -49,8 +50,9 @@ typedef struct {
     PyObject *engine, *busy, *queue, *add, *told, *plain, *later, *hand_over, *interrupt, *saying,
         *begun, *work, *adopt;
     PyObject *nothing; /* stands for the result of a rank that gets nothing; else None */
-    PyObject *crowd; /* of a long vector: knows whether Python's lock has to be kept; else None */
-    PyObject *structure, *leaves_type; /* of several arrays: how containers hold them, see leaves.c, and the class `Leaves`; else None */
+    PyObject *crowd;   /* of a long vector: knows whether Python's lock has to be kept; else None */
+    PyObject *structure, *leaves_type; /* of several arrays: how containers hold them, see leaves.c,
+                                          and the class `Leaves`; else None */
     PyObject *make_arguments, *leaf_arguments;
     PyObject *op, *prepared_calls; /* by what it is remembered */
     Form brought, made;
@@ -59,25 +61,32 @@ typedef struct {
     Leaf *leaves; /* the arrays of which what is brought, and what is made, is the concatenation */
     int leaf_count; /* 0: it is one array */
     Kind kinds[KINDS_MAX];
-    int kind_count, rider; /* the first kind that lies in slots: 1 of a long call, whose long arrays are of kind 0 */
-    int span_count; /* arrays of a long call that are its vector */
-    char *room; /* where small ones are combined */
+    int kind_count, rider; /* the first kind that lies in slots: 1 of a long call, whose long arrays
+                              are of kind 0 */
+    int span_count;        /* arrays of a long call that are its vector */
+    char *room;            /* where small ones are combined */
     PyObject *kept_leaves, *kept_room, *kept_kinds;
     int parts; /* the caller gets a list of so many parts of the result; 0: the result */
     uint64_t digest, detail;
-    int tells; /* of blocks that others take: the check without the detail, and where long ones lie */
+    int tells; /* of blocks that others take: the check without the detail, and where long ones lie
+                */
     int reads; /* and these are read in the processes of their ranks */
-    Py_ssize_t ring; /* where the slots that take turns begin; 0 where there are none; -1 of a call that does not look for them */
-    Arithmetic how; /* of the terms, in the slots */
+    Py_ssize_t ring; /* where the slots that take turns begin; 0 where there are none; -1 of a call
+                        that does not look for them */
+    Arithmetic how;  /* of the terms, in the slots */
     Step apply;
-    int is_long, everyone; /* of a long vector: everybody ends with all of it; else what others read is never written over */
-    Known known[PATTERNS]; /* of a long vector: what is done, by where the vectors lie; the first one brings all of them */
+    int is_long, everyone; /* of a long vector: everybody ends with all of it; else what others read
+                              is never written over */
+    Known known[PATTERNS]; /* of a long vector: what is done, by where the vectors lie; the first
+                              one brings all of them */
     int memories;          /* that these have at most, and scratch memory that they need */
     int64_t scratch_bytes;
 } SlotCall;
 
 /* Return how long an array of the caller is in the slots, where halves are float32. */
-static inline Py_ssize_t in_slots(const SlotCall *self, const Form *form) { return self->how.half ? 2 * form->nbytes : form->nbytes; }
+static inline Py_ssize_t in_slots(const SlotCall *self, const Form *form) {
+    return self->how.half ? 2 * form->nbytes : form->nbytes;
+}
 
 /* of leaves.c */
 int intern_kinds(void);
@@ -106,13 +115,15 @@ PyObject *given_of(const SlotCall *self, PyObject *made);
 int may_begin(const SlotCall *self);
 long long take_number(const SlotCall *self, PyObject **number);
 uint64_t put_own(const SlotCall *self, int side, PyObject *x);
-void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t source, uint64_t target);
+void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t source,
+                  uint64_t target);
 int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns);
 void finish(const SlotCall *self, int side, const char *brought, PyObject *made);
 void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *said);
 
 /* of begun.c */
 int end_begun(PyObject *begun, int64_t patience_ns);
-PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site, PyObject *instruction);
+PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site,
+                      PyObject *instruction);
 
 #endif

@@ -2,16 +2,17 @@
 #include "native.h"
 
 static PyMemberDef channel_state_members[] = {
-    NUMBER(ChannelState, side), NUMBER(ChannelState, last), NUMBER(ChannelState, phase), NUMBER(ChannelState, tail),
-    FLAG(ChannelState, is_settled), {NULL},
+    NUMBER(ChannelState, side), NUMBER(ChannelState, last),     NUMBER(ChannelState, phase),
+    NUMBER(ChannelState, tail), FLAG(ChannelState, is_settled), {NULL},
 };
 
-/* -- waiting ------------------------------------------------------------------------------------------------------- */
+/* -- waiting ----------------------------------------------------------------------------------- */
 
 /* Note whether what is waited for has come while a rank was looking, before it gave way. */
 void note_looks(Wait *wait, int has_come) {
     Patience *patience = wait->patience;
-    if (wait->most > LOOKS_SHORT) patience->missed = has_come ? 0 : patience->missed + (patience->missed < MISSED_MOST);
+    if (wait->most > LOOKS_SHORT)
+        patience->missed = has_come ? 0 : patience->missed + (patience->missed < MISSED_MOST);
 }
 
 /* Let others of this core go on; returns whether to look again after that. */
@@ -26,7 +27,8 @@ int give_way(Wait *wait) {
     return 1;
 }
 
-/* Return whether a rank has published a word, or, with a negative need, minus the phase of the call published last. */
+/* Return whether a rank has published a word, or, with a negative need, minus the phase of the call
+ * published last. */
 static inline int is_at(const ChannelState *channel, Py_ssize_t other, long long need) {
     if (need > 0) return seen(channel->words + other) >= (uint64_t)need;
     return seen(channel->words + other + channel->phase_at) >= (uint64_t)-need ||
@@ -34,7 +36,8 @@ static inline int is_at(const ChannelState *channel, Py_ssize_t other, long long
             seen(channel->words + other + channel->done_at) >= (uint64_t)-need);
 }
 
-/* Wait a short while until all others have published what is needed; with a patience below 0, only look. */
+/* Wait a short while until all others have published what is needed; with a patience below 0, only
+ * look. */
 int have_come(ChannelState *channel, long long need, int64_t patience_ns) {
     Wait wait = wait_with(&channel->patience, channel->words + channel->abort_at, patience_ns);
     for (int other = 0; other < channel->size - 1; other++)
@@ -44,8 +47,8 @@ int have_come(ChannelState *channel, long long need, int64_t patience_ns) {
     return 1;
 }
 
-/* Learn where the words of all ranks are: bind(memory, entry, fields, others, slots, side_bytes, rank, shares_cores,
- * looks, processes): processes whose memory can be read, or none. */
+/* Learn where the words of all ranks are: bind(memory, entry, fields, others, slots, side_bytes,
+ * rank, shares_cores, looks, processes): processes whose memory can be read, or none. */
 static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
     ChannelState *self = (ChannelState *)object;
     PyObject *memory, *fields, *others, *slots, *sizes, *processes;
@@ -54,10 +57,9 @@ static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
         PyErr_SetString(PyExc_ValueError, "a channel is bound once");
         return NULL;
     }
-    if (!PyArg_ParseTuple(
-            arguments, "OnOOOOiiiO", &memory, &self->entry, &fields, &others, &slots, &sizes, &self->rank,
-            &self->patience.shares_cores, &self->patience.looks, &processes
-        ) ||
+    if (!PyArg_ParseTuple(arguments, "OnOOOOiiiO", &memory, &self->entry, &fields, &others, &slots,
+                          &sizes, &self->rank, &self->patience.shares_cores, &self->patience.looks,
+                          &processes) ||
         read_numbers(fields, places, 7) != 7 || read_numbers(sizes, lengths, 3) != 3)
         return NULL;
     self->segments_at = places[6];
@@ -74,7 +76,8 @@ static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
     if (PyErr_Occurred()) return NULL;
     const Py_ssize_t readable = read_numbers(processes, self->processes, RANKS_MAX);
     if (readable != 0 && readable != self->size) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a process of each rank, or of none");
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "a process of each rank, or of none");
         return NULL;
     }
     int good = self->size >= 2 && self->rank >= 0 && self->rank < self->size &&
@@ -84,8 +87,10 @@ static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
         return NULL;
     }
     const Py_ssize_t entry_bytes = 8 * 16, arena = self->memory.len;
-    good = is_within(8 * self->entry, entry_bytes, arena) && is_within(8 * self->abort_at, 8, arena);
-    for (int field = 0; field < 5; field++) good = good && is_within(8 * places[field], 16, entry_bytes);
+    good =
+        is_within(8 * self->entry, entry_bytes, arena) && is_within(8 * self->abort_at, 8, arena);
+    for (int field = 0; field < 5; field++)
+        good = good && is_within(8 * places[field], 16, entry_bytes);
     good = good && is_within(8 * self->segments_at, 8, entry_bytes);
     for (int other = 0; other < self->size - 1; other++)
         good = good && is_within(8 * self->others[other], entry_bytes, arena);
@@ -108,11 +113,11 @@ static void channel_state_dealloc(PyObject *object) {
 }
 
 static PyMethodDef channel_state_methods[] = {
-    {"bind", channel_state_bind, METH_VARARGS, "Learn where the words of all ranks are, for the C runner."},
+    {"bind", channel_state_bind, METH_VARARGS,
+     "Learn where the words of all ranks are, for the C runner."},
     {NULL},
 };
 
-TYPE(
-    ChannelState, channel_state, channel_state_members, Py_TPFLAGS_BASETYPE, "What a rank has published last in a group, and whether everyone has reached it.",
-    {Py_tp_methods, channel_state_methods}, {Py_tp_dealloc, channel_state_dealloc}
-)
+TYPE(ChannelState, channel_state, channel_state_members, Py_TPFLAGS_BASETYPE,
+     "What a rank has published last in a group, and whether everyone has reached it.",
+     {Py_tp_methods, channel_state_methods}, {Py_tp_dealloc, channel_state_dealloc})

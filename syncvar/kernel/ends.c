@@ -1,4 +1,5 @@
-/* The ends of messages, and the entrances of `send` and `recv`, which find them without a step of Python. */
+/* The ends of messages, and the entrances of `send` and `recv`, which find them without a step of
+ * Python. */
 #include "messages.h"
 
 #define BOX_NDIM_MAX 13 /* of what is known */
@@ -9,11 +10,12 @@ typedef struct {
     int is_sending;
 } MessageEntrance;
 
-/* -- how far they are ----------------------------------------------------------------------------------------------- */
+/* -- how far they are -------------------------------------------------------------------------- */
 
 static PyMemberDef count_members[] = {
     {"identity", T_OBJECT_EX, offsetof(Count, identity), READONLY, NULL},
-    NUMBER(Count, next_call), NUMBER(Count, number),
+    NUMBER(Count, next_call),
+    NUMBER(Count, number),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(Count, references), READONLY, NULL},
     {NULL},
 };
@@ -35,26 +37,28 @@ static void count_dealloc(PyObject *object) {
     dealloc_object(object);
 }
 
-TYPE(
-    Count, count, count_members, 0, "How far the messages of a pair and tag are.", {Py_tp_new, count_new}, {Py_tp_dealloc, count_dealloc}
-)
+TYPE(Count, count, count_members, 0, "How far the messages of a pair and tag are.",
+     {Py_tp_new, count_new}, {Py_tp_dealloc, count_dealloc})
 
-/* -- ends ---------------------------------------------------------------------------------------------------------- */
+/* -- ends -------------------------------------------------------------------------------------- */
 
 /* remember(dtype, shape, what, told): messages of this dtype and shape are taken from now on. */
 static PyObject *end_remember(PyObject *object, PyObject *arguments) {
     End *self = (End *)object;
     PyObject *dtype, *shape, *told;
     unsigned long long what;
-    if (!PyArg_ParseTuple(arguments, "OO!KO", &dtype, &PyTuple_Type, &shape, &what, &told)) return NULL;
+    if (!PyArg_ParseTuple(arguments, "OO!KO", &dtype, &PyTuple_Type, &shape, &what, &told))
+        return NULL;
     if (PyTuple_Size(shape) > BOX_NDIM_MAX) Py_RETURN_NONE;
     Sort made = {.shape = shape, .told = told, .what = what};
-    PyObject *held = read_form(dtype, shape, &made.form) ? PyTuple_Pack(3, dtype, shape, told) : NULL;
+    PyObject *held =
+        read_form(dtype, shape, &made.form) ? PyTuple_Pack(3, dtype, shape, told) : NULL;
     Py_DECREF(made.form.dtype); /* it is held with the others */
     int is_known = held == NULL;
     for (int which = 0; which < SORTS && !is_known; which++) {
         const Sort *one = &self->sorts[which];
-        is_known = one->told != NULL && one->what == what && one->form.dtype == dtype && one->form.ndim == made.form.ndim &&
+        is_known = one->told != NULL && one->what == what && one->form.dtype == dtype &&
+                   one->form.ndim == made.form.ndim &&
                    memcmp(one->form.shape, made.form.shape, made.form.ndim * sizeof(intptr_t)) == 0;
     }
     if (is_known) {
@@ -66,7 +70,8 @@ static PyObject *end_remember(PyObject *object, PyObject *arguments) {
     return PyList_SetItem(self->kept_sorts, place, held) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* retire(): send and receive no more, and be found no more: what is known of the pair and tag begins anew. */
+/* retire(): send and receive no more, and be found no more: what is known of the pair and tag
+ * begins anew. */
 static PyObject *end_retire(PyObject *object, PyObject *unused) {
     (void)unused;
     ((End *)object)->is_retired = 1;
@@ -88,27 +93,29 @@ static void end_dealloc(PyObject *object) {
     if (has_memory) PyBuffer_Release(&memory);
 }
 
-/* End(memory, box, ring, ring_bytes, entry_bytes_max, eager_bytes, abort, identity, looks, shares_cores, patience_ns, *, what it
- * holds): box, ring and abort are bytes from the beginning of the memory. */
+/* End(memory, box, ring, ring_bytes, entry_bytes_max, eager_bytes, abort, identity, looks,
+ * shares_cores, patience_ns, *, what it holds): box, ring and abort are bytes from the beginning of
+ * the memory. */
 static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *memory;
     unsigned long long box, ring, ring_bytes, entry_bytes_max, eager_bytes, abort_at, identity;
     int looks, shares_cores;
     long long patience_ns;
-    if (!PyArg_ParseTuple(
-            arguments, "OKKKKKKKipL", &memory, &box, &ring, &ring_bytes, &entry_bytes_max, &eager_bytes, &abort_at, &identity, &looks,
-            &shares_cores, &patience_ns
-        ))
+    if (!PyArg_ParseTuple(arguments, "OKKKKKKKipL", &memory, &box, &ring, &ring_bytes,
+                          &entry_bytes_max, &eager_bytes, &abort_at, &identity, &looks,
+                          &shares_cores, &patience_ns))
         return NULL;
     End *self = new_holding(type, keywords);
     if (self == NULL) return NULL;
     if ((self->kept_sorts = PyList_New(SORTS)) == NULL) goto failed;
-    for (int which = 0; which < SORTS; which++) PyList_SetItem(self->kept_sorts, which, Py_NewRef(Py_None));
+    for (int which = 0; which < SORTS; which++)
+        PyList_SetItem(self->kept_sorts, which, Py_NewRef(Py_None));
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) goto failed;
     self->has_memory = 1;
     const uint64_t whole = (uint64_t)self->memory.len;
-    if (Py_TYPE((PyObject *)self->count) != count_type || ring_bytes == 0 || ring_bytes % LINE || ring % LINE ||
-        box % LINE || abort_at % 8 || ring_bytes > whole || ring > whole - ring_bytes || box > whole - 4 * LINE || abort_at > whole - 8 ||
+    if (Py_TYPE((PyObject *)self->count) != count_type || ring_bytes == 0 || ring_bytes % LINE ||
+        ring % LINE || box % LINE || abort_at % 8 || ring_bytes > whole ||
+        ring > whole - ring_bytes || box > whole - 4 * LINE || abort_at > whole - 8 ||
         entry_bytes_max > ring_bytes) {
         PyErr_SetString(PyExc_ValueError, "the box does not lie in this memory");
         goto failed;
@@ -132,29 +139,40 @@ failed:
 }
 
 static PyMethodDef end_methods[] = {
-    {"send", send_now, METH_O, "send(x): True when the message is in the box, False when nothing has been done"},
-    {"receive", receive_now, METH_O, "receive(out): the message, or None when nothing has been done"},
+    {"send", send_now, METH_O,
+     "send(x): True when the message is in the box, False when nothing has been done"},
+    {"receive", receive_now, METH_O,
+     "receive(out): the message, or None when nothing has been done"},
     {"remember", end_remember, METH_VARARGS, "remember(dtype, shape, what, told)"},
     {"retire", end_retire, METH_NOARGS, "retire(): send and receive no more"},
     {NULL},
 };
 
 static PyMemberDef end_members[] = {
-    HELD(End, count), HELD(End, engine), HELD(End, context), HELD(End, add), HELD(End, go_on), HELD(End, busy),
-    HELD(End, box), HELD(End, kept), HELD(End, shared),
-    HOLDS(End, face, "_face"), HOLDS(End, kept_sorts, "_sorts"), {NULL},
+    HELD(End, count),
+    HELD(End, engine),
+    HELD(End, context),
+    HELD(End, add),
+    HELD(End, go_on),
+    HELD(End, busy),
+    HELD(End, box),
+    HELD(End, kept),
+    HELD(End, shared),
+    HOLDS(End, face, "_face"),
+    HOLDS(End, kept_sorts, "_sorts"),
+    {NULL},
 };
 
-TYPE(
-    End, end, end_members, Py_TPFLAGS_HAVE_GC, "One end of the messages of a pair and tag.", {Py_tp_new, end_new}, {Py_tp_methods, end_methods},
-    {Py_tp_traverse, traverse_held}, {Py_tp_clear, end_clear}, {Py_tp_dealloc, end_dealloc}
-)
+TYPE(End, end, end_members, Py_TPFLAGS_HAVE_GC, "One end of the messages of a pair and tag.",
+     {Py_tp_new, end_new}, {Py_tp_methods, end_methods}, {Py_tp_traverse, traverse_held},
+     {Py_tp_clear, end_clear}, {Py_tp_dealloc, end_dealloc})
 
-/* -- the door: send and recv ---------------------------------------------------------------------------------------- */
+/* -- the door: send and recv ------------------------------------------------------------------- */
 
 /* Return where the end of a peer and tag is remembered; of two in one place the newer one stays. */
 static Remembered **place_of(MessageEntrance *self, long long peer, long long tag) {
-    return self->face.remembered + ((unsigned long long)peer * 31 + (unsigned long long)tag) % REMEMBERED;
+    return self->face.remembered +
+           ((unsigned long long)peer * 31 + (unsigned long long)tag) % REMEMBERED;
 }
 
 /* Return a number, or -1 where the value is no plain integer of this range. */
@@ -165,16 +183,21 @@ static long long plain_number(PyObject *value) {
     return number;
 }
 
-/* Return whether an end is of this thread's world, outside a block of sv.uneven. That of a job that has been left refuses itself. */
+/* Return whether an end is of this thread's world, outside a block of sv.uneven. That of a job that
+ * has been left refuses itself. */
 static int is_current(const MessageEntrance *self, const End *end) {
-    const int same = peek(self->face.state, name_is_bound) == Py_False && peek(end->context, name_uneven) == Py_None;
+    const int same = peek(self->face.state, name_is_bound) == Py_False &&
+                     peek(end->context, name_uneven) == Py_None;
     if (PyErr_Occurred()) PyErr_Clear();
     return same;
 }
 
-/* Return what the end makes of a call; None or False where the function has to make it, NULL for an error. */
-static PyObject *through_end(MessageEntrance *self, PyObject *const *arguments, Py_ssize_t given, PyObject *names) {
-    const Py_ssize_t positions = self->is_sending ? 2 : 1, named = names == NULL ? 0 : PyTuple_Size(names);
+/* Return what the end makes of a call; None or False where the function has to make it, NULL for an
+ * error. */
+static PyObject *through_end(MessageEntrance *self, PyObject *const *arguments, Py_ssize_t given,
+                             PyObject *names) {
+    const Py_ssize_t positions = self->is_sending ? 2 : 1,
+                     named = names == NULL ? 0 : PyTuple_Size(names);
     PyObject *out = Py_None;
     long long tag = 0;
     if (given != positions) Py_RETURN_NONE;
@@ -190,14 +213,17 @@ static PyObject *through_end(MessageEntrance *self, PyObject *const *arguments, 
     const long long peer = plain_number(arguments[positions - 1]);
     if (peer < 0 || tag < 0) Py_RETURN_NONE;
     End *end = (End *)*place_of(self, peer, tag);
-    if (end == NULL || end->peer != peer || end->tag != tag || !is_current(self, end)) Py_RETURN_NONE;
+    if (end == NULL || end->peer != peer || end->tag != tag || !is_current(self, end))
+        Py_RETURN_NONE;
     Py_INCREF((PyObject *)end);
-    PyObject *made = self->is_sending ? send_now((PyObject *)end, arguments[0]) : receive_now((PyObject *)end, out);
+    PyObject *made = self->is_sending ? send_now((PyObject *)end, arguments[0])
+                                      : receive_now((PyObject *)end, out);
     Py_DECREF((PyObject *)end);
     return made;
 }
 
-static PyObject *message_entrance_call(PyObject *object, PyObject *const *arguments, size_t flagged, PyObject *names) {
+static PyObject *message_entrance_call(PyObject *object, PyObject *const *arguments, size_t flagged,
+                                       PyObject *names) {
     MessageEntrance *self = (MessageEntrance *)object;
     const Py_ssize_t given = GIVEN(flagged);
     PyObject *made = through_end(self, arguments, given, names);
@@ -241,11 +267,13 @@ static PyMethodDef message_entrance_methods[] = {
     {NULL},
 };
 
-static PyMemberDef message_entrance_members[] = {HOLDS(MessageEntrance, face.function, "function"), HOLDS(MessageEntrance, face.state, "state"), CALLED_BY(MessageEntrance), {NULL}};
+static PyMemberDef message_entrance_members[] = {HOLDS(MessageEntrance, face.function, "function"),
+                                                 HOLDS(MessageEntrance, face.state, "state"),
+                                                 CALLED_BY(MessageEntrance),
+                                                 {NULL}};
 
-/* send or recv: messages of the world that need no waiting take no step of Python; any other call is the function's. */
-TYPE(
-    MessageEntrance, message_entrance, message_entrance_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL,
-    NULL, /* `__doc__` is the function's */
-    {Py_tp_new, message_entrance_new}, {Py_tp_methods, message_entrance_methods}, FACE, HOLDING
-)
+/* send or recv: messages of the world that need no waiting take no step of Python; any other call
+ * is the function's. */
+TYPE(MessageEntrance, message_entrance, message_entrance_members,
+     Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, NULL, /* `__doc__` is the function's */
+     {Py_tp_new, message_entrance_new}, {Py_tp_methods, message_entrance_methods}, FACE, HOLDING)

@@ -5,7 +5,8 @@ static int is_float(PyObject *value) { return Py_TYPE(value) == &PyFloat_Type; }
 
 #define NUMBERS_MAX 1024 /* of a list that is made an array here */
 
-/* Return whether a value is a number, or a short list or tuple of numbers of one kind: NumPy makes an array of it. */
+/* Return whether a value is a number, or a short list or tuple of numbers of one kind: NumPy makes
+ * an array of it. */
 static int are_numbers(PyObject *value) {
     if (is_number(value)) return 1;
     const int is_list = Py_TYPE(value) == &PyList_Type;
@@ -21,11 +22,15 @@ static int are_numbers(PyObject *value) {
     return 1;
 }
 
-#define TOGETHER 4     /* in one place: the one that was remembered last comes first, and the last one is forgotten for another */
+#define TOGETHER                                                                                   \
+    4 /* in one place: the one that was remembered last comes first, and the last one is forgotten \
+         for another */
 
-static uint64_t changes = 1; /* of which job this process is in, of threads that have one of their own, of groups */
+static uint64_t changes =
+    1; /* of which job this process is in, of threads that have one of their own, of groups */
 
-/* note_change(): whoever makes one of these changes says so; then entrances look again which group calls without one are of. */
+/* note_change(): whoever makes one of these changes says so; then entrances look again which group
+ * calls without one are of. */
 PyObject *note_change(PyObject *module, PyObject *unused) {
     (void)module, (void)unused;
     changes++;
@@ -35,25 +40,30 @@ PyObject *note_change(PyObject *module, PyObject *unused) {
 typedef struct {
     Face face;
     PyObject *nothing, *second, *usual, *home;
-    PyObject *world, *prepared_calls; /* borrowed: of calls without a group, as long as there was no other change than these */
+    PyObject *world, *prepared_calls; /* borrowed: of calls without a group, as long as there was no
+                                         other change than these */
     uint64_t changes;
-    int positions, takes_numbers; /* how many arguments may be given by position; a number or a list of them is an array too */
+    int positions, takes_numbers; /* how many arguments may be given by position; a number or a list
+                                     of them is an array too */
 } Entrance;
 
 /* Return where calls of a group are remembered that combine, or move, arrays of a form. */
-static Remembered **place_of(Entrance *self, PyObject *communicator, PyObject *op, PyObject *dtype, int ndim, const intptr_t *shape) {
-    uintptr_t mixed = (((uintptr_t)communicator >> 4) * 31 + ((uintptr_t)op >> 4)) * 31 + ((uintptr_t)dtype >> 4);
+static Remembered **place_of(Entrance *self, PyObject *communicator, PyObject *op, PyObject *dtype,
+                             int ndim, const intptr_t *shape) {
+    uintptr_t mixed =
+        (((uintptr_t)communicator >> 4) * 31 + ((uintptr_t)op >> 4)) * 31 + ((uintptr_t)dtype >> 4);
     for (int axis = 0; axis < ndim; axis++) mixed = mixed * 1000003u + (uintptr_t)shape[axis];
     return self->face.remembered + (mixed ^ mixed >> 17) % (REMEMBERED / TOGETHER) * TOGETHER;
 }
 
 /* Return where calls are remembered that take several arrays as one. */
-static Remembered **place_of_several(Entrance *self, PyObject *communicator, PyObject *op, PyTypeObject *kind, intptr_t count) {
+static Remembered **place_of_several(Entrance *self, PyObject *communicator, PyObject *op,
+                                     PyTypeObject *kind, intptr_t count) {
     return place_of(self, communicator, op, (PyObject *)kind, 1, &count);
 }
 
-/* Return the remembered call of an array, or of several, in a group, of the world for None, if it belongs to the job that this
- * thread is in, and to the group as it is now; else NULL. */
+/* Return the remembered call of an array, or of several, in a group, of the world for None, if it
+ * belongs to the job that this thread is in, and to the group as it is now; else NULL. */
 static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObject *value) {
     const Array *form = (PyObject *)Py_TYPE(value) == array_type ? (const Array *)value : NULL;
     const int is_known = group == Py_None && self->changes == changes;
@@ -63,17 +73,22 @@ static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObje
         communicator = group == Py_None ? peek(job, name_world) : peek(group, name__communicator);
         prepared_calls = peek(communicator, name_prepared_calls);
     }
-    Remembered **place = form != NULL ? place_of(self, communicator, op, form->dtype, form->ndim, form->shape)
-                                      : place_of_several(self, communicator, op, Py_TYPE(value), PyObject_Size(value));
+    Remembered **place =
+        form != NULL
+            ? place_of(self, communicator, op, form->dtype, form->ndim, form->shape)
+            : place_of_several(self, communicator, op, Py_TYPE(value), PyObject_Size(value));
     SlotCall *found = NULL;
     for (int which = 0; which < TOGETHER && found == NULL; which++) {
         SlotCall *call = (SlotCall *)place[which];
-        if (call != NULL && call->op == op && (PyObject *)call->communicator == communicator && call->prepared_calls == prepared_calls &&
-            (form != NULL ? call->leaf_count == 0 && fits(&call->brought, value, 0) : call->leaf_count > 0 && holds_leaves(call, value)))
+        if (call != NULL && call->op == op && (PyObject *)call->communicator == communicator &&
+            call->prepared_calls == prepared_calls &&
+            (form != NULL ? call->leaf_count == 0 && fits(&call->brought, value, 0)
+                          : call->leaf_count > 0 && holds_leaves(call, value)))
             found = call;
     }
     if (found != NULL && !is_known) {
-        if (is_true(self->face.state, name_is_bound) || (group != Py_None && peek(job, name_engine) != found->engine)) {
+        if (is_true(self->face.state, name_is_bound) ||
+            (group != Py_None && peek(job, name_engine) != found->engine)) {
             found = NULL;
         } else if (group == Py_None) {
             self->changes = changes;
@@ -85,25 +100,33 @@ static SlotCall *find_call(Entrance *self, PyObject *group, PyObject *op, PyObje
     return found;
 }
 
-/* Begin a call that has been remembered; None where nothing has been done. The caller's place is put into words when
- * somebody asks; where it is in this package, the function has to look further. */
-static PyObject *begin_remembered(Entrance *self, SlotCall *call, PyObject *array, PyObject *out, PyObject *timeout) {
+/* Begin a call that has been remembered; None where nothing has been done. The caller's place is
+ * put into words when somebody asks; where it is in this package, the function has to look further.
+ */
+static PyObject *begin_remembered(Entrance *self, SlotCall *call, PyObject *array, PyObject *out,
+                                  PyObject *timeout) {
     PyFrameObject *frame = PyEval_GetFrame();
     if (frame == NULL) Py_RETURN_NONE;
     PyObject *code = (PyObject *)PyFrame_GetCode(frame), *made = NULL;
     PyObject *instruction = PyObject_GetAttr((PyObject *)frame, name_f_lasti),
              *file = instruction == NULL ? NULL : PyObject_GetAttr(code, name_co_filename);
-    const Py_ssize_t ours = file == NULL ? -1 : PyUnicode_Tailmatch(file, self->home, 0, PY_SSIZE_T_MAX, -1);
-    if (ours >= 0) made = ours ? Py_NewRef(Py_None) : begin_slots(call, array, out, timeout, code, instruction);
+    const Py_ssize_t ours =
+        file == NULL ? -1 : PyUnicode_Tailmatch(file, self->home, 0, PY_SSIZE_T_MAX, -1);
+    if (ours >= 0)
+        made =
+            ours ? Py_NewRef(Py_None) : begin_slots(call, array, out, timeout, code, instruction);
     Py_DECREF(code);
     Py_XDECREF(instruction);
     Py_XDECREF(file);
     return made;
 }
 
-/* Run a call that has been remembered; NULL without an error where the function itself has to be called. */
-static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_ssize_t given, PyObject *names) {
-    PyObject *x = given > 0 ? arguments[0] : self->nothing, *op = given > 1 ? arguments[1] : self->usual;
+/* Run a call that has been remembered; NULL without an error where the function itself has to be
+ * called. */
+static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_ssize_t given,
+                                PyObject *names) {
+    PyObject *x = given > 0 ? arguments[0] : self->nothing,
+             *op = given > 1 ? arguments[1] : self->usual;
     PyObject *out = Py_None, *timeout = Py_None, *group = Py_None;
     int later = 0;
     if (given > self->positions || (given == 0) != (self->nothing != Py_None)) return NULL;
@@ -114,7 +137,8 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
             out = value;
         else if (name == self->second && given == 1)
             op = value;
-        else if (name == name_timeout && (value == Py_None || (is_float(value) && PyFloat_AsDouble(value) > 0)))
+        else if (name == name_timeout &&
+                 (value == Py_None || (is_float(value) && PyFloat_AsDouble(value) > 0)))
             timeout = value;
         else if (name == name_group)
             group = value;
@@ -135,7 +159,8 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
     }
     PyObject *result = NULL;
     PyTypeObject *const kind = array == NULL ? NULL : Py_TYPE(array);
-    if ((PyObject *)kind == array_type || kind == &PyList_Type || kind == &PyTuple_Type || kind == &PyDict_Type) {
+    if ((PyObject *)kind == array_type || kind == &PyList_Type || kind == &PyTuple_Type ||
+        kind == &PyDict_Type) {
         SlotCall *call = find_call(self, group, op, array);
         if (call != NULL && (brings || brings_nothing(call))) {
             Py_INCREF((PyObject *)call);
@@ -154,20 +179,26 @@ static PyObject *run_remembered(Entrance *self, PyObject *const *arguments, Py_s
     return result;
 }
 
-static PyObject *entrance_call(PyObject *object, PyObject *const *arguments, size_t flagged, PyObject *names) {
+static PyObject *entrance_call(PyObject *object, PyObject *const *arguments, size_t flagged,
+                               PyObject *names) {
     Entrance *self = (Entrance *)object;
     const Py_ssize_t given = GIVEN(flagged);
     PyObject *result = run_remembered(self, arguments, given, names);
-    return result != NULL || PyErr_Occurred() ? result : call_function(self->face.function, arguments, given, names);
+    return result != NULL || PyErr_Occurred()
+               ? result
+               : call_function(self->face.function, arguments, given, names);
 }
 
-/* Remember a prepared call, by what it is made of; the one of its place that was remembered first is forgotten. */
+/* Remember a prepared call, by what it is made of; the one of its place that was remembered first
+ * is forgotten. */
 static void keep_call(Entrance *self, SlotCall *call) {
     const Form *form = &call->brought;
     PyObject *const communicator = (PyObject *)call->communicator;
-    Remembered **place = call->leaf_count == 0 ? place_of(self, communicator, call->op, form->dtype, form->ndim, form->shape)
-                                               : place_of_several(self, communicator, call->op, container_of(call->structure),
-                                                                  PyTuple_Size(PyTuple_GetItem(call->structure, 2)));
+    Remembered **place =
+        call->leaf_count == 0
+            ? place_of(self, communicator, call->op, form->dtype, form->ndim, form->shape)
+            : place_of_several(self, communicator, call->op, container_of(call->structure),
+                               PyTuple_Size(PyTuple_GetItem(call->structure, 2)));
     if (place[TOGETHER - 1] != NULL) forget(place[TOGETHER - 1]);
     memmove(place + 1, place, (TOGETHER - 1) * sizeof *place);
     *place = NULL;
@@ -190,9 +221,11 @@ static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-/* Remember a prepared call again that has been forgotten for others; nothing of one that was never remembered. */
+/* Remember a prepared call again that has been forgotten for others; nothing of one that was never
+ * remembered. */
 static PyObject *entrance_recall(PyObject *object, PyObject *call) {
-    if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->face == NULL && ((SlotCall *)call)->op != NULL)
+    if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->face == NULL &&
+        ((SlotCall *)call)->op != NULL)
         keep_call((Entrance *)object, (SlotCall *)call);
     Py_RETURN_NONE;
 }
@@ -210,20 +243,27 @@ static PyObject *entrance_new(PyTypeObject *type, PyObject *arguments, PyObject 
 }
 
 static PyMemberDef entrance_members[] = {
-    HOLDS(Entrance, face.function, "function"), HOLDS(Entrance, face.state, "state"),
-    HELD(Entrance, nothing), HELD(Entrance, second), HELD(Entrance, usual), HELD(Entrance, home), CALLED_BY(Entrance), {NULL},
+    HOLDS(Entrance, face.function, "function"),
+    HOLDS(Entrance, face.state, "state"),
+    HELD(Entrance, nothing),
+    HELD(Entrance, second),
+    HELD(Entrance, usual),
+    HELD(Entrance, home),
+    CALLED_BY(Entrance),
+    {NULL},
 };
 
 static PyMethodDef entrance_methods[] = {
-    {"remember", entrance_remember, METH_VARARGS, "Remember a prepared call: (op, call, prepared_calls)."},
-    {"recall", entrance_recall, METH_O, "Remember a prepared call again that has been forgotten for others."},
+    {"remember", entrance_remember, METH_VARARGS,
+     "Remember a prepared call: (op, call, prepared_calls)."},
+    {"recall", entrance_recall, METH_O,
+     "Remember a prepared call again that has been forgotten for others."},
     FACE_METHODS,
     {NULL},
 };
 
-/* A public function whose prepared calls are found and run without Python's steps; any other call is the function's. */
-TYPE(
-    Entrance, entrance, entrance_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL,
-    NULL, /* `__doc__` is the function's */
-    {Py_tp_new, entrance_new}, {Py_tp_methods, entrance_methods}, FACE, HOLDING
-)
+/* A public function whose prepared calls are found and run without Python's steps; any other call
+ * is the function's. */
+TYPE(Entrance, entrance, entrance_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL,
+     NULL, /* `__doc__` is the function's */
+     {Py_tp_new, entrance_new}, {Py_tp_methods, entrance_methods}, FACE, HOLDING)

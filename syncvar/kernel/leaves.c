@@ -1,13 +1,14 @@
-/* Calls that take several arrays as one vector: those that containers hold, lists and tuples in their order, dicts in the order of their
- * sorted names.
+/* Calls that take several arrays as one vector: those that containers hold, lists and tuples in
+ * their order, dicts in the order of their sorted names.
  *
- * Within a call what is brought, where the result goes and the result are tuples of arrays; the containers are looked at and made at
- * its beginning and end. */
+ * Within a call what is brought, where the result goes and the result are tuples of arrays; the
+ * containers are looked at and made at its beginning and end. */
 #include "calls.h"
 
 #include <stdlib.h>
 
-/* How containers hold arrays is said by a `Structure`: (kind, sorted names of a dict, (how each part does, ...)). The kinds are interned. */
+/* How containers hold arrays is said by a `Structure`: (kind, sorted names of a dict, (how each
+ * part does, ...)). The kinds are interned. */
 static PyObject *of_array, *of_dict, *of_list, *of_tuple;
 
 /* Make what kinds are compared with; -1 with an error. */
@@ -24,14 +25,18 @@ static int is_leaf(PyObject *structure) { return PyTuple_GetItem(structure, 0) =
 /* Return of which class a container is, NULL of an array or none. */
 PyTypeObject *container_of(PyObject *structure) {
     PyObject *const kind = PyTuple_GetItem(structure, 0);
-    return kind == of_dict ? &PyDict_Type : kind == of_list ? &PyList_Type : kind == of_tuple ? &PyTuple_Type : NULL;
+    return kind == of_dict    ? &PyDict_Type
+           : kind == of_list  ? &PyList_Type
+           : kind == of_tuple ? &PyTuple_Type
+                              : NULL;
 }
 
 /* Return how many arrays a structure has; -1 where it is none. */
 static Py_ssize_t count_leaves(PyObject *structure) {
     if (!PyTuple_Check(structure) || PyTuple_Size(structure) != 3) return -1;
     if (is_leaf(structure)) return 1;
-    PyObject *const names = PyTuple_GetItem(structure, 1), *const parts = PyTuple_GetItem(structure, 2);
+    PyObject *const names = PyTuple_GetItem(structure, 1), *const parts =
+                                                               PyTuple_GetItem(structure, 2);
     PyTypeObject *const kind = container_of(structure);
     if (kind == NULL || !PyTuple_Check(parts) || !PyTuple_Check(names)) return -1;
     if (PyTuple_Size(names) != (kind == &PyDict_Type ? PyTuple_Size(parts) : 0)) return -1;
@@ -47,7 +52,9 @@ static Py_ssize_t count_leaves(PyObject *structure) {
 #define ALIGNED_TO 16 /* as in reductions.py */
 
 /* Return how long an element of an array is, in bytes; in a slot halves are float32. */
-static Py_ssize_t width_of(const Kind *kind) { return kind->how.half ? (Py_ssize_t)sizeof(uint16_t) : kind->how.width; }
+static Py_ssize_t width_of(const Kind *kind) {
+    return kind->how.half ? (Py_ssize_t)sizeof(uint16_t) : kind->how.width;
+}
 
 static Py_ssize_t nbytes_of(const SlotCall *self, int place) {
     const Leaf *leaf = &self->leaves[place];
@@ -60,12 +67,17 @@ static PyTypeObject *number_of(PyObject *dtype) {
     PyObject *found = PyObject_GetAttrString(dtype, "num");
     const long number = found == NULL ? -1 : PyLong_AsLong(found);
     Py_XDECREF(found);
-    return number == BOOL ? &PyBool_Type : number == LONG ? &PyLong_Type : number == DOUBLE ? &PyFloat_Type : NULL;
+    return number == BOOL     ? &PyBool_Type
+           : number == LONG   ? &PyLong_Type
+           : number == DOUBLE ? &PyFloat_Type
+                              : NULL;
 }
 
-/* Learn of which kinds they are, from ((what becomes of terms, dtype, where the vector begins in a slot, its elements), ...). */
+/* Learn of which kinds they are, from ((what becomes of terms, dtype, where the vector begins in a
+ * slot, its elements), ...). */
 static int read_kinds(SlotCall *self, PyObject *given) {
-    const Py_ssize_t count = PyTuple_Size(given), slot = self->is_long ? self->channel->side_bytes : in_slots(self, &self->made);
+    const Py_ssize_t count = PyTuple_Size(given),
+                     slot = self->is_long ? self->channel->side_bytes : in_slots(self, &self->made);
     if (count < 1 || count > KINDS_MAX) return 0;
     self->rider = self->is_long;
     self->kept_kinds = Py_NewRef(given); /* it keeps what they use */
@@ -73,7 +85,9 @@ static int read_kinds(SlotCall *self, PyObject *given) {
         Kind *kind = &self->kinds[self->kind_count];
         Step apply = {0};
         PyObject *how;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(given, self->kind_count), "OOnn", &how, &kind->dtype, &kind->start, &kind->count)) return 0;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(given, self->kind_count), "OOnn", &how, &kind->dtype,
+                              &kind->start, &kind->count))
+            return 0;
         kind->number = number_of(kind->dtype);
         const int is_read = read_arithmetic(how, &kind->how, &apply);
         Py_XDECREF(kind->how.fold.owner);
@@ -81,17 +95,22 @@ static int read_kinds(SlotCall *self, PyObject *given) {
         Py_XDECREF(apply.owner);
         if (!is_read || apply.loop != NULL) return 0;
         if (self->kind_count < self->rider) continue; /* its arithmetic is a program's */
-        if (kind->how.fold.loop == NULL || kind->start % ALIGNED_TO || kind->count < 0 || kind->count > slot) return 0;
+        if (kind->how.fold.loop == NULL || kind->start % ALIGNED_TO || kind->count < 0 ||
+            kind->count > slot)
+            return 0;
         if (!is_within(kind->start, kind->count * kind->how.width, slot)) return 0;
     }
     return 1;
 }
 
-/* Learn which arrays they are, from ((shape, whether it is reduced alone where it lies in the arena, its kind), ...); nothing of one array. */
+/* Learn which arrays they are, from ((shape, whether it is reduced alone where it lies in the
+ * arena, its kind), ...); nothing of one array. */
 int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given);
     if (count < 1) return count == 0;
-    if (count > LEAVES_MAX || count_leaves(self->structure) != count || is_leaf(self->structure) || !read_kinds(self, kinds)) return 0;
+    if (count > LEAVES_MAX || count_leaves(self->structure) != count || is_leaf(self->structure) ||
+        !read_kinds(self, kinds))
+        return 0;
     self->leaves = new_room(&self->kept_leaves, count * (Py_ssize_t)sizeof *self->leaves);
     self->leaf_arguments = PyTuple_New(count);
     if (self->leaves == NULL || self->leaf_arguments == NULL) return 0;
@@ -99,7 +118,9 @@ int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
     for (Py_ssize_t place = 0; place < count; place++) {
         Leaf *leaf = &self->leaves[place];
         PyObject *shape;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(given, place), "Opi", &shape, &leaf->is_alone, &leaf->kind)) return 0;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(given, place), "Opi", &shape, &leaf->is_alone,
+                              &leaf->kind))
+            return 0;
         if (leaf->kind < 0 || leaf->kind >= self->kind_count) return 0;
         leaf->ndim = (int)read_numbers(shape, leaf->shape, LEAF_NDIM_MAX);
         if (leaf->ndim < 0) return 0;
@@ -109,15 +130,19 @@ int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
         leaf->first = found[leaf->kind];
         found[leaf->kind] += leaf->count;
         PyObject *arguments = PyTuple_Pack(2, shape, self->kinds[leaf->kind].dtype);
-        if (arguments == NULL || PyTuple_SetItem(self->leaf_arguments, place, arguments) < 0) return 0;
+        if (arguments == NULL || PyTuple_SetItem(self->leaf_arguments, place, arguments) < 0)
+            return 0;
     }
     for (int kind = 0; kind < self->kind_count; kind++)
         if (found[kind] != self->kinds[kind].count) return 0;
-    if ((self->kind_count == 1 || self->is_long) && self->kinds[0].count * width_of(&self->kinds[0]) != self->made.nbytes) return 0;
+    if ((self->kind_count == 1 || self->is_long) &&
+        self->kinds[0].count * width_of(&self->kinds[0]) != self->made.nbytes)
+        return 0;
     if (self->brought.nbytes != self->made.nbytes) return 0;
     self->leaf_count = (int)count;
     const Kind *last = &self->kinds[self->kind_count - 1];
-    if (self->kind_count > self->rider) self->room = new_room(&self->kept_room, last->start + last->count * last->how.width);
+    if (self->kind_count > self->rider)
+        self->room = new_room(&self->kept_room, last->start + last->count * last->how.width);
     return self->kind_count == self->rider || self->room != NULL;
 }
 
@@ -133,7 +158,8 @@ static int is_number_of(const SlotCall *self, int place, PyObject *value) {
 
 static int is_array(PyObject *value) { return (PyObject *)Py_TYPE(value) == array_type; }
 
-/* Return whether all names of a dict are of the class str itself: to look for one then runs nobody's code. */
+/* Return whether all names of a dict are of the class str itself: to look for one then runs
+ * nobody's code. */
 static int has_plain_names(PyObject *dict) {
     PyObject *name;
     Py_ssize_t place = 0;
@@ -142,14 +168,16 @@ static int has_plain_names(PyObject *dict) {
     return 1;
 }
 
-/* Take what lies where a structure has arrays, after those that have been taken; return whether a value is of that structure. A list of numbers
- * alone is an array itself, and so no list of arrays. */
+/* Take what lies where a structure has arrays, after those that have been taken; return whether a
+ * value is of that structure. A list of numbers alone is an array itself, and so no list of arrays.
+ */
 static int take_items(PyObject *structure, PyObject *value, PyObject **items, int *taken) {
     if (is_leaf(structure)) {
         items[(*taken)++] = Py_NewRef(value);
         return 1;
     }
-    PyObject *const names = PyTuple_GetItem(structure, 1), *const parts = PyTuple_GetItem(structure, 2);
+    PyObject *const names = PyTuple_GetItem(structure, 1), *const parts =
+                                                               PyTuple_GetItem(structure, 2);
     const Py_ssize_t size = PyTuple_Size(parts);
     const int is_dict = PyDict_CheckExact(value), is_list = PyList_CheckExact(value);
     if (Py_TYPE(value) != container_of(structure) || PyObject_Size(value) != size) return 0;
@@ -171,13 +199,15 @@ static void drop_items(PyObject **items, int taken) {
     while (taken > 0) Py_DECREF(items[--taken]);
 }
 
-/* Get what a value holds where the arrays of these calls are: the items of its containers, or the arrays of a `Leaves`; returns how
- * many, 0 where it is of another structure. Nobody's code runs meanwhile. `drop_items` lets go of them. */
+/* Get what a value holds where the arrays of these calls are: the items of its containers, or the
+ * arrays of a `Leaves`; returns how many, 0 where it is of another structure. Nobody's code runs
+ * meanwhile. `drop_items` lets go of them. */
 static int get_items(const SlotCall *self, PyObject *value, PyObject **items) {
     int taken = 0, are_all = 0;
     if ((PyObject *)Py_TYPE(value) == self->leaves_type) {
         PyObject *const arrays = PyTuple_GetItem(value, 1);
-        are_all = arrays != NULL && PyList_CheckExact(arrays) && PyList_Size(arrays) == self->leaf_count;
+        are_all =
+            arrays != NULL && PyList_CheckExact(arrays) && PyList_Size(arrays) == self->leaf_count;
         while (are_all && taken < self->leaf_count) {
             items[taken] = Py_NewRef(PyList_GetItem(arrays, taken));
             taken++;
@@ -197,12 +227,14 @@ int holds_leaves(const SlotCall *self, PyObject *value) {
     const int taken = get_items(self, value, items);
     int are_all = taken > 0;
     for (int place = 0; are_all && place < taken; place++)
-        are_all = is_array(items[place]) ? fits_leaf(self, place, items[place], 0) : is_number_of(self, place, items[place]);
+        are_all = is_array(items[place]) ? fits_leaf(self, place, items[place], 0)
+                                         : is_number_of(self, place, items[place]);
     drop_items(items, taken);
     return are_all;
 }
 
-/* Return the arrays of a value as a tuple; NULL without an error where they are not such as these. */
+/* Return the arrays of a value as a tuple; NULL without an error where they are not such as these.
+ */
 PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags) {
     PyObject *items[LEAVES_MAX];
     const int taken = get_items(self, value, items);
@@ -228,7 +260,8 @@ PyObject *leaves_of(const SlotCall *self, PyObject *value, int flags) {
 /* Return whether arrays are still such as these. */
 int are_leaves(const SlotCall *self, PyObject *arrays, int flags) {
     int all = 1;
-    for (int place = 0; place < self->leaf_count; place++) all = all && fits_leaf(self, place, PyTuple_GetItem(arrays, place), flags);
+    for (int place = 0; place < self->leaf_count; place++)
+        all = all && fits_leaf(self, place, PyTuple_GetItem(arrays, place), flags);
     return all;
 }
 
@@ -236,7 +269,8 @@ int are_leaves(const SlotCall *self, PyObject *arrays, int flags) {
 PyObject *make_leaves(const SlotCall *self) {
     PyObject *made = PyTuple_New(self->leaf_count);
     for (int place = 0; made != NULL && place < self->leaf_count; place++) {
-        PyObject *array = PyObject_Call(make_array, PyTuple_GetItem(self->leaf_arguments, place), NULL);
+        PyObject *array =
+            PyObject_Call(make_array, PyTuple_GetItem(self->leaf_arguments, place), NULL);
         if (array == NULL)
             Py_CLEAR(made);
         else
@@ -251,7 +285,8 @@ static PyObject *contain(PyObject *structure, PyObject *arrays, Py_ssize_t *plac
         PyObject *array = PyTuple_GetItem(arrays, (*place)++);
         return array == NULL ? NULL : Py_NewRef(array);
     }
-    PyObject *const names = PyTuple_GetItem(structure, 1), *const parts = PyTuple_GetItem(structure, 2);
+    PyObject *const names = PyTuple_GetItem(structure, 1), *const parts =
+                                                               PyTuple_GetItem(structure, 2);
     const Py_ssize_t size = PyTuple_Size(parts);
     PyTypeObject *const kind = container_of(structure);
     const int is_dict = kind == &PyDict_Type, is_list = kind == &PyList_Type;
@@ -281,7 +316,9 @@ PyObject *structure_of(const SlotCall *self, PyObject *arrays) {
 /* Find where the arrays of a long call's vector lie. */
 void find_spans(const SlotCall *self, PyObject *arrays, Span *spans) {
     for (int place = 0; place < self->leaf_count; place++)
-        if (self->leaves[place].kind < self->rider) *spans++ = (Span){((Array *)PyTuple_GetItem(arrays, place))->data, nbytes_of(self, place)};
+        if (self->leaves[place].kind < self->rider)
+            *spans++ =
+                (Span){((Array *)PyTuple_GetItem(arrays, place))->data, nbytes_of(self, place)};
 }
 
 /* A stretch of memory that is read, or written. */
@@ -291,18 +328,20 @@ typedef struct {
 } Touched;
 
 static int by_start(const void *one, const void *other) {
-    const char *const first = ((const Touched *)one)->start, *const second = ((const Touched *)other)->start;
+    const char *const first = ((const Touched *)one)->start, *const second =
+                                                                 ((const Touched *)other)->start;
     return (first > second) - (first < second);
 }
 
-/* Return whether results may be written while arrays are still to be read: each is its own result, or lies apart from all results, which
- * lie apart from one another. */
+/* Return whether results may be written while arrays are still to be read: each is its own result,
+ * or lies apart from all results, which lie apart from one another. */
 int lie_leaves_apart(const SlotCall *self, PyObject *brought, PyObject *made) {
     Touched *const touched = PyMem_Malloc(2 * (size_t)self->leaf_count * sizeof *touched);
     if (touched == NULL) return 0; /* Python looks whether there is memory */
     size_t count = 0;
     for (int place = 0; place < self->leaf_count; place++) {
-        const char *const read = ((Array *)PyTuple_GetItem(brought, place))->data, *const written = ((Array *)PyTuple_GetItem(made, place))->data;
+        const char *const read = ((Array *)PyTuple_GetItem(brought, place))->data,
+                          *const written = ((Array *)PyTuple_GetItem(made, place))->data;
         const Py_ssize_t nbytes = nbytes_of(self, place);
         if (nbytes == 0) continue;
         touched[count++] = (Touched){written, written + nbytes, 1};
@@ -316,7 +355,8 @@ int lie_leaves_apart(const SlotCall *self, PyObject *brought, PyObject *made) {
         const char *const before = one->is_written ? stop : stop_of_written;
         apart = before == NULL || before <= one->start;
         if (stop == NULL || one->stop > stop) stop = one->stop;
-        if (one->is_written && (stop_of_written == NULL || one->stop > stop_of_written)) stop_of_written = one->stop;
+        if (one->is_written && (stop_of_written == NULL || one->stop > stop_of_written))
+            stop_of_written = one->stop;
     }
     PyMem_Free(touched);
     return apart;
@@ -329,14 +369,16 @@ int lies_alone(const SlotCall *self, const Span *spans) {
     int any = 0;
     for (int place = 0; place < self->leaf_count; place++) {
         if (self->leaves[place].kind >= self->rider) continue;
-        any = any || (self->leaves[place].is_alone && spans->at >= start && spans->at < start + channel->memory.len);
+        any = any || (self->leaves[place].is_alone && spans->at >= start &&
+                      spans->at < start + channel->memory.len);
         spans++;
     }
     return any;
 }
 
-/* Put arrays into a slot, those of a kind one after the other; of a long call those that are no part of its vector. Tuples are looked at
- * and nothing else of Python's, so that this needs no lock. */
+/* Put arrays into a slot, those of a kind one after the other; of a long call those that are no
+ * part of its vector. Tuples are looked at and nothing else of Python's, so that this needs no
+ * lock. */
 void put_leaves(const SlotCall *self, char *slot, PyObject *arrays) {
     for (int place = 0; place < self->leaf_count; place++) {
         const Leaf *leaf = &self->leaves[place];
@@ -356,13 +398,17 @@ void combine_leaves(const SlotCall *self, const char *const *slots, PyObject *ar
     const char *terms[RANKS_MAX];
     for (int number = self->rider; number < self->kind_count; number++) {
         const Kind *kind = &self->kinds[number];
-        for (int rank = 0; rank < self->channel->size; rank++) terms[rank] = slots[rank] + kind->start;
-        fold_terms(&kind->how, NULL, terms, self->channel->size, self->room + kind->start, kind->count);
+        for (int rank = 0; rank < self->channel->size; rank++)
+            terms[rank] = slots[rank] + kind->start;
+        fold_terms(&kind->how, NULL, terms, self->channel->size, self->room + kind->start,
+                   kind->count);
     }
     for (int place = 0; place < self->leaf_count; place++) {
         const Leaf *leaf = &self->leaves[place];
         const Kind *kind = &self->kinds[leaf->kind];
         if (leaf->kind < self->rider) continue;
-        memcpy(((Array *)PyTuple_GetItem(arrays, place))->data, self->room + kind->start + leaf->first * width_of(kind), (size_t)nbytes_of(self, place));
+        memcpy(((Array *)PyTuple_GetItem(arrays, place))->data,
+               self->room + kind->start + leaf->first * width_of(kind),
+               (size_t)nbytes_of(self, place));
     }
 }

@@ -1,20 +1,25 @@
-/* Messages that need no waiting, through a box in the arena: what `engine/at_once.py` does, for arrays of a dtype and shape
- * that it has met before. Whatever is unusual is left to it, before anything has been changed.
+/* Messages that need no waiting, through a box in the arena: what `engine/at_once.py` does, for
+ * arrays of a dtype and shape that it has met before. Whatever is unusual is left to it, before
+ * anything has been changed.
  *
- * The bytes of an entry are stored before FILLED (release), and read after it (acquire); they have been read before USED is
- * stored (release). A long entry is published piece by piece, so that the receiver copies the first ones while the last ones
- * are still to come. So much is done with the interpreter's lock.
+ * The bytes of an entry are stored before FILLED (release), and read after it (acquire); they have
+ * been read before USED is stored (release). A long entry is published piece by piece, so that the
+ * receiver copies the first ones while the last ones are still to come. So much is done with the
+ * interpreter's lock.
  *
- * A long message waits for its receiver, and both let go of the lock. While the sender looks for the answer, ATTENDED has the
- * message's number, and a receiver that finds it there asks for parts: the sender puts them while the receiver takes them.
- * Where either has to wait for long, or finds something else, Python's engine goes on from the byte that has been reached.
+ * A long message waits for its receiver, and both let go of the lock. While the sender looks for
+ * the answer, ATTENDED has the message's number, and a receiver that finds it there asks for parts:
+ * the sender puts them while the receiver takes them. Where either has to wait for long, or finds
+ * something else, Python's engine goes on from the byte that has been reached.
  */
 #include "messages.h"
 
-#define PIECE 16384        /* bytes that are published at a time */
-#define PART_BYTES 32768   /* of a long message */
-#define LONG_BYTES 8388608 /* no longer message goes by parts: the caches are too small for it, and its receiver may as well read it alone */
-#define PLACES 8           /* of long messages that are open */
+#define PIECE 16384      /* bytes that are published at a time */
+#define PART_BYTES 32768 /* of a long message */
+#define LONG_BYTES                                                                                 \
+    8388608 /* no longer message goes by parts: the caches are too small for it, and its receiver  \
+               may as well read it alone */
+#define PLACES 8 /* of long messages that are open */
 
 static uint64_t nbytes_of(const Sort *sort) { return (uint64_t)sort->form.nbytes; }
 
@@ -31,11 +36,16 @@ static uint64_t length_whole(const Sort *sort) {
     return in_lines(data_at(sort->form.ndim, nbytes_of(sort)) + nbytes_of(sort));
 }
 
-/* Return how long an entry is that tells of a long message: where it lies, there and in the arena, and its number follow the shape. */
-static uint64_t length_told(const Sort *sort) { return in_lines(8 * (SHAPE + (uint64_t)sort->form.ndim + 3)); }
+/* Return how long an entry is that tells of a long message: where it lies, there and in the arena,
+ * and its number follow the shape. */
+static uint64_t length_told(const Sort *sort) {
+    return in_lines(8 * (SHAPE + (uint64_t)sort->form.ndim + 3));
+}
 
 /* Return whether a message may go or come now: no refusal is known, nobody else is at it. */
-static int may_begin(const End *self) { return !self->is_retired && is_free(self->engine, self->busy) && is_unlocked(self->box); }
+static int may_begin(const End *self) {
+    return !self->is_retired && is_free(self->engine, self->busy) && is_unlocked(self->box);
+}
 
 static int is_of(const Sort *sort, PyObject *value, int flags) {
     return sort->told != NULL && fits(&sort->form, value, flags);
@@ -50,7 +60,7 @@ static int note(const End *self, const Sort *sort, long long call, int64_t begin
     return noted;
 }
 
-/* -- sending ------------------------------------------------------------------------------------------------------- */
+/* -- sending ----------------------------------------------------------------------------------- */
 
 /* Return whether there is room for an entry of a length now, behind a gap. */
 static int has_room(End *self, uint64_t length, uint64_t *gap) {
@@ -63,7 +73,8 @@ static int has_room(End *self, uint64_t length, uint64_t *gap) {
 }
 
 /* Write the head of an entry, behind a gap if need be; return where it begins. */
-static uint64_t *begin_entry(End *self, uint64_t length, uint64_t gap, uint64_t what, uint64_t call, uint64_t nbytes) {
+static uint64_t *begin_entry(End *self, uint64_t length, uint64_t gap, uint64_t what, uint64_t call,
+                             uint64_t nbytes) {
     uint64_t filled = self->words[FILLED];
     if (gap) {
         uint64_t *before = (uint64_t *)(self->ring + filled % self->ring_bytes);
@@ -90,7 +101,8 @@ static void put(End *self, const Sort *sort, uint64_t call, const char *data, ui
     uint64_t *entry = begin_entry(self, length, gap, sort->what | WHOLE, call, nbytes_of(sort));
     const uint64_t filled = self->words[FILLED];
     char *start = (char *)entry + at;
-    for (int axis = 0; axis < sort->form.ndim; axis++) entry[SHAPE + axis] = (uint64_t)sort->form.shape[axis];
+    for (int axis = 0; axis < sort->form.ndim; axis++)
+        entry[SHAPE + axis] = (uint64_t)sort->form.shape[axis];
     uint64_t done = 0;
     while (nbytes_of(sort) - done > PIECE) {
         copy_out(&self->stores, start + done, data + done, PIECE);
@@ -101,7 +113,8 @@ static void put(End *self, const Sort *sort, uint64_t call, const char *data, ui
     end_entry(self, filled + length);
 }
 
-/* Lock this end, for what is done without the interpreter's lock; nothing of Python runs meanwhile. */
+/* Lock this end, for what is done without the interpreter's lock; nothing of Python runs meanwhile.
+ */
 static int hold(const End *self) {
     const int taken = try_acquire(self->busy);
     if (taken > 0 && try_acquire(self->box) > 0) return 1;
@@ -115,17 +128,18 @@ static void let_go(const End *self) {
     release(self->busy);
 }
 
-/* Let Python go on with a long message of which so many bytes have gone or come; it lets go of the box. */
-static PyObject *go_on(const End *self, PyObject *array, long long call, int64_t begin, uint64_t number, uint64_t done) {
+/* Let Python go on with a long message of which so many bytes have gone or come; it lets go of the
+ * box. */
+static PyObject *go_on(const End *self, PyObject *array, long long call, int64_t begin,
+                       uint64_t number, uint64_t done) {
     PyObject *type = NULL, *error = NULL, *trace = NULL;
     if (PyErr_CheckSignals() < 0) {
         PyErr_Fetch(&type, &error, &trace);
         PyErr_NormalizeException(&type, &error, &trace);
     }
-    PyObject *made = PyObject_CallFunction(
-        self->go_on, "OLLKKO", array, call, (long long)begin, (unsigned long long)number, (unsigned long long)done,
-        error == NULL ? Py_None : error
-    );
+    PyObject *made = PyObject_CallFunction(self->go_on, "OLLKKO", array, call, (long long)begin,
+                                           (unsigned long long)number, (unsigned long long)done,
+                                           error == NULL ? Py_None : error);
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(trace);
@@ -144,17 +158,22 @@ static uint64_t wait_until(End *self, const uint64_t *word, uint64_t need, int64
 }
 
 /* The same without the interpreter's lock, of a long message. */
-static uint64_t wait_long(End *self, const uint64_t *word, uint64_t need) { return wait_until(self, word, need, self->patience_ns); }
+static uint64_t wait_long(End *self, const uint64_t *word, uint64_t need) {
+    return wait_until(self, word, need, self->patience_ns);
+}
 
-/* Put a long message in by parts, while the receiver takes them; return how many bytes have gone. */
+/* Put a long message in by parts, while the receiver takes them; return how many bytes have gone.
+ */
 static uint64_t pour(End *self, uint64_t call, const char *data, uint64_t nbytes) {
     uint64_t gone = 0, gap;
     while (gone < nbytes) {
-        const uint64_t part = nbytes - gone < PART_BYTES ? nbytes - gone : PART_BYTES, at = data_at(1, part);
+        const uint64_t part = nbytes - gone < PART_BYTES ? nbytes - gone : PART_BYTES,
+                       at = data_at(1, part);
         const uint64_t length = in_lines(at + part);
         while (!has_room(self, length, &gap)) {
             const uint64_t need = self->words[FILLED] + gap + length - self->ring_bytes;
-            if (seen(self->words + FULL) || wait_long(self, self->words + USED, need) < need) return gone;
+            if (seen(self->words + FULL) || wait_long(self, self->words + USED, need) < need)
+                return gone;
         }
         uint64_t *entry = begin_entry(self, length, gap, PART, call, part);
         entry[START] = gone;
@@ -168,30 +187,35 @@ static uint64_t pour(End *self, uint64_t call, const char *data, uint64_t nbytes
 static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     uint64_t *words = self->words, number = words[NUMBER] + 1, gap;
     const uint64_t length = length_told(sort), before = number - PLACES;
-    if (number > PLACES && seen(words + ANSWERS + before % PLACES) < before << 1 && words[GIVEN_UP + before % PLACES] != before)
+    if (number > PLACES && seen(words + ANSWERS + before % PLACES) < before << 1 &&
+        words[GIVEN_UP + before % PLACES] != before)
         Py_RETURN_FALSE;
-    if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || PyList_Size(self->shared) || !has_room(self, length, &gap)) Py_RETURN_FALSE;
+    if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || PyList_Size(self->shared) ||
+        !has_room(self, length, &gap))
+        Py_RETURN_FALSE;
     Count *count = self->count;
     const long long call = count->number;
     if (!hold(self)) Py_RETURN_FALSE;
     const int64_t begin = now_ns();
     const char *data = ((Array *)x)->data, *memory = self->memory.buf;
-    const uint64_t offset = data >= memory && data < memory + self->memory.len ? (uint64_t)(data - memory) + 1 : 0;
+    const uint64_t offset =
+        data >= memory && data < memory + self->memory.len ? (uint64_t)(data - memory) + 1 : 0;
     count->next_call = count->number = call + 1;
     words[NUMBER] = number;
     store(words + ATTENDED, number);
-    uint64_t *entry = begin_entry(self, length, gap, sort->what | TOLD, (uint64_t)call, nbytes_of(sort));
-    for (int axis = 0; axis < sort->form.ndim; axis++) entry[SHAPE + axis] = (uint64_t)sort->form.shape[axis];
+    uint64_t *entry =
+        begin_entry(self, length, gap, sort->what | TOLD, (uint64_t)call, nbytes_of(sort));
+    for (int axis = 0; axis < sort->form.ndim; axis++)
+        entry[SHAPE + axis] = (uint64_t)sort->form.shape[axis];
     entry[SHAPE + sort->form.ndim] = (uint64_t)(uintptr_t)data;
     entry[SHAPE + sort->form.ndim + 1] = offset;
     entry[SHAPE + sort->form.ndim + 2] = number;
     end_entry(self, words[FILLED] + length);
     uint64_t answer, gone = 0;
-    Py_BEGIN_ALLOW_THREADS
-    answer = wait_long(self, words + ANSWERS + number % PLACES, (number << 1) - 1);
+    Py_BEGIN_ALLOW_THREADS answer =
+        wait_long(self, words + ANSWERS + number % PLACES, (number << 1) - 1);
     if (answer == (number << 1) - 1) gone = pour(self, (uint64_t)call, data, nbytes_of(sort));
-    Py_END_ALLOW_THREADS
-    store(words + ATTENDED, 0);
+    Py_END_ALLOW_THREADS store(words + ATTENDED, 0);
     if (answer < number << 1 && gone < nbytes_of(sort)) {
         PyObject *made = go_on(self, x, call, begin, number, gone);
         Py_XDECREF(made);
@@ -223,7 +247,7 @@ PyObject *send_now(PyObject *object, PyObject *x) {
     Py_RETURN_TRUE;
 }
 
-/* -- receiving ----------------------------------------------------------------------------------------------------- */
+/* -- receiving --------------------------------------------------------------------------------- */
 
 /* Wait a short while until FILLED is at least so far; return where it is then. */
 static uint64_t wait_for(End *self, uint64_t need) {
@@ -255,8 +279,11 @@ static uint64_t take_parts(End *self, uint64_t call, char *target, uint64_t nbyt
         if (there == 0 || entry[LENGTH] > there) break;
         if ((entry[WHAT] & 0xFF) != GAP) {
             const uint64_t part = entry[NBYTES], at = data_at(1, part);
-            if ((entry[WHAT] & 0xFF) != PART || entry[STREAM] != self->identity || entry[CALL] != call || entry[START] != done) break;
-            if (part > nbytes - done || in_lines(at + part) != entry[LENGTH] || used % self->ring_bytes + entry[LENGTH] > self->ring_bytes)
+            if ((entry[WHAT] & 0xFF) != PART || entry[STREAM] != self->identity ||
+                entry[CALL] != call || entry[START] != done)
+                break;
+            if (part > nbytes - done || in_lines(at + part) != entry[LENGTH] ||
+                used % self->ring_bytes + entry[LENGTH] > self->ring_bytes)
                 break;
             copy_bytes(target + done, start + at, part);
             done += part;
@@ -268,21 +295,24 @@ static uint64_t take_parts(End *self, uint64_t call, char *target, uint64_t nbyt
 }
 
 /* Receive a long message, of which the oldest entry tells. */
-static PyObject *receive_long(End *self, const Sort *sort, PyObject *made, long long call, int64_t begin) {
+static PyObject *receive_long(End *self, const Sort *sort, PyObject *made, long long call,
+                              int64_t begin) {
     uint64_t *words = self->words;
-    const uint64_t used = words[USED], *entry = (const uint64_t *)(self->ring + used % self->ring_bytes);
+    const uint64_t used = words[USED],
+                   *entry = (const uint64_t *)(self->ring + used % self->ring_bytes);
     const uint64_t number = entry[SHAPE + sort->form.ndim + 2];
     Count *count = self->count;
-    if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || number == 0 || seen(words + ATTENDED) != number) Py_RETURN_NONE;
+    if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || number == 0 ||
+        seen(words + ATTENDED) != number)
+        Py_RETURN_NONE;
     if (!hold(self)) Py_RETURN_NONE;
     count->number = call + 1;
     store(words + USED, used + entry[LENGTH]);
     uint64_t done;
-    Py_BEGIN_ALLOW_THREADS
-    store(words + ANSWERS + number % PLACES, (number << 1) - 1);
+    Py_BEGIN_ALLOW_THREADS store(words + ANSWERS + number % PLACES, (number << 1) - 1);
     done = take_parts(self, (uint64_t)call, ((Array *)made)->data, nbytes_of(sort));
-    Py_END_ALLOW_THREADS
-    if (done < nbytes_of(sort)) return go_on(self, made, call, begin, number, done);
+    Py_END_ALLOW_THREADS if (done < nbytes_of(sort)) return go_on(self, made, call, begin, number,
+                                                                  done);
     count->next_call = call + 1;
     let_go(self);
     return note(self, sort, call, begin) < 0 ? NULL : Py_NewRef(made);
@@ -301,13 +331,17 @@ static const uint64_t *oldest_entry(End *self) {
 
 /* Return of which sort the message of an entry is; NULL where that is not known. */
 static const Sort *sort_of(const End *self, const uint64_t *entry) {
-    const uint64_t form = entry[WHAT] & 0xFF, left = self->ring_bytes - self->words[USED] % self->ring_bytes;
+    const uint64_t form = entry[WHAT] & 0xFF,
+                   left = self->ring_bytes - self->words[USED] % self->ring_bytes;
     if (form != WHOLE && form != TOLD) return NULL;
     for (int which = 0; which < SORTS; which++) {
         const Sort *one = &self->sorts[which];
-        if (one->told == NULL || (one->what | form) != entry[WHAT] || (uint64_t)one->form.nbytes != entry[NBYTES]) continue;
+        if (one->told == NULL || (one->what | form) != entry[WHAT] ||
+            (uint64_t)one->form.nbytes != entry[NBYTES])
+            continue;
         int same = (form == WHOLE ? length_whole(one) : length_told(one)) <= left;
-        for (int axis = 0; same && axis < one->form.ndim; axis++) same = (uint64_t)one->form.shape[axis] == entry[SHAPE + axis];
+        for (int axis = 0; same && axis < one->form.ndim; axis++)
+            same = (uint64_t)one->form.shape[axis] == entry[SHAPE + axis];
         if (same) return one;
     }
     return NULL;
@@ -320,15 +354,20 @@ PyObject *receive_now(PyObject *object, PyObject *out) {
     Count *count = self->count;
     const long long call = count->number;
     const uint64_t *entry = oldest_entry(self);
-    if (entry == NULL || entry[STREAM] != self->identity || entry[CALL] != (uint64_t)call) Py_RETURN_NONE;
+    if (entry == NULL || entry[STREAM] != self->identity || entry[CALL] != (uint64_t)call)
+        Py_RETURN_NONE;
     const uint64_t used = self->words[USED];
     const Sort *sort = sort_of(self, entry);
-    if (sort == NULL || (out != Py_None && !is_of(sort, out, IN_ONE_PIECE | ALIGNED | WRITEABLE))) Py_RETURN_NONE;
-    PyObject *made = out != Py_None ? Py_NewRef(out) : PyObject_CallFunctionObjArgs(make_array, sort->shape, sort->form.dtype, NULL);
+    if (sort == NULL || (out != Py_None && !is_of(sort, out, IN_ONE_PIECE | ALIGNED | WRITEABLE)))
+        Py_RETURN_NONE;
+    PyObject *made = out != Py_None ? Py_NewRef(out)
+                                    : PyObject_CallFunctionObjArgs(make_array, sort->shape,
+                                                                   sort->form.dtype, NULL);
     if (made == NULL) return NULL;
     PyObject *result = NULL;
     /* That may have run other threads, or the collector of garbage; from here on nothing does. */
-    if (out == Py_None && (count->number != call || self->words[USED] != used || !is_of(sort, made, 0) || !may_begin(self))) {
+    if (out == Py_None && (count->number != call || self->words[USED] != used ||
+                           !is_of(sort, made, 0) || !may_begin(self))) {
         result = Py_NewRef(Py_None);
     } else if ((entry[WHAT] & 0xFF) == TOLD) {
         result = receive_long(self, sort, made, call, begin);

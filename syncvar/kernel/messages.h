@@ -1,4 +1,5 @@
-/* Messages through a box in the arena: `messages.c` sends and receives them, `ends.c` makes the ends and finds them.
+/* Messages through a box in the arena: `messages.c` sends and receives them, `ends.c` makes the
+ * ends and finds them.
  *
  * `arena/box.py` says what lies where in a box. */
 #ifndef SYNCVAR_MESSAGES_H
@@ -8,7 +9,16 @@
 #define SORTS 16 /* dtypes and shapes that are known of a pair and tag; the oldest goes */
 
 /* Words of a box, and of an entry. */
-enum { FILLED = 0, NEWS = 1, NUMBER = 4, ATTENDED = 5, USED = 8, FULL = 9, ANSWERS = 16, GIVEN_UP = 24 };
+enum {
+    FILLED = 0,
+    NEWS = 1,
+    NUMBER = 4,
+    ATTENDED = 5,
+    USED = 8,
+    FULL = 9,
+    ANSWERS = 16,
+    GIVEN_UP = 24
+};
 enum { LENGTH = 0, WHAT = 1, STREAM = 2, CALL = 3, NBYTES = 4, SHAPE = 5, START = 5 };
 enum { GAP = 0, WHOLE = 1, TOLD = 2, PART = 3 };
 
@@ -38,11 +48,13 @@ typedef struct {
     int has_memory;
     uint64_t *words; /* of the box */
     char *ring;
-    uint64_t ring_bytes, entry_bytes_max, eager_bytes, identity, used; /* as far as it has been looked at */
+    uint64_t ring_bytes, entry_bytes_max, eager_bytes, identity,
+        used; /* as far as it has been looked at */
     uint64_t *abort;
     Patience patience;
     Stores stores;
-    int64_t patience_ns; /* so long it waits in a long message without the lock, before the engine goes on */
+    int64_t patience_ns; /* so long it waits in a long message without the lock, before the engine
+                            goes on */
     Sort sorts[SORTS];
     int next_sort;
 } End;

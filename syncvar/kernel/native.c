@@ -3,20 +3,20 @@
 
 #define FORM 19 /* of what Python and this module tell each other; as in __init__.py */
 
-/* Say where an array lies, as this module reads it; the loader compares this with what NumPy says. */
+/* Say where an array lies, as this module reads it; the loader compares this with what NumPy says.
+ */
 static PyObject *describe(PyObject *module, PyObject *value) {
     (void)module;
     const Array *array = (const Array *)value;
     PyObject *shape = PyTuple_New(array->ndim);
     for (int axis = 0; shape != NULL && axis < array->ndim; axis++)
         PyTuple_SetItem(shape, axis, PyLong_FromSsize_t(array->shape[axis]));
-    return Py_BuildValue(
-        "(KNOi)", (unsigned long long)(uintptr_t)array->data, shape, array->dtype,
-        array->flags & (IN_ONE_PIECE | ALIGNED | WRITEABLE)
-    );
+    return Py_BuildValue("(KNOi)", (unsigned long long)(uintptr_t)array->data, shape, array->dtype,
+                         array->flags & (IN_ONE_PIECE | ALIGNED | WRITEABLE));
 }
 
-/* Combine two arrays of one dtype and length into a third one by a ufunc's own loop; the loader compares the result. */
+/* Combine two arrays of one dtype and length into a third one by a ufunc's own loop; the loader
+ * compares the result. */
 static PyObject *combine_once(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *ufunc, *left, *right, *out;
@@ -25,16 +25,15 @@ static PyObject *combine_once(PyObject *module, PyObject *arguments) {
     Step step = {NULL, NULL, NULL};
     if (!find_loop(ufunc, number, &step)) Py_RETURN_FALSE;
     const Array *made = (const Array *)out;
-    combine(
-        &step, ((const Array *)left)->data, ((const Array *)right)->data, made->strides[0], made->data, made->shape[0],
-        made->strides[0]
-    );
+    combine(&step, ((const Array *)left)->data, ((const Array *)right)->data, made->strides[0],
+            made->data, made->shape[0], made->strides[0]);
     Py_DECREF(step.owner);
     Py_RETURN_TRUE;
 }
 
-/* Copy the bytes of an array into another one, as a run does; tests compare the ways: 0 and 1 to memory that others read, by ordinary
- * stores and past the caches, 2 to memory that only this rank reads. */
+/* Copy the bytes of an array into another one, as a run does; tests compare the ways: 0 and 1 to
+ * memory that others read, by ordinary stores and past the caches, 2 to memory that only this rank
+ * reads. */
 static PyObject *copy_once(PyObject *module, PyObject *arguments) {
     (void)module;
     PyObject *target, *source;
@@ -55,7 +54,8 @@ static PyMethodDef functions[] = {
      "Return (address, shape, dtype, flags) of an array, as this module reads its memory."},
     {"combine_once", combine_once, METH_VARARGS,
      "Combine two flat arrays into a third one by the loop of a ufunc; False where it has none."},
-    {"note_change", note_change, METH_NOARGS, "Let entrances look again of which group calls are that name none."},
+    {"note_change", note_change, METH_NOARGS,
+     "Let entrances look again of which group calls are that name none."},
     {"copy_once", copy_once, METH_VARARGS,
      "Copy so many bytes of an array into another one in one of three ways."},
     {NULL},
@@ -72,8 +72,11 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept) {
 
 static int prepare_module(PyObject *module) {
     choose_copy();
-    if (find_numpy() < 0 || intern_names() < 0 || intern_kinds() < 0 || PyModule_AddIntConstant(module, "FORM", FORM) < 0) return -1;
-#define ADDED_TYPE(PREFIX) if (add_type(module, &PREFIX##_spec, &PREFIX##_type) < 0) return -1;
+    if (find_numpy() < 0 || intern_names() < 0 || intern_kinds() < 0 ||
+        PyModule_AddIntConstant(module, "FORM", FORM) < 0)
+        return -1;
+#define ADDED_TYPE(PREFIX)                                                                         \
+    if (add_type(module, &PREFIX##_spec, &PREFIX##_type) < 0) return -1;
     TYPES(ADDED_TYPE)
     return 0;
 }

@@ -1,17 +1,18 @@
-/* What the objects of the kernel have in common: how they hold others, what they look at before a call, what they record. */
+/* What the objects of the kernel have in common: how they hold others, what they look at before a
+ * call, what they record. */
 #include "native.h"
 
 #define DEFINED(NAME) PyObject *name_##NAME;
 NAMES(DEFINED)
 
 int intern_names(void) {
-#define INTERNED(NAME) \
+#define INTERNED(NAME)                                                                             \
     if ((name_##NAME = PyUnicode_InternFromString(#NAME)) == NULL) return -1;
     NAMES(INTERNED)
     return 0;
 }
 
-/* -- holding ------------------------------------------------------------------------------------------------------- */
+/* -- holding ----------------------------------------------------------------------------------- */
 
 static const PyMemberDef nothing[] = {{NULL}};
 
@@ -44,14 +45,17 @@ void dealloc_object(PyObject *object) {
     Py_DECREF(type);
 }
 
-/* The same of one that holds others, of a type without subclasses: what tp_clear does is done before. */
+/* The same of one that holds others, of a type without subclasses: what tp_clear does is done
+ * before. */
 void dealloc_held(PyObject *object) {
     PyObject_GC_UnTrack(object);
     ((inquiry)PyType_GetSlot(Py_TYPE(object), Py_tp_clear))(object);
     dealloc_object(object);
 }
 
-void *new_object(PyTypeObject *type) { return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0); }
+void *new_object(PyTypeObject *type) {
+    return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+}
 
 /* Make an object that holds what it is given by the names of its members. */
 void *new_holding(PyTypeObject *type, PyObject *keywords) {
@@ -66,7 +70,9 @@ void *new_holding(PyTypeObject *type, PyObject *keywords) {
     }
     if (wanted == (keywords == NULL ? 0 : PyDict_Size(keywords))) return self;
     Py_DECREF(self);
-    PyErr_SetString(PyExc_TypeError, "what an object of the kernel holds is given by name, all of it and nothing else");
+    PyErr_SetString(
+        PyExc_TypeError,
+        "what an object of the kernel holds is given by name, all of it and nothing else");
     return NULL;
 }
 
@@ -76,7 +82,7 @@ void *new_room(PyObject **holder, Py_ssize_t nbytes) {
     return *holder == NULL ? NULL : PyBytes_AsString(*holder);
 }
 
-/* -- looking at others --------------------------------------------------------------------------------------------- */
+/* -- looking at others ------------------------------------------------------------------------- */
 
 /* Return 1 for True, 0 for anything else, also an attribute that is missing. */
 int is_true(PyObject *owner, PyObject *name) {
@@ -86,8 +92,8 @@ int is_true(PyObject *owner, PyObject *name) {
     return value == Py_True;
 }
 
-/* Return an attribute without a reference of one's own: somebody else holds it as long as no Python runs. NULL with an error, or
- * where there is no owner. */
+/* Return an attribute without a reference of one's own: somebody else holds it as long as no Python
+ * runs. NULL with an error, or where there is no owner. */
 PyObject *peek(PyObject *owner, PyObject *name) {
     PyObject *found = owner == NULL ? NULL : PyObject_GetAttr(owner, name);
     Py_XDECREF(found);
@@ -108,10 +114,13 @@ int is_unlocked(PyObject *lock) {
 }
 
 /* Return whether no refusal of calls is known, and no writes are queued. */
-int is_quiet(PyObject *engine) { return PyObject_TypeCheck(engine, admission_state_type) && ((AdmissionState *)engine)->is_quiet; }
+int is_quiet(PyObject *engine) {
+    return PyObject_TypeCheck(engine, admission_state_type) && ((AdmissionState *)engine)->is_quiet;
+}
 
 /* Return whether a call may begin, and nobody else is at what a lock guards. */
-/* Return whether a call may be made now that the lock belongs to: also not in a signal's handler while this very thread drives the engine. */
+/* Return whether a call may be made now that the lock belongs to: also not in a signal's handler
+ * while this very thread drives the engine. */
 int is_free(PyObject *engine, PyObject *lock) {
     if (!is_quiet(engine) || !is_unlocked(lock)) return 0;
     const long long driver = ((AdmissionState *)engine)->driver;
@@ -141,7 +150,8 @@ int64_t now_ns(void) {
 
 /* Add what is over to the flight recorder; without a number or a beginning an error is set. */
 int record(PyObject *add, PyObject *told, PyObject *number, PyObject *begin) {
-    PyObject *end = PyLong_FromLongLong(now_ns()), *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+    PyObject *end = PyLong_FromLongLong(now_ns()),
+             *thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
     const int are_there = number != NULL && begin != NULL && end != NULL && thread != NULL;
     PyObject *entry = are_there ? PyTuple_Pack(5, told, number, begin, end, thread) : NULL;
     PyObject *added = entry == NULL ? NULL : PyObject_CallFunctionObjArgs(add, entry, NULL);
@@ -152,27 +162,25 @@ int record(PyObject *add, PyObject *told, PyObject *number, PyObject *begin) {
     return added == NULL ? -1 : 0;
 }
 
-/* -- records ------------------------------------------------------------------------------------------------------- */
+/* -- records ----------------------------------------------------------------------------------- */
 
-#define RECORD(NAME, PREFIX, TOLD, ...)                                                                                \
-    static PyMemberDef PREFIX##_members[] = {__VA_ARGS__, {NULL}};                                                     \
+#define RECORD(NAME, PREFIX, TOLD, ...)                                                            \
+    static PyMemberDef PREFIX##_members[] = {__VA_ARGS__, {NULL}};                                 \
     TYPE(NAME, PREFIX, PREFIX##_members, Py_TPFLAGS_BASETYPE, TOLD, {Py_tp_dealloc, dealloc_object})
 
-RECORD(
-    AdmissionState, admission_state, "Whether nothing is known that would refuse a call, or go before it.",
-    FLAG(AdmissionState, is_quiet), NUMBER(AdmissionState, driver)
-)
-RECORD(CommunicatorState, communicator_state, "The number of a group's next call.", NUMBER(CommunicatorState, next_call))
-RECORD(
-    Tally, tally, "What is counted of a variable.", NUMBER(Tally, writes), NUMBER(Tally, collectives), NUMBER(Tally, added),
-    NUMBER(Tally, steps), NUMBER(Tally, reads), NUMBER(Tally, turned), NUMBER(Tally, turns)
-)
+RECORD(AdmissionState, admission_state,
+       "Whether nothing is known that would refuse a call, or go before it.",
+       FLAG(AdmissionState, is_quiet), NUMBER(AdmissionState, driver))
+RECORD(CommunicatorState, communicator_state, "The number of a group's next call.",
+       NUMBER(CommunicatorState, next_call))
+RECORD(Tally, tally, "What is counted of a variable.", NUMBER(Tally, writes),
+       NUMBER(Tally, collectives), NUMBER(Tally, added), NUMBER(Tally, steps), NUMBER(Tally, reads),
+       NUMBER(Tally, turned), NUMBER(Tally, turns))
 RECORD(Watch, watch, "When writes are looked at.", NUMBER(Watch, until), FLAG(Watch, is_free))
-RECORD(
-    Copied, copied, "What is going on with a copy.", NUMBER(Copied, moves), NUMBER(Copied, changes), FLAG(Copied, is_being_written)
-)
+RECORD(Copied, copied, "What is going on with a copy.", NUMBER(Copied, moves),
+       NUMBER(Copied, changes), FLAG(Copied, is_being_written))
 
-/* -- arrays -------------------------------------------------------------------------------------------------------- */
+/* -- arrays ------------------------------------------------------------------------------------ */
 
 PyObject *array_type, *make_array, *as_array, *numpy_add;
 
@@ -230,23 +238,28 @@ int fits_shape(PyObject *dtype, int ndim, const intptr_t *shape, PyObject *value
     return 1;
 }
 
-int fits(const Form *form, PyObject *value, int flags) { return fits_shape(form->dtype, form->ndim, form->shape, value, flags); }
+int fits(const Form *form, PyObject *value, int flags) {
+    return fits_shape(form->dtype, form->ndim, form->shape, value, flags);
+}
 
 /* Return whether a value is one of Python's own numbers, of which NumPy makes an array. */
 int is_number(PyObject *value) {
-    return Py_TYPE(value) == &PyFloat_Type || Py_TYPE(value) == &PyLong_Type || Py_TYPE(value) == &PyBool_Type;
+    return Py_TYPE(value) == &PyFloat_Type || Py_TYPE(value) == &PyLong_Type ||
+           Py_TYPE(value) == &PyBool_Type;
 }
 
-/* -- standing for a public function -------------------------------------------------------------------------------- */
+/* -- standing for a public function ------------------------------------------------------------ */
 
-/* What is not its own is the function's: its name, documentation, signature. So is `__class__`: `inspect`, help() and Sphinx then
- * see a Python function, which it is for everybody who calls it. */
+/* What is not its own is the function's: its name, documentation, signature. So is `__class__`:
+ * `inspect`, help() and Sphinx then see a Python function, which it is for everybody who calls it.
+ */
 PyObject *face_getattr(PyObject *object, PyObject *name) {
     static const char *const own[] = {"remember", "recall", "__reduce__", "__reduce_ex__"};
     PyObject *function = ((Face *)object)->function;
     if (PyUnicode_CompareWithASCIIString(name, "__wrapped__") == 0) return Py_NewRef(function);
     for (size_t which = 0; which < sizeof own / sizeof *own; which++)
-        if (PyUnicode_CompareWithASCIIString(name, own[which]) == 0) return PyObject_GenericGetAttr(object, name);
+        if (PyUnicode_CompareWithASCIIString(name, own[which]) == 0)
+            return PyObject_GenericGetAttr(object, name);
     return PyObject_GetAttr(function, name);
 }
 
@@ -267,16 +280,21 @@ void forget(Remembered *object) {
 }
 
 /* Call the function as it was called itself; nobody does who knows of `vectorcall`. */
-PyObject *face_call(PyObject *object, PyObject *arguments, PyObject *keywords) { return PyObject_Call(((Face *)object)->function, arguments, keywords); }
+PyObject *face_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    return PyObject_Call(((Face *)object)->function, arguments, keywords);
+}
 
 /* Call a function with arguments of which those after the first `given` have names. */
-PyObject *call_function(PyObject *function, PyObject *const *arguments, Py_ssize_t given, PyObject *names) {
+PyObject *call_function(PyObject *function, PyObject *const *arguments, Py_ssize_t given,
+                        PyObject *names) {
     const Py_ssize_t named = names == NULL ? 0 : PyTuple_Size(names);
     PyObject *plain = PyTuple_New(given), *keywords = named ? PyDict_New() : NULL, *result = NULL;
-    for (Py_ssize_t place = 0; plain != NULL && place < given; place++) PyTuple_SetItem(plain, place, Py_NewRef(arguments[place]));
+    for (Py_ssize_t place = 0; plain != NULL && place < given; place++)
+        PyTuple_SetItem(plain, place, Py_NewRef(arguments[place]));
     int done = plain != NULL && (named == 0 || keywords != NULL);
     for (Py_ssize_t place = 0; done && place < named; place++)
-        done = PyDict_SetItem(keywords, PyTuple_GetItem(names, place), arguments[given + place]) == 0;
+        done =
+            PyDict_SetItem(keywords, PyTuple_GetItem(names, place), arguments[given + place]) == 0;
     if (done) result = PyObject_Call(function, plain, keywords);
     Py_XDECREF(plain);
     Py_XDECREF(keywords);
@@ -296,4 +314,5 @@ static PyObject *face_doc(PyObject *object, void *unused) {
     return PyObject_GetAttrString(((Face *)object)->function, "__doc__");
 }
 
-PyGetSetDef face_getsets[] = {{"__doc__", face_doc, NULL, NULL, NULL}, {NULL, NULL, NULL, NULL, NULL}};
+PyGetSetDef face_getsets[] = {{"__doc__", face_doc, NULL, NULL, NULL},
+                              {NULL, NULL, NULL, NULL, NULL}};

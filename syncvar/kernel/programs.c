@@ -12,21 +12,25 @@ static int is_known(const Program *self, int64_t memory, int64_t start, int64_t 
 /* Look whether all instructions are whole, and use their memories within their sizes. */
 static int is_sound(const Program *self) {
     Py_ssize_t place = 0;
-    int begins = self->opening == 0; /* the steps begin where an instruction does, after nothing but copies */
+    int begins = self->opening ==
+                 0; /* the steps begin where an instruction does, after nothing but copies */
     while (place < self->length) {
         const int64_t *step = self->code + place;
         const Py_ssize_t left = self->length - place;
         if (place == self->opening) begins = 1;
         if (!begins && *step != COPY) return 0;
         if (*step == COPY || *step == STORE) {
-            if (left < 6 || !is_known(self, step[1], step[2], step[5]) || !is_known(self, step[3], step[4], step[5]))
+            if (left < 6 || !is_known(self, step[1], step[2], step[5]) ||
+                !is_known(self, step[3], step[4], step[5]))
                 return 0;
             if (self->named[step[3]].kind == LYING) return 0; /* it is read only */
             place += 6;
         } else if (*step == FOLD) {
-            if (left < 5 || step[4] < 1 || step[4] > RANKS_MAX || left < 5 + 2 * step[4] || self->how.fold.loop == NULL)
+            if (left < 5 || step[4] < 1 || step[4] > RANKS_MAX || left < 5 + 2 * step[4] ||
+                self->how.fold.loop == NULL)
                 return 0;
-            if (!is_known(self, step[1], step[2], step[3]) || self->named[step[1]].kind == LYING) return 0;
+            if (!is_known(self, step[1], step[2], step[3]) || self->named[step[1]].kind == LYING)
+                return 0;
             for (int64_t term = 0; term < step[4]; term++)
                 if (!is_known(self, step[5 + 2 * term], step[6 + 2 * term], step[3])) return 0;
             place += 5 + 2 * step[4];
@@ -41,12 +45,15 @@ static int is_sound(const Program *self) {
     return begins || self->opening == self->length;
 }
 
-/* Program(code, opening, names, sizes, what becomes of terms): the code as 64-bit numbers, of which so many come before phase 0 is
- * published; kind, rank and place of each memory, and its elements. */
+/* Program(code, opening, names, sizes, what becomes of terms): the code as 64-bit numbers, of which
+ * so many come before phase 0 is published; kind, rank and place of each memory, and its elements.
+ */
 static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     Py_ssize_t opening, *numbers = NULL;
     PyObject *code, *named, *given, *how;
-    if (keywords != NULL || !PyArg_ParseTuple(arguments, "SnOOO", &code, &opening, &named, &given, &how)) return NULL;
+    if (keywords != NULL ||
+        !PyArg_ParseTuple(arguments, "SnOOO", &code, &opening, &named, &given, &how))
+        return NULL;
     Program *self = new_object(type);
     if (self == NULL) return NULL;
     self->opening = opening;
@@ -54,7 +61,8 @@ static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *
     self->code = (const int64_t *)PyBytes_AsString(Py_NewRef(code));
     self->kept_code = code;
     const Py_ssize_t memories = PyTuple_Size(given);
-    if (memories < 0 || memories > MEMORIES_MAX || !read_arithmetic(how, &self->how, &self->apply)) goto wrong;
+    if (memories < 0 || memories > MEMORIES_MAX || !read_arithmetic(how, &self->how, &self->apply))
+        goto wrong;
     if (self->how.half && self->apply.loop != NULL) goto wrong;
     const Py_ssize_t width = self->how.width;
     numbers = PyMem_Malloc((4 * memories + 1) * sizeof *numbers);
@@ -64,14 +72,14 @@ static PyObject *program_new(PyTypeObject *type, PyObject *arguments, PyObject *
         goto failed;
     }
     Py_ssize_t *const names = numbers + memories;
-    if (read_numbers(given, numbers, memories) < 0 || read_numbers(named, names, 3 * memories) != 3 * memories)
+    if (read_numbers(given, numbers, memories) < 0 ||
+        read_numbers(named, names, 3 * memories) != 3 * memories)
         goto wrong;
     self->memories = (int)memories;
     for (int memory = 0; memory < memories; memory++) {
         if (numbers[memory] < 0 || numbers[memory] > PY_SSIZE_T_MAX / width) goto wrong;
-        self->named[memory] = (Named){
-            numbers[memory] * width, (int)names[3 * memory], (int)names[3 * memory + 1], (int)names[3 * memory + 2]
-        };
+        self->named[memory] = (Named){numbers[memory] * width, (int)names[3 * memory],
+                                      (int)names[3 * memory + 1], (int)names[3 * memory + 2]};
         if (self->named[memory].kind == SCRATCH && self->named[memory].nbytes > self->scratch_bytes)
             self->scratch_bytes = self->named[memory].nbytes;
     }
@@ -87,11 +95,11 @@ failed:
 }
 
 static PyMemberDef program_members[] = {
-    HOLDS(Program, how.fold.owner, "_fold"), HOLDS(Program, how.divide.owner, "_divide"), HOLDS(Program, apply.owner, "_apply"),
-    HOLDS(Program, kept_code, "_code"),      HOLDS(Program, kept_named, "_named"),        {NULL},
+    HOLDS(Program, how.fold.owner, "_fold"), HOLDS(Program, how.divide.owner, "_divide"),
+    HOLDS(Program, apply.owner, "_apply"),   HOLDS(Program, kept_code, "_code"),
+    HOLDS(Program, kept_named, "_named"),    {NULL},
 };
 
-TYPE(
-    Program, program, program_members, Py_TPFLAGS_HAVE_GC,
-    "A program that has been looked at: its instructions use their memories within their sizes.", {Py_tp_new, program_new}, HOLDING
-)
+TYPE(Program, program, program_members, Py_TPFLAGS_HAVE_GC,
+     "A program that has been looked at: its instructions use their memories within their sizes.",
+     {Py_tp_new, program_new}, HOLDING)

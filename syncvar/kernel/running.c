@@ -1,28 +1,32 @@
 /* The C runner of prepared calls in shared memory: put, publish, await, compare, combine.
  *
- * It does what syncvar/engine/prepared_reductions.py says in Python, step by step, for arrays that lie in one piece; whatever is
- * unusual it leaves to that function, before it has changed anything.
+ * It does what syncvar/engine/prepared_reductions.py says in Python, step by step, for arrays that
+ * lie in one piece; whatever is unusual it leaves to that function, before it has changed anything.
  *
- * The interpreter's lock is kept of small calls: they take about a microsecond. What does not come soon goes on in Python.
+ * The interpreter's lock is kept of small calls: they take about a microsecond. What does not come
+ * soon goes on in Python.
  */
 #include "calls.h"
 
-/* -- what a call works on ------------------------------------------------------------------------------------------ */
+/* -- what a call works on ---------------------------------------------------------------------- */
 
 /* One attempt to make a call: what is given, what it needs, and what it tells. */
 typedef struct {
     PyObject *x, *out, *said, *timeout;
     PyObject *brought, *goal; /* the array of x and of out, or the tuple of several */
-    PyObject *told, *made, *number, *begin; /* words, where the result goes; as in the flight recorder */
+    PyObject *told, *made, *number,
+        *begin;          /* words, where the result goes; as in the flight recorder */
     Span one[2], *spans; /* where arrays lie: so many that are brought, and so many that are made */
     PyObject *kept_spans;
-    Run *run;                               /* of a long vector */
-    int has_lock;                           /* of the group's calls */
-    uint64_t digest, source;                /* what is told to the others: which call it is, where this rank's cells or vector lie */
+    Run *run;                /* of a long vector */
+    int has_lock;            /* of the group's calls */
+    uint64_t digest, source; /* what is told to the others: which call it is, where this rank's
+                                cells or vector lie */
 } Attempt;
 
-/* What has become of it. UNUSUAL: Python has to make it, nothing has been changed. UNKNOWN: phase 0 has been published, and Python
- * has to go on. WAITING: the run has to go on later. FAILED: there is an error. */
+/* What has become of it. UNUSUAL: Python has to make it, nothing has been changed. UNKNOWN: phase 0
+ * has been published, and Python has to go on. WAITING: the run has to go on later. FAILED: there
+ * is an error. */
 enum { DONE, UNUSUAL, UNKNOWN, WAITING, FAILED };
 
 static char *data_of(PyObject *array) { return ((Array *)array)->data; }
@@ -41,8 +45,10 @@ static const char *slot_of(const SlotCall *self, int rank, int side) {
     const ChannelState *channel = self->channel;
     const char *memory = channel->memory.buf;
     if (self->ring >= 0) {
-        const uint64_t told = seen(channel->words + entry_of(channel, rank) + channel->target_at + side);
-        if (told && told <= (uint64_t)channel->memory.len && is_within((Py_ssize_t)told, in_slots(self, &self->made), channel->memory.len))
+        const uint64_t told =
+            seen(channel->words + entry_of(channel, rank) + channel->target_at + side);
+        if (told && told <= (uint64_t)channel->memory.len &&
+            is_within((Py_ssize_t)told, in_slots(self, &self->made), channel->memory.len))
             return memory + told;
     }
     return memory + channel->slots[rank] + side * channel->side_bytes;
@@ -52,45 +58,50 @@ static const char *place_in(const SlotCall *self, const Copy *copy, int side, co
     return (copy->rank < 0 ? brought : slot_of(self, copy->rank, side)) + copy->from;
 }
 
-/* Return whether what this rank brings may be read instead of its slot: as a whole, it is put there as it is, and the
- * result does not cover up what is still to be read. */
+/* Return whether what this rank brings may be read instead of its slot: as a whole, it is put there
+ * as it is, and the result does not cover up what is still to be read. */
 static int reads_brought(const SlotCall *self, const char *brought, const char *out) {
     const Py_ssize_t nbytes = self->made.nbytes;
-    return self->ring >= 0 && !self->how.half && brought != NULL && (brought == out || brought + nbytes <= out || out + nbytes <= brought);
+    return self->ring >= 0 && !self->how.half && brought != NULL &&
+           (brought == out || brought + nbytes <= out || out + nbytes <= brought);
 }
 
 /* Combine the terms into the result, or apply the combination to it. */
 static void combine_terms(const SlotCall *self, int side, const char *brought, char *out) {
     const char *terms[RANKS_MAX];
     for (int term = 0; term < self->term_count; term++)
-        terms[term] = self->terms[term].rank == self->channel->rank && reads_brought(self, brought, out)
-                          ? brought
-                          : place_in(self, &self->terms[term], side, brought);
-    fold_terms(&self->how, &self->apply, terms, self->term_count, out, in_slots(self, &self->made) / self->how.width);
+        terms[term] =
+            self->terms[term].rank == self->channel->rank && reads_brought(self, brought, out)
+                ? brought
+                : place_in(self, &self->terms[term], side, brought);
+    fold_terms(&self->how, &self->apply, terms, self->term_count, out,
+               in_slots(self, &self->made) / self->how.width);
 }
 
 /* Make the result of a call on which all ranks agree. */
 void finish(const SlotCall *self, int side, const char *brought, PyObject *made) {
     if (self->leaf_count) {
         const char *slots[RANKS_MAX];
-        for (int rank = 0; rank < self->channel->size; rank++) slots[rank] = slot_of(self, rank, side);
+        for (int rank = 0; rank < self->channel->size; rank++)
+            slots[rank] = slot_of(self, rank, side);
         combine_leaves(self, slots, made);
         return;
     }
     char *const out = data_of(made);
     for (int take = 0; take < self->take_count; take++)
-        memmove(
-            out + self->takes[take].to, place_in(self, &self->takes[take], side, brought), self->takes[take].nbytes
-        );
+        memmove(out + self->takes[take].to, place_in(self, &self->takes[take], side, brought),
+                self->takes[take].nbytes);
     if (self->term_count) combine_terms(self, side, brought, out);
 }
 
-/* -- beginning and publishing -------------------------------------------------------------------------------------- */
+/* -- beginning and publishing ------------------------------------------------------------------ */
 
-/* Return whether a call may begin now: no refusal is known, nothing is queued, nobody else is in the group's calls. */
+/* Return whether a call may begin now: no refusal is known, nothing is queued, nobody else is in
+ * the group's calls. */
 int may_begin(const SlotCall *self) {
     if (self->channel->begun != NULL && end_begun(self->channel->begun, 0) < 0) PyErr_Clear();
-    return self->channel->is_settled && PyObject_Size(self->queue) == 0 && is_free(self->engine, self->busy);
+    return self->channel->is_settled && PyObject_Size(self->queue) == 0 &&
+           is_free(self->engine, self->busy);
 }
 
 /* Take the number of the next call; -1 with an error. */
@@ -100,11 +111,13 @@ long long take_number(const SlotCall *self, PyObject **number) {
 }
 
 /* Publish phase 0 of a call, on the side that has been chosen. */
-void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t source, uint64_t target) {
+void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t source,
+                  uint64_t target) {
     ChannelState *channel = self->channel;
     const int side = (int)channel->side;
     uint64_t *entry = channel->words + channel->entry;
-    if (self->tells || self->is_long) /* what differs may be the detail alone: then the others need to know the call itself */
+    if (self->tells || self->is_long) /* what differs may be the detail alone: then the others need
+                                         to know the call itself */
         store(entry + channel->source_at + side, source);
     channel->last = (call << 1) + 2;
     if (channel->phase || entry[channel->done_at]) {
@@ -112,22 +125,25 @@ void publish_call(const SlotCall *self, long long call, uint64_t check, uint64_t
         channel->phase = 0;
         store(entry + channel->phase_at, 0);
     }
-    if (self->tells || self->ring >= 0 || self->is_long) store(entry + channel->target_at + side, target);
+    if (self->tells || self->ring >= 0 || self->is_long)
+        store(entry + channel->target_at + side, target);
     store(entry + channel->check_at + side, check);
     store(entry, (uint64_t)channel->last | (uint64_t)side);
 }
 
-/* Wait for phase 0 of the others; return whether they have said the same. Who has not been given up a call says it on
- * the same side. */
+/* Wait for phase 0 of the others; return whether they have said the same. Who has not been given up
+ * a call says it on the same side. */
 int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns) {
     ChannelState *channel = self->channel;
     int agree = have_come(channel, channel->last, patience_ns);
     for (int other = 0; agree && other < channel->size - 1; other++)
-        agree = seen(channel->words + channel->others[other] + channel->check_at + (int)channel->side) == check;
+        agree = seen(channel->words + channel->others[other] + channel->check_at +
+                     (int)channel->side) == check;
     return agree;
 }
 
-/* Put what this rank brings into its slot, or into the next of those that take turns; return where that is, or 0. */
+/* Put what this rank brings into its slot, or into the next of those that take turns; return where
+ * that is, or 0. */
 uint64_t put_own(const SlotCall *self, int side, PyObject *brought) {
     ChannelState *channel = self->channel;
     uint64_t told = 0;
@@ -135,18 +151,21 @@ uint64_t put_own(const SlotCall *self, int side, PyObject *brought) {
         channel->turn = (channel->turn + 1) % RING_SLOTS;
         told = (uint64_t)(self->ring + channel->turn * channel->side_bytes);
     }
-    char *own = (char *)channel->memory.buf + (told ? (Py_ssize_t)told : channel->slots[channel->rank] + side * channel->side_bytes);
+    char *own =
+        (char *)channel->memory.buf +
+        (told ? (Py_ssize_t)told : channel->slots[channel->rank] + side * channel->side_bytes);
     if (self->leaf_count)
         put_leaves(self, own, brought);
     else if (self->how.half)
         widen(self->how.half, data_of(brought), (float *)own, self->brought.nbytes / 2);
     else
         for (int put = 0; put < self->put_count; put++)
-            copy_out(&channel->stores, own + self->puts[put].to, data_of(brought) + self->puts[put].from, self->puts[put].nbytes);
+            copy_out(&channel->stores, own + self->puts[put].to,
+                     data_of(brought) + self->puts[put].from, self->puts[put].nbytes);
     return told;
 }
 
-/* -- running ------------------------------------------------------------------------------------------------------- */
+/* -- running ----------------------------------------------------------------------------------- */
 
 /* Make a call through the small slots. */
 static int run_small(const SlotCall *self, const Attempt *attempt, long long call) {
@@ -166,10 +185,12 @@ static uint64_t offset_of(const ChannelState *channel, const char *memory) {
     return memory >= start && memory < start + channel->memory.len ? (uint64_t)(memory - start) : 0;
 }
 
-/* Return whether a rank tells that it brings its vector: it tells the side of its cells, and the page, and no place in the arena. */
+/* Return whether a rank tells that it brings its vector: it tells the side of its cells, and the
+ * page, and no place in the arena. */
 static int is_brought(uint64_t told) { return told < 2 || told & AT_PAGE; }
 
-/* Find what is done with vectors that lie as all ranks have told; NULL where that is not known yet. */
+/* Find what is done with vectors that lie as all ranks have told; NULL where that is not known yet.
+ */
 static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t *targets) {
     const ChannelState *channel = self->channel;
     const int side = (int)channel->side;
@@ -181,7 +202,8 @@ static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t
         targets[rank] = seen(channel->words + entry + channel->target_at + side);
         bits |= (uint64_t)!is_brought(sources[rank]) << rank;
         into_all = into_all && targets[rank] != 0;
-        by_owners = by_owners || (!is_brought(sources[rank]) && sources[rank] >> 1 == targets[rank]);
+        by_owners =
+            by_owners || (!is_brought(sources[rank]) && sources[rank] >> 1 == targets[rank]);
     }
     for (int pattern = 0; pattern < PATTERNS; pattern++) {
         const Known *known = &self->known[pattern];
@@ -192,9 +214,14 @@ static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t
     return NULL;
 }
 
-enum { READS = 1, RESIDENT = 2, TOLD = 4 }; /* what a rank offers with long blocks, as in moves.py */
+enum {
+    READS = 1,
+    RESIDENT = 2,
+    TOLD = 4
+}; /* what a rank offers with long blocks, as in moves.py */
 
-/* Tell where this rank's blocks lie, where that serves; returns the offer, 0 where they have to go by cells. */
+/* Tell where this rank's blocks lie, where that serves; returns the offer, 0 where they have to go
+ * by cells. */
 static uint64_t tell_places(const SlotCall *self, const char *x) {
     const ChannelState *channel = self->channel;
     uint64_t here = offset_of(channel, x), offer = RESIDENT | (self->reads ? READS : 0);
@@ -204,14 +231,17 @@ static uint64_t tell_places(const SlotCall *self, const char *x) {
         here = (uint64_t)(uintptr_t)x | ADDRESS;
         offer = READS;
     }
-    uint64_t *words = (uint64_t *)((char *)channel->memory.buf + channel->slots[channel->rank] + channel->side * channel->side_bytes);
-    for (int put = 0; put < self->put_count; put++) words[put] = here + (uint64_t)self->puts[put].from;
+    uint64_t *words = (uint64_t *)((char *)channel->memory.buf + channel->slots[channel->rank] +
+                                   channel->side * channel->side_bytes);
+    for (int put = 0; put < self->put_count; put++)
+        words[put] = here + (uint64_t)self->puts[put].from;
     return offer | TOLD;
 }
 
-/* Return on which side the first cells are put, and, where they need one side only, the page on which they begin: other ones
- * each time, so that their lines have left the other cores' caches when they are written again. Vectors of ranks that share cores gain
- * nothing by that (measured). */
+/* Return on which side the first cells are put, and, where they need one side only, the page on
+ * which they begin: other ones each time, so that their lines have left the other cores' caches
+ * when they are written again. Vectors of ranks that share cores gain nothing by that (measured).
+ */
 static uint64_t cells_for(const SlotCall *self) {
     ChannelState *channel = self->channel;
     const Program *program = self->known[0].program;
@@ -233,13 +263,17 @@ static const Known *find_known_move(const SlotCall *self, uint64_t *sides) {
     const ChannelState *channel = self->channel;
     uint64_t all = READS | RESIDENT, any = 0;
     for (int rank = 0; rank < channel->size; rank++) {
-        const uint64_t mark = seen(channel->words + entry_of(channel, rank) + channel->target_at + (int)channel->side);
+        const uint64_t mark = seen(channel->words + entry_of(channel, rank) + channel->target_at +
+                                   (int)channel->side);
         sides[rank] = mark >> 3;
         all &= mark;
         any |= mark & TOLD;
     }
     const uint64_t pattern = all ? 1 : 0;
-    return (all || !any) && self->known[pattern].sources == pattern && self->known[pattern].program != NULL ? &self->known[pattern] : NULL;
+    return (all || !any) && self->known[pattern].sources == pattern &&
+                   self->known[pattern].program != NULL
+               ? &self->known[pattern]
+               : NULL;
 }
 
 /* Return whether the memory of an array is NumPy's, not of a device that others cannot read. */
@@ -258,7 +292,8 @@ static int run_long(const SlotCall *self, const Attempt *attempt, long long call
     const int arrays = self->leaf_count ? self->span_count : 1;
     const Span *const brought = attempt->spans, *const made = brought + arrays;
     uint64_t sources[RANKS_MAX], targets[RANKS_MAX];
-    const uint64_t source = attempt->source, plain = attempt->digest + (uint64_t)call * SPREAD, check = plain + self->detail;
+    const uint64_t source = attempt->source, plain = attempt->digest + (uint64_t)call * SPREAD,
+                   check = plain + self->detail;
     channel->side ^= 1;
     const uint64_t offer = self->tells ? tell_places(self, brought->at) : 0;
     if (self->tells ? offer == 0 : is_brought(source)) {
@@ -269,10 +304,12 @@ static int run_long(const SlotCall *self, const Attempt *attempt, long long call
     if (self->tells)
         publish_call(self, call, check, plain, source << 3 | offer);
     else
-        publish_call(self, call, check, source, self->leaf_count ? 0 : offset_of(channel, made->at));
+        publish_call(self, call, check, source,
+                     self->leaf_count ? 0 : offset_of(channel, made->at));
     if (!all_agree(self, check, PATIENCE_NS)) return UNKNOWN;
     if (self->kind_count > self->rider) finish(self, (int)channel->side, NULL, attempt->made);
-    const Known *known = self->tells ? find_known_move(self, sources) : find_known(self, sources, targets);
+    const Known *known =
+        self->tells ? find_known_move(self, sources) : find_known(self, sources, targets);
     if (known == NULL) return UNKNOWN;
     run->program = known->program; /* the call keeps it */
     if (!bind_vector(run, brought, made, arrays, sources, targets, self->tells)) return UNKNOWN;
@@ -281,31 +318,35 @@ static int run_long(const SlotCall *self, const Attempt *attempt, long long call
     return advance_run(run, known->program->length) ? WAITING : DONE;
 }
 
-/* -- handing over -------------------------------------------------------------------------------------------------- */
+/* -- handing over ------------------------------------------------------------------------------ */
 
 /* Break the generation: the error that is set has left a call that others take part in. */
 void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *said) {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
-    PyObject *done = PyObject_CallFunctionObjArgs(self->interrupt, number, begin, error, said, NULL);
+    PyObject *done =
+        PyObject_CallFunctionObjArgs(self->interrupt, number, begin, error, said, NULL);
     if (done == NULL) PyErr_Clear();
     Py_XDECREF(done);
     PyErr_Restore(type, error, trace);
 }
 
-/* Let Python go on with a call that has been published, and with its run if it waits: Python waits longer, and knows what else there is.
+/* Let Python go on with a call that has been published, and with its run if it waits: Python waits
+ * longer, and knows what else there is.
  *
- * `later` returns the result, or a generator where the engine has to go on. An error in it has left a call that others
- * take part in, wherever a signal may have struck. */
+ * `later` returns the result, or a generator where the engine has to go on. An error in it has left
+ * a call that others take part in, wherever a signal may have struck. */
 static PyObject *hand_on(SlotCall *self, const Attempt *attempt, int waits) {
-    PyObject *const number = attempt->number, *const begin = attempt->begin, *const said = attempt->said;
+    PyObject *const number = attempt->number, *const begin = attempt->begin,
+                    *const said = attempt->said;
     const int taken = self->is_long ? 0 : try_acquire(self->busy);
-    PyObject *told = taken < 0 ? NULL
-                               : PyObject_CallFunctionObjArgs(
-                                     self->later, number, begin, attempt->brought, attempt->goal, attempt->made, said,
-                                     waits ? (PyObject *)attempt->run : Py_None, self, NULL
-                                 );
+    PyObject *told =
+        taken < 0
+            ? NULL
+            : PyObject_CallFunctionObjArgs(self->later, number, begin, attempt->brought,
+                                           attempt->goal, attempt->made, said,
+                                           waits ? (PyObject *)attempt->run : Py_None, self, NULL);
     PyObject *result = NULL;
     if (told == NULL)
         interrupt_call(self, number, begin, said);
@@ -313,20 +354,21 @@ static PyObject *hand_on(SlotCall *self, const Attempt *attempt, int waits) {
         result = Py_NewRef(PyTuple_GetItem(told, 1));
     else
         result = PyObject_CallFunctionObjArgs(
-            self->hand_over, number, begin, PyTuple_GetItem(told, 1), said, attempt->timeout, NULL
-        );
+            self->hand_over, number, begin, PyTuple_GetItem(told, 1), said, attempt->timeout, NULL);
     Py_XDECREF(told);
     if (taken > 0) release(self->busy);
     return result;
 }
 
-/* -- a call -------------------------------------------------------------------------------------------------------- */
+/* -- a call ------------------------------------------------------------------------------------ */
 
 /* Find the memories of a long call that this rank begins now. */
 static int bind_own(const SlotCall *self, Attempt *attempt) {
     const ChannelState *channel = self->channel;
     const int arrays = self->leaf_count ? self->span_count : 1;
-    attempt->spans = self->leaf_count ? new_room(&attempt->kept_spans, 2 * arrays * (Py_ssize_t)sizeof(Span)) : attempt->one;
+    attempt->spans = self->leaf_count
+                         ? new_room(&attempt->kept_spans, 2 * arrays * (Py_ssize_t)sizeof(Span))
+                         : attempt->one;
     if (attempt->spans == NULL) return 0;
     Span *const brought = attempt->spans, *const made = brought + arrays;
     if (self->leaf_count) {
@@ -336,7 +378,9 @@ static int bind_own(const SlotCall *self, Attempt *attempt) {
         *brought = (Span){data_of(attempt->brought), self->brought.nbytes};
         *made = (Span){data_of(attempt->made), self->made.nbytes};
     }
-    const uint64_t lies = self->leaf_count ? (uint64_t)(lies_alone(self, brought) || lies_alone(self, made)) : offset_of(channel, brought->at),
+    const uint64_t lies = self->leaf_count
+                              ? (uint64_t)(lies_alone(self, brought) || lies_alone(self, made))
+                              : offset_of(channel, brought->at),
                    told = self->everyone || brought->at != made->at ? lies : 0;
     uint64_t own[RANKS_MAX] = {0};
     if (self->tells || told == 0)
@@ -348,43 +392,58 @@ static int bind_own(const SlotCall *self, Attempt *attempt) {
            (!self->reads || lies != 0 || is_readable(attempt->brought));
 }
 
-/* Look whether a call may be made here, and get all that it needs; nothing that others see is changed. */
+/* Look whether a call may be made here, and get all that it needs; nothing that others see is
+ * changed. */
 static int set_up(SlotCall *self, Attempt *attempt) {
-    const int memories = self->memories; /* what other threads may have run until it begins may need more */
+    const int memories =
+        self->memories; /* what other threads may have run until it begins may need more */
     const int64_t scratch_bytes = self->scratch_bytes;
     PyObject *const said = attempt->said;
     if (!accept(self, attempt->x, attempt->out, &attempt->brought, &attempt->goal)) return UNUSUAL;
-    if (attempt->goal != Py_None && !lie_apart(self, attempt->brought, attempt->goal)) return UNUSUAL;
+    if (attempt->goal != Py_None && !lie_apart(self, attempt->brought, attempt->goal))
+        return UNUSUAL;
     if (said == Py_None) {
         attempt->told = Py_NewRef(self->told);
     } else {
         attempt->digest = PyLong_AsUnsignedLongLongMask(PyTuple_GetItem(said, 1));
-        attempt->told = PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(self->saying, said, NULL);
+        attempt->told =
+            PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(self->saying, said, NULL);
     }
     attempt->made = attempt->told == NULL ? NULL : make_result(self, attempt->goal);
     if (attempt->made == NULL) return FAILED;
     if (self->is_long) {
         if (is_true(self->crowd, name_is_alert)) return UNUSUAL;
-        PyObject *kept = PyTuple_Pack(2, attempt->brought, attempt->made); /* the run may outlive the caller's wait */
-        attempt->run = kept == NULL ? NULL : new_run(self->known[0].program, self->channel, kept, 0, memories, scratch_bytes);
+        PyObject *kept = PyTuple_Pack(2, attempt->brought,
+                                      attempt->made); /* the run may outlive the caller's wait */
+        attempt->run = kept == NULL ? NULL
+                                    : new_run(self->known[0].program, self->channel, kept, 0,
+                                              memories, scratch_bytes);
         Py_XDECREF(kept);
         if (attempt->run == NULL) return FAILED;
     }
-    /* What comes before may have run other threads, or the collector of garbage; from here on nothing does. */
-    if (!may_begin(self) || !fit_still(self, &self->brought, attempt->brought, IN_ONE_PIECE | ALIGNED)) return UNUSUAL;
-    if (attempt->goal != Py_None && !fit_still(self, &self->made, attempt->goal, IN_ONE_PIECE | ALIGNED | WRITEABLE)) return UNUSUAL;
+    /* What comes before may have run other threads, or the collector of garbage; from here on
+     * nothing does. */
+    if (!may_begin(self) ||
+        !fit_still(self, &self->brought, attempt->brought, IN_ONE_PIECE | ALIGNED))
+        return UNUSUAL;
+    if (attempt->goal != Py_None &&
+        !fit_still(self, &self->made, attempt->goal, IN_ONE_PIECE | ALIGNED | WRITEABLE))
+        return UNUSUAL;
     if (self->is_long) {
         const int taken = try_acquire(self->busy);
         if (taken < 0) return FAILED;
         attempt->has_lock = taken;
-        if (taken == 0 || PyObject_Size(self->queue) || memories != self->memories || scratch_bytes != self->scratch_bytes) return UNUSUAL;
+        if (taken == 0 || PyObject_Size(self->queue) || memories != self->memories ||
+            scratch_bytes != self->scratch_bytes)
+            return UNUSUAL;
         if (!bind_own(self, attempt)) return PyErr_Occurred() ? FAILED : UNUSUAL;
     }
     attempt->begin = PyLong_FromLongLong(now_ns());
     return attempt->begin == NULL ? FAILED : DONE;
 }
 
-/* Make a call that has been set up: others take part in it from now on, and nothing can fail until they have come, or do not. */
+/* Make a call that has been set up: others take part in it from now on, and nothing can fail until
+ * they have come, or do not. */
 static int make_call(SlotCall *self, Attempt *attempt) {
     const long long call = take_number(self, &attempt->number);
     if (call < 0) return FAILED;
@@ -392,20 +451,22 @@ static int make_call(SlotCall *self, Attempt *attempt) {
     Program *const first = attempt->run->program;
     int state;
     Py_BEGIN_ALLOW_THREADS state = run_long(self, attempt, call);
-    Py_END_ALLOW_THREADS
-    Py_INCREF((PyObject *)attempt->run->program);
+    Py_END_ALLOW_THREADS Py_INCREF((PyObject *)attempt->run->program);
     Py_DECREF((PyObject *)first);
     return state;
 }
 
-PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *said, PyObject *timeout) {
+PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *said,
+                    PyObject *timeout) {
     SlotCall *self = (SlotCall *)object;
-    Attempt attempt = {.x = x, .out = out, .said = said, .timeout = timeout, .digest = self->digest};
+    Attempt attempt = {
+        .x = x, .out = out, .said = said, .timeout = timeout, .digest = self->digest};
     if (self->nothing != Py_None) attempt.out = Py_None; /* nobody looks at it */
     PyObject *result = NULL;
     int state = set_up(self, &attempt);
     if (state == FAILED && PyErr_ExceptionMatches(PyExc_Exception)) {
-        PyErr_Clear(); /* no memory: the call has no number yet, and the general way raises it again and tells the others */
+        PyErr_Clear(); /* no memory: the call has no number yet, and the general way raises it again
+                          and tells the others */
         state = UNUSUAL;
     }
     if (state == DONE) state = make_call(self, &attempt);
@@ -417,9 +478,11 @@ PyObject *run_slots(PyObject *object, PyObject *x, PyObject *out, PyObject *said
             Py_DECREF(arrays);
         }
     }
-    if (state == DONE && record(self->add, attempt.told, attempt.number, attempt.begin) == 0) result = given_of(self, attempt.made);
+    if (state == DONE && record(self->add, attempt.told, attempt.number, attempt.begin) == 0)
+        result = given_of(self, attempt.made);
     if (attempt.has_lock) release(self->busy);
-    if (state == UNUSUAL) result = PyObject_CallFunctionObjArgs(self->plain, x, attempt.out, said, timeout, NULL);
+    if (state == UNUSUAL)
+        result = PyObject_CallFunctionObjArgs(self->plain, x, attempt.out, said, timeout, NULL);
     Py_XDECREF(attempt.brought);
     Py_XDECREF(attempt.goal);
     Py_XDECREF(attempt.kept_spans);

@@ -1,7 +1,8 @@
-/* The C runner of programs: it does what syncvar/execution/interpreter.py does in Python, instruction by instruction.
+/* The C runner of programs: it does what syncvar/execution/interpreter.py does in Python,
+ * instruction by instruction.
  *
- * A Run is one call of a program; it goes on until the others have to come first, and says then what they have to reach.
- * Meanwhile others may have Python's lock.
+ * A Run is one call of a program; it goes on until the others have to come first, and says then
+ * what they have to reach. Meanwhile others may have Python's lock.
  */
 #include "native.h"
 
@@ -12,15 +13,18 @@
 
 #define GONE (-((long long)1 << 40))   /* as `_NEVER` in running.py: that process is no more */
 #define UNREAD (-((long long)1 << 41)) /* as in __init__.py: its memory could not be read */
-#define STREAMED_LEAST (32 << 20) /* bytes of the results of all ranks, which caches do not keep */
+#define STREAMED_LEAST (32 << 20) /* bytes of the results of all ranks, which caches do not keep   \
+                                   */
 #define READ_AT_ONCE (64 << 10)   /* bytes that are read by way of other memory */
-#define PATIENCE_LOCKED_NS 20000 /* so long others are waited for with Python's lock */
+#define PATIENCE_LOCKED_NS 20000  /* so long others are waited for with Python's lock */
 
 /* Read the memory of another process; returns 0, or what ends the run. */
-static long long read_process(Py_ssize_t process, const char *there, char *into, Py_ssize_t nbytes) {
+static long long read_process(Py_ssize_t process, const char *there, char *into,
+                              Py_ssize_t nbytes) {
 #if defined(__linux__)
     char room[READ_AT_ONCE + PAGE];
-    const int goes_aside = is_slow_by_string(into, there) && nbytes >= PAGE; /* the system copies by string instructions */
+    const int goes_aside = is_slow_by_string(into, there) &&
+                           nbytes >= PAGE; /* the system copies by string instructions */
     char *const aside = room + ((uintptr_t)there - (uintptr_t)room) % PAGE;
     while (nbytes > 0) {
         char *const first = goes_aside ? aside : into;
@@ -40,7 +44,8 @@ static long long read_process(Py_ssize_t process, const char *there, char *into,
 #endif
 }
 
-/* Go on to a place of the code; returns what the others have to reach first, or 0. Nothing of Python is touched. */
+/* Go on to a place of the code; returns what the others have to reach first, or 0. Nothing of
+ * Python is touched. */
 long long advance_run(Run *self, Py_ssize_t end) {
     const Program *program = self->program;
     ChannelState *channel = self->channel;
@@ -57,13 +62,15 @@ long long advance_run(Run *self, Py_ssize_t end) {
             const char *source = bound[step[1]].at + step[2] * width;
             const Py_ssize_t nbytes = step[5] * width;
             if (bound[step[1]].process != 0) {
-                const long long failed = read_process(bound[step[1]].process, source, target, nbytes);
+                const long long failed =
+                    read_process(bound[step[1]].process, source, target, nbytes);
                 if (failed) return failed;
             } else if (*step == STORE && program->apply.loop != NULL) {
                 combine(&program->apply, target, source, width, target, step[5], width);
             } else if (goal->kind > SCRATCH) { /* others read it, and nothing else lies there */
                 copy_out(&channel->stores, target, source, nbytes);
-            } else if (goal->kind == TARGET && goal->nbytes * channel->size >= STREAMED_LEAST && are_apart(target, source, (size_t)nbytes)) {
+            } else if (goal->kind == TARGET && goal->nbytes * channel->size >= STREAMED_LEAST &&
+                       are_apart(target, source, (size_t)nbytes)) {
                 copy_past(target, source, nbytes);
             } else {
                 copy_in(target, source, (size_t)nbytes);
@@ -74,7 +81,8 @@ long long advance_run(Run *self, Py_ssize_t end) {
         case FOLD:
             for (int64_t term = 0; term < step[4]; term++)
                 terms[term] = bound[step[5 + 2 * term]].at + step[6 + 2 * term] * width;
-            fold_terms(&program->how, NULL, terms, (int)step[4], bound[step[1]].at + step[2] * width, step[3]);
+            fold_terms(&program->how, NULL, terms, (int)step[4],
+                       bound[step[1]].at + step[2] * width, step[3]);
             self->place += 5 + 2 * step[4];
             break;
         case PUBLISH:
@@ -84,7 +92,9 @@ long long advance_run(Run *self, Py_ssize_t end) {
             break;
         default: {
             const long long need = step[1] - channel->phase;
-            if (need < 0 && !have_come(channel, need, self->keeps_lock ? PATIENCE_LOCKED_NS : PATIENCE_NS)) return need;
+            if (need < 0 &&
+                !have_come(channel, need, self->keeps_lock ? PATIENCE_LOCKED_NS : PATIENCE_NS))
+                return need;
             self->place += 2;
         }
         }
@@ -92,10 +102,10 @@ long long advance_run(Run *self, Py_ssize_t end) {
     return 0;
 }
 
-/* A run of a program, and of others that have at most so many memories and need so much scratch memory. */
-Run *new_run(
-    Program *program, ChannelState *channel, PyObject *arrays, int keeps_lock, int memories, int64_t scratch_bytes
-) {
+/* A run of a program, and of others that have at most so many memories and need so much scratch
+ * memory. */
+Run *new_run(Program *program, ChannelState *channel, PyObject *arrays, int keeps_lock,
+             int memories, int64_t scratch_bytes) {
     Run *self = new_object(run_type);
     if (self == NULL) return NULL;
     self->bound = new_room(&self->kept_bound, memories * sizeof *self->bound);
@@ -112,12 +122,10 @@ Run *new_run(
     return self;
 }
 
-/* Return where a memory of one long vector begins, from what all ranks have told of theirs; NULL where it is not within
- * the arena. */
-static char *find_memory(
-    const ChannelState *channel, int kind, int rank, int place, int64_t nbytes, const uint64_t *sources,
-    const uint64_t *targets, int tells
-) {
+/* Return where a memory of one long vector begins, from what all ranks have told of theirs; NULL
+ * where it is not within the arena. */
+static char *find_memory(const ChannelState *channel, int kind, int rank, int place, int64_t nbytes,
+                         const uint64_t *sources, const uint64_t *targets, int tells) {
     uint64_t offset;
     if (rank < 0 || rank >= channel->size) return NULL;
     if (kind == LYING) {
@@ -127,36 +135,47 @@ static char *find_memory(
     } else {
         const uint64_t base = seen(channel->words + entry_of(channel, rank) + channel->segments_at);
         if (base == 0 || place < 0 || place > 1) return NULL;
-        const uint64_t told = sources[rank], start = tells || told & AT_PAGE ? (told & ~AT_PAGE) >> 1 : 0; /* of the cells, in pages */
-        if (kind == CELLS && (start > (uint64_t)channel->segment_bytes / PAGE ||
-                              !is_within((Py_ssize_t)(start * PAGE), nbytes, channel->segment_bytes)))
+        const uint64_t told = sources[rank], start = tells || told & AT_PAGE
+                                                         ? (told & ~AT_PAGE) >> 1
+                                                         : 0; /* of the cells, in pages */
+        if (kind == CELLS &&
+            (start > (uint64_t)channel->segment_bytes / PAGE ||
+             !is_within((Py_ssize_t)(start * PAGE), nbytes, channel->segment_bytes)))
             return NULL;
-        offset = kind == CELLS
-                     ? base + ((sources[rank] & 1) ^ (uint64_t)place) * (uint64_t)channel->segment_bytes + start * PAGE
-                     : base + 2 * (uint64_t)channel->segment_bytes + (uint64_t)place * (uint64_t)channel->part_bytes;
+        offset = kind == CELLS ? base +
+                                     ((sources[rank] & 1) ^ (uint64_t)place) *
+                                         (uint64_t)channel->segment_bytes +
+                                     start * PAGE
+                               : base + 2 * (uint64_t)channel->segment_bytes +
+                                     (uint64_t)place * (uint64_t)channel->part_bytes;
     }
     if (offset == 0 || offset > (uint64_t)channel->memory.len) return NULL;
-    return is_within((Py_ssize_t)offset, nbytes, channel->memory.len) ? (char *)channel->memory.buf + offset : NULL;
+    return is_within((Py_ssize_t)offset, nbytes, channel->memory.len)
+               ? (char *)channel->memory.buf + offset
+               : NULL;
 }
 
 /* Find where a rank has told with phase 0 that a block lies: in the arena, or in its process. */
-static int find_told(const ChannelState *channel, int rank, int place, int64_t nbytes, Bound *found) {
+static int find_told(const ChannelState *channel, int rank, int place, int64_t nbytes,
+                     Bound *found) {
     if (rank < 0 || rank >= channel->size || place < 0 || place >= RANKS_MAX) return 0;
     const char *memory = channel->memory.buf;
-    const uint64_t told = ((const uint64_t *)(memory + channel->slots[rank] + channel->side * channel->side_bytes))[place];
+    const uint64_t told = ((const uint64_t *)(memory + channel->slots[rank] +
+                                              channel->side * channel->side_bytes))[place];
     if (told & ADDRESS) {
         *found = (Bound){(char *)(told ^ ADDRESS), channel->processes[rank]};
         return found->process != 0;
     }
     *found = (Bound){(char *)memory + told, 0};
-    return told != 0 && told <= (uint64_t)channel->memory.len && is_within((Py_ssize_t)told, nbytes, channel->memory.len);
+    return told != 0 && told <= (uint64_t)channel->memory.len &&
+           is_within((Py_ssize_t)told, nbytes, channel->memory.len);
 }
 
-/* Find the memories of a program for so many arrays that are brought and made. Without `targets` only what this rank brings itself is known. Where ranks have
- * told of blocks, of `sources` the sides of their cells are known. */
-int bind_vector(
-    Run *self, const Span *brought, const Span *made, int count, const uint64_t *sources, const uint64_t *targets, int tells
-) {
+/* Find the memories of a program for so many arrays that are brought and made. Without `targets`
+ * only what this rank brings itself is known. Where ranks have told of blocks, of `sources` the
+ * sides of their cells are known. */
+int bind_vector(Run *self, const Span *brought, const Span *made, int count,
+                const uint64_t *sources, const uint64_t *targets, int tells) {
     const Program *program = self->program;
     for (int memory = 0; memory < program->memories; memory++) {
         const int kind = program->named[memory].kind, rank = program->named[memory].rank,
@@ -172,7 +191,8 @@ int bind_vector(
             continue;
         } else if (kind == LYING && tells) {
             if (!find_told(self->channel, rank, place, nbytes, &self->bound[memory])) return 0;
-            if (self->bound[memory].process && program->how.fold.loop != NULL) return 0; /* what is combined lies here */
+            if (self->bound[memory].process && program->how.fold.loop != NULL)
+                return 0; /* what is combined lies here */
         } else {
             *at = find_memory(self->channel, kind, rank, place, nbytes, sources, targets, tells);
         }
@@ -191,16 +211,17 @@ static int is_opening_bound(const Run *self) {
     return 1;
 }
 
-/* Find one memory: an array, or, where the offset is not -1, a place of the arena or of the process of the memory's rank. Returns how
- * many bytes there are, -1 where it may not be used, with or without an error. */
+/* Find one memory: an array, or, where the offset is not -1, a place of the arena or of the process
+ * of the memory's rank. Returns how many bytes there are, -1 where it may not be used, with or
+ * without an error. */
 static Py_ssize_t bind_given(const Run *self, int memory, Py_ssize_t offset, PyObject *given) {
     const Program *program = self->program;
     const ChannelState *channel = self->channel;
     const Named *named = &program->named[memory];
     Bound *bound = &self->bound[memory];
     if (offset >= (Py_ssize_t)ADDRESS) { /* what is combined, or applied, lies here */
-        if (named->kind != LYING || program->how.fold.loop != NULL || program->apply.loop != NULL || named->rank < 0 ||
-            named->rank >= channel->size || channel->processes[named->rank] == 0)
+        if (named->kind != LYING || program->how.fold.loop != NULL || program->apply.loop != NULL ||
+            named->rank < 0 || named->rank >= channel->size || channel->processes[named->rank] == 0)
             return -1;
         *bound = (Bound){(char *)(offset - (Py_ssize_t)ADDRESS), channel->processes[named->rank]};
         return named->nbytes;
@@ -223,8 +244,7 @@ static long long advance_to(Run *self, Py_ssize_t end) {
     if (self->keeps_lock) return advance_run(self, end);
     long long need;
     Py_BEGIN_ALLOW_THREADS need = advance_run(self, end);
-    Py_END_ALLOW_THREADS
-    return need;
+    Py_END_ALLOW_THREADS return need;
 }
 
 static PyObject *run_next(PyObject *object) {
@@ -233,24 +253,26 @@ static PyObject *run_next(PyObject *object) {
     return need == 0 ? NULL : PyLong_FromLongLong(need);
 }
 
-/* Run(program, channel, arrays, offsets, keeps_lock, opens): memory k is arrays[k] where offsets[k] is -1, else that
- * place of the arena. Its opening has been done; or is done now, and nothing else may be then: arrays[k] is None of what
- * it does not use. */
+/* Run(program, channel, arrays, offsets, keeps_lock, opens): memory k is arrays[k] where offsets[k]
+ * is -1, else that place of the arena. Its opening has been done; or is done now, and nothing else
+ * may be then: arrays[k] is None of what it does not use. */
 static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *program, *channel, *arrays, *offsets;
     int keeps_lock, opens;
     (void)type;
-    if (keywords != NULL || !PyArg_ParseTuple(
-                                arguments, "O!O!O!Opp", program_type, &program, channel_state_type, &channel,
-                                &PyTuple_Type, &arrays, &offsets, &keeps_lock, &opens
-                            ))
+    if (keywords != NULL ||
+        !PyArg_ParseTuple(arguments, "O!O!O!Opp", program_type, &program, channel_state_type,
+                          &channel, &PyTuple_Type, &arrays, &offsets, &keeps_lock, &opens))
         return NULL;
     const Program *made = (const Program *)program;
-    if (!((ChannelState *)channel)->is_bound || PyTuple_Size(offsets) != made->memories || PyTuple_Size(arrays) != made->memories) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a run takes an array or an offset for each memory");
+    if (!((ChannelState *)channel)->is_bound || PyTuple_Size(offsets) != made->memories ||
+        PyTuple_Size(arrays) != made->memories) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "a run takes an array or an offset for each memory");
         return NULL;
     }
-    Run *self = new_run((Program *)program, (ChannelState *)channel, arrays, keeps_lock, made->memories, 0);
+    Run *self =
+        new_run((Program *)program, (ChannelState *)channel, arrays, keeps_lock, made->memories, 0);
     if (self == NULL) return NULL;
     for (int memory = 0; memory < made->memories; memory++) {
         const Py_ssize_t offset = PyLong_AsSsize_t(PyTuple_GetItem(offsets, memory));
@@ -258,7 +280,8 @@ static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
         if (PyErr_Occurred()) goto failed;
         if (opens && offset < 0 && array == Py_None) continue;
         if (bind_given(self, memory, offset, array) < made->named[memory].nbytes) {
-            PyErr_Format(PyExc_ValueError, "memory %d of a program is shorter than it is used", memory);
+            PyErr_Format(PyExc_ValueError, "memory %d of a program is shorter than it is used",
+                         memory);
             goto failed;
         }
     }
@@ -279,11 +302,11 @@ failed:
 }
 
 static PyMemberDef run_members[] = {
-    HOLDS(Run, program, "_program"),  HOLDS(Run, channel, "_channel"),       HOLDS(Run, arrays, "_arrays"),
-    HOLDS(Run, kept_bound, "_bound"), HOLDS(Run, kept_scratch, "_scratch"), {NULL},
+    HOLDS(Run, program, "_program"),      HOLDS(Run, channel, "_channel"),
+    HOLDS(Run, arrays, "_arrays"),        HOLDS(Run, kept_bound, "_bound"),
+    HOLDS(Run, kept_scratch, "_scratch"), {NULL},
 };
 
-TYPE(
-    Run, run, run_members, Py_TPFLAGS_HAVE_GC, "A call of a program: yields what the others have to reach before it can go on.",
-    {Py_tp_new, run_new}, {Py_tp_iter, PyObject_SelfIter}, {Py_tp_iternext, run_next}, HOLDING
-)
+TYPE(Run, run, run_members, Py_TPFLAGS_HAVE_GC,
+     "A call of a program: yields what the others have to reach before it can go on.",
+     {Py_tp_new, run_new}, {Py_tp_iter, PyObject_SelfIter}, {Py_tp_iternext, run_next}, HOLDING)

@@ -1,24 +1,30 @@
-/* Prepared calls whose data go through a channel: what is known of them, that it lies where it may, what they take and give. */
+/* Prepared calls whose data go through a channel: what is known of them, that it lies where it may,
+ * what they take and give. */
 #include "calls.h"
 
-/* -- what they take and give --------------------------------------------------------------------------------------- */
+/* -- what they take and give ------------------------------------------------------------------- */
 
-/* Look whether a call takes these, and get the array of each, or the tuple of several; the goal is None where `out` is. */
+/* Look whether a call takes these, and get the array of each, or the tuple of several; the goal is
+ * None where `out` is. */
 int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **brought, PyObject **goal) {
     const int read = IN_ONE_PIECE | ALIGNED, written = read | WRITEABLE;
     if (self->leaf_count == 0) {
-        if (!fits(&self->brought, x, read) || (out != Py_None && !fits(&self->made, out, written))) return 0;
+        if (!fits(&self->brought, x, read) || (out != Py_None && !fits(&self->made, out, written)))
+            return 0;
         *brought = Py_NewRef(x);
         *goal = Py_NewRef(out);
         return 1;
     }
     *brought = leaves_of(self, x, read);
-    *goal = *brought == NULL ? NULL : out == Py_None ? Py_NewRef(out) : leaves_of(self, out, written);
+    *goal = *brought == NULL ? NULL
+            : out == Py_None ? Py_NewRef(out)
+                             : leaves_of(self, out, written);
     if (*goal == NULL) Py_CLEAR(*brought);
     return *goal != NULL;
 }
 
-/* Return whether what has been accepted is still such as these calls take: who ran meanwhile may have changed it. */
+/* Return whether what has been accepted is still such as these calls take: who ran meanwhile may
+ * have changed it. */
 int fit_still(const SlotCall *self, const Form *form, PyObject *arrays, int flags) {
     return self->leaf_count ? are_leaves(self, arrays, flags) : fits(form, arrays, flags);
 }
@@ -27,7 +33,8 @@ int fit_still(const SlotCall *self, const Form *form, PyObject *arrays, int flag
 PyObject *make_result(const SlotCall *self, PyObject *goal) {
     if (self->nothing != Py_None) return Py_NewRef(self->nothing);
     if (goal != Py_None) return Py_NewRef(goal);
-    return self->leaf_count ? make_leaves(self) : PyObject_Call(make_array, self->make_arguments, NULL);
+    return self->leaf_count ? make_leaves(self)
+                            : PyObject_Call(make_array, self->make_arguments, NULL);
 }
 
 /* Return whether the result is made of what has been put into slots, and of nothing else. */
@@ -40,7 +47,8 @@ int are_all_put(const SlotCall *self) {
 /* Return whether nothing is looked at of what is given: the rank only takes. */
 int brings_nothing(const SlotCall *self) {
     int nothing = self->put_count == 0 && !self->is_long;
-    for (int take = 0; take < self->take_count; take++) nothing = nothing && self->takes[take].rank >= 0;
+    for (int take = 0; take < self->take_count; take++)
+        nothing = nothing && self->takes[take].rank >= 0;
     return nothing;
 }
 
@@ -60,31 +68,31 @@ PyObject *given_of(const SlotCall *self, PyObject *made) {
     return given;
 }
 
-/* -- what is known of them ----------------------------------------------------------------------------------------- */
+/* -- what is known of them --------------------------------------------------------------------- */
 
-/* Learn what is done with long vectors that lie in some way: learn(sources, into_all, by_owners, last_side, program);
- * the first time, where all are brought. */
+/* Learn what is done with long vectors that lie in some way: learn(sources, into_all, by_owners,
+ * last_side, program); the first time, where all are brought. */
 static PyObject *slot_call_learn(PyObject *object, PyObject *arguments) {
     SlotCall *self = (SlotCall *)object;
     Known found = {0};
     unsigned long long sources;
-    if (!PyArg_ParseTuple(
-            arguments, "KppiO!", &sources, &found.into_all, &found.by_owners, &found.last_side, program_type,
-            &found.program
-        ))
+    if (!PyArg_ParseTuple(arguments, "KppiO!", &sources, &found.into_all, &found.by_owners,
+                          &found.last_side, program_type, &found.program))
         return NULL;
     found.sources = sources;
     int pattern = 0;
     for (; pattern < PATTERNS && self->known[pattern].program != NULL; pattern++) {
         const Known *known = &self->known[pattern];
-        if (known->sources == found.sources && known->into_all == found.into_all && known->by_owners == found.by_owners)
+        if (known->sources == found.sources && known->into_all == found.into_all &&
+            known->by_owners == found.by_owners)
             Py_RETURN_NONE; /* it went this way when the others came late */
     }
     if (pattern == PATTERNS) Py_RETURN_NONE; /* so many ways do */
     Py_INCREF((PyObject *)found.program);
     self->known[pattern] = found;
     if (found.program->memories > self->memories) self->memories = found.program->memories;
-    if (found.program->scratch_bytes > self->scratch_bytes) self->scratch_bytes = found.program->scratch_bytes;
+    if (found.program->scratch_bytes > self->scratch_bytes)
+        self->scratch_bytes = found.program->scratch_bytes;
     Py_RETURN_NONE;
 }
 
@@ -96,7 +104,8 @@ static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject 
     }
     PyObject *said = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None,
              *timeout = given > 3 ? PyTuple_GetItem(arguments, 3) : Py_None;
-    return run_slots(object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), said, timeout);
+    return run_slots(object, PyTuple_GetItem(arguments, 0), PyTuple_GetItem(arguments, 1), said,
+                     timeout);
 }
 
 /* begin(x, out, timeout, site): see begin_slots; `site` is the place in the program, in words. */
@@ -106,7 +115,8 @@ static PyObject *slot_call_begin(PyObject *object, PyObject *arguments) {
     return begin_slots((SlotCall *)object, x, out, timeout, site, Py_None);
 }
 
-/* end(check, made): make the results of several small arrays, if all ranks have come, and have said the same; returns whether. */
+/* end(check, made): make the results of several small arrays, if all ranks have come, and have said
+ * the same; returns whether. */
 static PyObject *slot_call_end(PyObject *object, PyObject *arguments) {
     SlotCall *self = (SlotCall *)object;
     unsigned long long check;
@@ -116,7 +126,9 @@ static PyObject *slot_call_end(PyObject *object, PyObject *arguments) {
         PyErr_SetString(PyExc_ValueError, "only calls of several small arrays are ended here");
         return NULL;
     }
-    if (!fit_still(self, &self->made, made, IN_ONE_PIECE | ALIGNED | WRITEABLE) || !all_agree(self, check, -1)) Py_RETURN_FALSE;
+    if (!fit_still(self, &self->made, made, IN_ONE_PIECE | ALIGNED | WRITEABLE) ||
+        !all_agree(self, check, -1))
+        Py_RETURN_FALSE;
     finish(self, (int)self->channel->side, NULL, made);
     Py_RETURN_TRUE;
 }
@@ -134,7 +146,8 @@ static int read_copies(PyObject *given, Copy *into, Py_ssize_t most) {
     for (Py_ssize_t place = 0; place < count; place++) {
         Py_ssize_t numbers[4];
         if (read_numbers(PyTuple_GetItem(given, place), numbers, 4) != 4) {
-            if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a copy is (from, to, nbytes, rank)");
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_ValueError, "a copy is (from, to, nbytes, rank)");
             return -1;
         }
         into[place] = (Copy){numbers[0], numbers[1], numbers[2], numbers[3]};
@@ -142,40 +155,48 @@ static int read_copies(PyObject *given, Copy *into, Py_ssize_t most) {
     return (int)count;
 }
 
-/* Look whether all that a call can touch lies in the slots and in its arrays: nothing is compared later. */
+/* Look whether all that a call can touch lies in the slots and in its arrays: nothing is compared
+ * later. */
 static int check_places(const SlotCall *self) {
-    const Py_ssize_t slot = self->channel->side_bytes, brought = in_slots(self, &self->brought), made = in_slots(self, &self->made);
+    const Py_ssize_t slot = self->channel->side_bytes, brought = in_slots(self, &self->brought),
+                     made = in_slots(self, &self->made);
     int good = 1;
     for (int put = 0; put < self->put_count; put++)
         good = good && is_within(self->puts[put].from, self->puts[put].nbytes, brought) &&
                is_within(self->puts[put].to, self->puts[put].nbytes, slot);
     for (int take = 0; take < self->take_count + self->term_count; take++) {
-        const Copy *copy = take < self->take_count ? &self->takes[take] : &self->terms[take - self->take_count];
+        const Copy *copy =
+            take < self->take_count ? &self->takes[take] : &self->terms[take - self->take_count];
         good = good && copy->rank < self->channel->size &&
                is_within(copy->from, copy->nbytes, copy->rank < 0 ? brought : slot);
-        good = good && is_within(copy->to, copy->nbytes, made) && (take < self->take_count || copy->nbytes == made);
+        good = good && is_within(copy->to, copy->nbytes, made) &&
+               (take < self->take_count || copy->nbytes == made);
     }
     if (self->ring >= 0) /* the terms are what the ranks bring, whole */
-        good = good && self->put_count == 1 && self->puts[0].nbytes == brought && (self->term_count == 0 || brought == made) && !self->is_long &&
+        good = good && self->put_count == 1 && self->puts[0].nbytes == brought &&
+               (self->term_count == 0 || brought == made) && !self->is_long &&
                is_within(self->ring, self->ring ? RING_SLOTS * slot : 0, self->channel->memory.len);
     if (self->how.half) /* all terms are what the ranks bring, widened into the slots */
-        good = good && self->put_count == 1 && self->puts[0].from == 0 && self->puts[0].to == 0 && self->puts[0].nbytes == brought &&
-               self->how.width == sizeof(float) && self->term_count > 0 && are_all_put(self);
-    if (!good) PyErr_SetString(PyExc_ValueError, "a prepared call would use memory outside its arrays or the arena");
+        good = good && self->put_count == 1 && self->puts[0].from == 0 && self->puts[0].to == 0 &&
+               self->puts[0].nbytes == brought && self->how.width == sizeof(float) &&
+               self->term_count > 0 && are_all_put(self);
+    if (!good)
+        PyErr_SetString(PyExc_ValueError,
+                        "a prepared call would use memory outside its arrays or the arena");
     return good;
 }
 
-/* SlotCall(digest, detail, tells, (dtype, shape) of what is brought and of what is made, puts, takes, terms, what becomes of terms, ring,
- * parts, everyone, reads, kinds, leaves, *, what it holds). */
+/* SlotCall(digest, detail, tells, (dtype, shape) of what is brought and of what is made, puts,
+ * takes, terms, what becomes of terms, ring, parts, everyone, reads, kinds, leaves, *, what it
+ * holds). */
 static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *dtypes[2], *shapes[2], *puts, *takes, *terms, *how, *kinds, *leaves;
     Py_ssize_t ring;
     unsigned long long digest, detail;
     int tells, parts, everyone, reads;
-    if (!PyArg_ParseTuple(
-            arguments, "KKp(OO)(OO)OOOOnippOO:SlotCall", &digest, &detail, &tells, &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts,
-            &takes, &terms, &how, &ring, &parts, &everyone, &reads, &kinds, &leaves
-        ))
+    if (!PyArg_ParseTuple(arguments, "KKp(OO)(OO)OOOOnippOO:SlotCall", &digest, &detail, &tells,
+                          &dtypes[0], &shapes[0], &dtypes[1], &shapes[1], &puts, &takes, &terms,
+                          &how, &ring, &parts, &everyone, &reads, &kinds, &leaves))
         return NULL;
     SlotCall *self = new_holding(type, keywords);
     if (self == NULL) return NULL;
@@ -187,11 +208,14 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     self->everyone = everyone;
     self->reads = reads;
     self->is_long = self->crowd != Py_None;
-    if (!PyObject_TypeCheck((PyObject *)self->channel, channel_state_type) || !self->channel->is_bound ||
+    if (!PyObject_TypeCheck((PyObject *)self->channel, channel_state_type) ||
+        !self->channel->is_bound ||
         !PyObject_TypeCheck((PyObject *)self->communicator, communicator_state_type) ||
         !PyList_Check(self->begun))
         goto wrong;
-    if (!read_form(dtypes[0], shapes[0], &self->brought) || !read_form(dtypes[1], shapes[1], &self->made)) goto failed;
+    if (!read_form(dtypes[0], shapes[0], &self->brought) ||
+        !read_form(dtypes[1], shapes[1], &self->made))
+        goto failed;
     if (parts < 0 || (parts && self->made.ndim == 0)) goto wrong;
     self->put_count = read_copies(puts, self->puts, RANKS_MAX);
     self->take_count = read_copies(takes, self->takes, RANKS_MAX + 1);
@@ -200,11 +224,16 @@ static PyObject *slot_call_new(PyTypeObject *type, PyObject *arguments, PyObject
     if (!read_arithmetic(how, &self->how, &self->apply)) goto wrong;
     if (!read_leaves(self, kinds, leaves)) goto wrong;
     const int combines = self->how.fold.loop != NULL || (self->kind_count > 1 && !self->is_long);
-    if ((self->term_count > 0) != combines || (self->apply.loop != NULL && self->term_count == 0)) goto wrong;
+    if ((self->term_count > 0) != combines || (self->apply.loop != NULL && self->term_count == 0))
+        goto wrong;
     if (!check_places(self)) goto failed;
-    if (self->leaf_count && !self->is_long && (!are_all_put(self) || self->term_count == 0)) goto wrong;
-    if (self->leaf_count && (self->tells || self->reads || self->parts || self->nothing != Py_None || self->apply.loop != NULL)) goto wrong;
-    if (self->adopt != Py_None && (self->nothing != Py_None || self->is_long || !are_all_put(self))) goto wrong; /* what is brought is taken at once */
+    if (self->leaf_count && !self->is_long && (!are_all_put(self) || self->term_count == 0))
+        goto wrong;
+    if (self->leaf_count && (self->tells || self->reads || self->parts ||
+                             self->nothing != Py_None || self->apply.loop != NULL))
+        goto wrong;
+    if (self->adopt != Py_None && (self->nothing != Py_None || self->is_long || !are_all_put(self)))
+        goto wrong; /* what is brought is taken at once */
     self->make_arguments = PyTuple_Pack(2, shapes[1], dtypes[1]);
     if (self->make_arguments == NULL) goto failed;
     return (PyObject *)self;
@@ -216,31 +245,57 @@ failed:
 }
 
 static PyMemberDef slot_call_members[] = {
-    HELD(SlotCall, channel), HELD(SlotCall, engine), HELD(SlotCall, communicator), HELD(SlotCall, busy),
-    HELD(SlotCall, queue), HELD(SlotCall, add), HELD(SlotCall, told),
-    HELD(SlotCall, plain), HELD(SlotCall, later), HELD(SlotCall, hand_over),
-    HELD(SlotCall, interrupt), HELD(SlotCall, saying), HELD(SlotCall, begun), HELD(SlotCall, work),
-    HELD(SlotCall, adopt), HELD(SlotCall, crowd), HELD(SlotCall, nothing), HELD(SlotCall, structure), HELD(SlotCall, leaves_type),
-    HOLDS(SlotCall, make_arguments, "_make_arguments"), HOLDS(SlotCall, leaf_arguments, "_leaf_arguments"),
-    HOLDS(SlotCall, kept_leaves, "_leaves"), HOLDS(SlotCall, kept_kinds, "_kinds"), HOLDS(SlotCall, kept_room, "_room"),
-    HOLDS(SlotCall, face, "_face"), HOLDS(SlotCall, op, "_op"),
-    HOLDS(SlotCall, prepared_calls, "_prepared_calls"), HOLDS(SlotCall, brought.dtype, "_brought"),
-    HOLDS(SlotCall, made.dtype, "_made"), HOLDS(SlotCall, how.fold.owner, "_fold"),
-    HOLDS(SlotCall, how.divide.owner, "_divide"), HOLDS(SlotCall, apply.owner, "_apply"),
-    HOLDS(SlotCall, known[0].program, "_first"), HOLDS(SlotCall, known[1].program, "_second"),
-    HOLDS(SlotCall, known[2].program, "_third"), HOLDS(SlotCall, known[3].program, "_fourth"), {NULL},
-};
-
-static PyMethodDef slot_call_methods[] = {
-    {"learn", slot_call_learn, METH_VARARGS, "Learn what is done with long vectors that lie in some way."},
-    {"end", slot_call_end, METH_VARARGS, "Make the results of several small arrays, if all ranks have come: (check, made)."},
-    {"begin", slot_call_begin, METH_VARARGS, "Begin a call that is waited for later: (x, out, timeout, site)."},
+    HELD(SlotCall, channel),
+    HELD(SlotCall, engine),
+    HELD(SlotCall, communicator),
+    HELD(SlotCall, busy),
+    HELD(SlotCall, queue),
+    HELD(SlotCall, add),
+    HELD(SlotCall, told),
+    HELD(SlotCall, plain),
+    HELD(SlotCall, later),
+    HELD(SlotCall, hand_over),
+    HELD(SlotCall, interrupt),
+    HELD(SlotCall, saying),
+    HELD(SlotCall, begun),
+    HELD(SlotCall, work),
+    HELD(SlotCall, adopt),
+    HELD(SlotCall, crowd),
+    HELD(SlotCall, nothing),
+    HELD(SlotCall, structure),
+    HELD(SlotCall, leaves_type),
+    HOLDS(SlotCall, make_arguments, "_make_arguments"),
+    HOLDS(SlotCall, leaf_arguments, "_leaf_arguments"),
+    HOLDS(SlotCall, kept_leaves, "_leaves"),
+    HOLDS(SlotCall, kept_kinds, "_kinds"),
+    HOLDS(SlotCall, kept_room, "_room"),
+    HOLDS(SlotCall, face, "_face"),
+    HOLDS(SlotCall, op, "_op"),
+    HOLDS(SlotCall, prepared_calls, "_prepared_calls"),
+    HOLDS(SlotCall, brought.dtype, "_brought"),
+    HOLDS(SlotCall, made.dtype, "_made"),
+    HOLDS(SlotCall, how.fold.owner, "_fold"),
+    HOLDS(SlotCall, how.divide.owner, "_divide"),
+    HOLDS(SlotCall, apply.owner, "_apply"),
+    HOLDS(SlotCall, known[0].program, "_first"),
+    HOLDS(SlotCall, known[1].program, "_second"),
+    HOLDS(SlotCall, known[2].program, "_third"),
+    HOLDS(SlotCall, known[3].program, "_fourth"),
     {NULL},
 };
 
-TYPE(
-    SlotCall, slot_call, slot_call_members, Py_TPFLAGS_HAVE_GC,
-    "A prepared call whose data go through the small slots of a channel: call(x, out, said, timeout).",
-    {Py_tp_new, slot_call_new}, {Py_tp_call, slot_call_call}, {Py_tp_methods, slot_call_methods},
-    {Py_tp_traverse, traverse_held}, {Py_tp_clear, slot_call_clear}, {Py_tp_dealloc, dealloc_held}
-)
+static PyMethodDef slot_call_methods[] = {
+    {"learn", slot_call_learn, METH_VARARGS,
+     "Learn what is done with long vectors that lie in some way."},
+    {"end", slot_call_end, METH_VARARGS,
+     "Make the results of several small arrays, if all ranks have come: (check, made)."},
+    {"begin", slot_call_begin, METH_VARARGS,
+     "Begin a call that is waited for later: (x, out, timeout, site)."},
+    {NULL},
+};
+
+TYPE(SlotCall, slot_call, slot_call_members, Py_TPFLAGS_HAVE_GC,
+     "A prepared call whose data go through the small slots of a channel: call(x, out, said, "
+     "timeout).",
+     {Py_tp_new, slot_call_new}, {Py_tp_call, slot_call_call}, {Py_tp_methods, slot_call_methods},
+     {Py_tp_traverse, traverse_held}, {Py_tp_clear, slot_call_clear}, {Py_tp_dealloc, dealloc_held})

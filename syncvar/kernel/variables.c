@@ -1,10 +1,11 @@
-/* Prepared writes and reads of variables: what syncvar/variables/prepared.py and side_by_side.py look at each time, without a step
- * of Python. */
+/* Prepared writes and reads of variables: what syncvar/variables/prepared.py and side_by_side.py
+ * look at each time, without a step of Python. */
 #include "native.h"
 
-/* -- what is known of a variable ----------------------------------------------------------------------------------- */
+/* -- what is known of a variable --------------------------------------------------------------- */
 
-/* What the storage of a copy held when it was looked at; only as long as it has not moved is what it refers to alive. */
+/* What the storage of a copy held when it was looked at; only as long as it has not moved is what
+ * it refers to alive. */
 typedef struct {
     long long moves, references;
     PyObject *array, *ground, *beneath;
@@ -19,31 +20,37 @@ static int look_at_copy(Laid *laid, Copied *storage) {
     laid->references = references == NULL ? -1 : PyLong_AsLongLong(references);
     Py_XDECREF(references);
     const int is_moving = storage->moves % 2 != 0; /* another thread is just about it */
-    const int good = !is_moving && laid->array != NULL && laid->ground != NULL && laid->beneath != NULL && laid->references >= 0;
+    const int good = !is_moving && laid->array != NULL && laid->ground != NULL &&
+                     laid->beneath != NULL && laid->references >= 0;
     laid->moves = good ? storage->moves : -1;
     return good;
 }
 
-/* Return whether a view of the copy is alive, as Storage.is_exposed, which counts a reference of its own to each. */
+/* Return whether a view of the copy is alive, as Storage.is_exposed, which counts a reference of
+ * its own to each. */
 static int is_exposed(const Laid *laid) {
-    const long long count = (long long)(uint32_t)Py_REFCNT(laid->ground) + (uint32_t)Py_REFCNT(laid->beneath);
+    const long long count =
+        (long long)(uint32_t)Py_REFCNT(laid->ground) + (uint32_t)Py_REFCNT(laid->beneath);
     return count + 2 > laid->references;
 }
 
-/* Return whether a copy is written at this moment: what is read then is another copy, that Python makes. */
-static int is_changing(const Copied *storage) { return storage->is_being_written || storage->changes != 0; }
+/* Return whether a copy is written at this moment: what is read then is another copy, that Python
+ * makes. */
+static int is_changing(const Copied *storage) {
+    return storage->is_being_written || storage->changes != 0;
+}
 
-/* -- places -------------------------------------------------------------------------------------------------------- */
+/* -- places ------------------------------------------------------------------------------------ */
 
-/* The stacks of places, and of them that of the thread that has asked last: a thread has the same one as long as it lives, and
- * no other thread ever has its number. */
+/* The stacks of places, and of them that of the thread that has asked last: a thread has the same
+ * one as long as it lives, and no other thread ever has its number. */
 typedef struct {
     PyObject *places, *stack;
     uint64_t thread;
 } Stacks;
 
-/* Find the strategy and the context of the innermost place where the thread is, both NULL outside every scope; the place holds
- * them. Returns 0 with an error. */
+/* Find the strategy and the context of the innermost place where the thread is, both NULL outside
+ * every scope; the place holds them. Returns 0 with an error. */
 static int find_place(Stacks *stacks, PyObject **owner, PyObject **context) {
     const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
     if (stacks->stack == NULL || stacks->thread != thread) {
@@ -64,11 +71,12 @@ static int find_place(Stacks *stacks, PyObject **owner, PyObject **context) {
 typedef struct {
     PyObject_HEAD Vectorcall vectorcall;
     PyObject *plain, *owner; /* what makes every unusual access; the strategy */
-    Stacks stacks;                         /* None of a read of which it is known already that it is one of all replicas */
+    Stacks stacks; /* None of a read of which it is known already that it is one of all replicas */
     Copied *storage;
     Tally *tally;
-    PyObject *call, *communicator, *channel, *replica, *watch; /* of a call of all replicas; None of a look */
-    Form form; /* of the copy */
+    PyObject *call, *communicator, *channel, *replica,
+        *watch; /* of a call of all replicas; None of a look */
+    Form form;  /* of the copy */
     Laid laid;
     int is_default, is_increment; /* the strategy is the default one; it counts for AUTO */
 } Access;
@@ -76,7 +84,8 @@ typedef struct {
 typedef Access Write, Look, Read;
 
 /* Leave an access to Python, which will say what is wrong if anything is. */
-static PyObject *leave(const Access *self, PyObject *const *arguments, size_t flagged, PyObject *names) {
+static PyObject *leave(const Access *self, PyObject *const *arguments, size_t flagged,
+                       PyObject *names) {
     PyErr_Clear();
     return call_function(self->plain, arguments, GIVEN(flagged), names);
 }
@@ -92,10 +101,12 @@ static PyObject *only_one(PyObject *const *arguments, size_t flagged, PyObject *
 }
 
 /* Write(dtype, shape, is_default, is_increment, *, what it holds); Look and Read likewise. */
-static PyObject *access_new(PyTypeObject *type, Vectorcall vectorcall, PyObject *arguments, PyObject *keywords) {
+static PyObject *access_new(PyTypeObject *type, Vectorcall vectorcall, PyObject *arguments,
+                            PyObject *keywords) {
     PyObject *dtype, *shape;
     int is_default, is_increment;
-    if (!PyArg_ParseTuple(arguments, "OOpp", &dtype, &shape, &is_default, &is_increment)) return NULL;
+    if (!PyArg_ParseTuple(arguments, "OOpp", &dtype, &shape, &is_default, &is_increment))
+        return NULL;
     Access *self = new_holding(type, keywords);
     if (self == NULL) return NULL;
     self->vectorcall = vectorcall;
@@ -104,7 +115,8 @@ static PyObject *access_new(PyTypeObject *type, Vectorcall vectorcall, PyObject 
     self->laid.moves = -1;
     if (self->watch != Py_None && !PyObject_TypeCheck(self->watch, watch_type))
         PyErr_SetString(PyExc_TypeError, "a write is looked at by a Watch, or None");
-    else if (!PyObject_TypeCheck((PyObject *)self->storage, copied_type) || !PyObject_TypeCheck((PyObject *)self->tally, tally_type))
+    else if (!PyObject_TypeCheck((PyObject *)self->storage, copied_type) ||
+             !PyObject_TypeCheck((PyObject *)self->tally, tally_type))
         PyErr_SetString(PyExc_TypeError, "what is known of a variable is a Copied and a Tally");
     else if (type == read_type && Py_TYPE(self->call) != slot_call_type)
         PyErr_SetString(PyExc_TypeError, "a prepared read makes a SlotCall");
@@ -115,27 +127,36 @@ static PyObject *access_new(PyTypeObject *type, Vectorcall vectorcall, PyObject 
 }
 
 static PyMemberDef access_members[] = {
-    HELD(Access, plain), HELD(Access, owner), HOLDS(Access, stacks.places, "places"), HOLDS(Access, stacks.stack, "_stack"),
-    HELD(Access, storage), HELD(Access, tally), HELD(Access, call), HELD(Access, communicator), HELD(Access, channel),
-    HELD(Access, replica), HELD(Access, watch), HOLDS(Access, form.dtype, "_dtype"),
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Access, vectorcall), READONLY, NULL}, {NULL},
+    HELD(Access, plain),
+    HELD(Access, owner),
+    HOLDS(Access, stacks.places, "places"),
+    HOLDS(Access, stacks.stack, "_stack"),
+    HELD(Access, storage),
+    HELD(Access, tally),
+    HELD(Access, call),
+    HELD(Access, communicator),
+    HELD(Access, channel),
+    HELD(Access, replica),
+    HELD(Access, watch),
+    HOLDS(Access, form.dtype, "_dtype"),
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Access, vectorcall), READONLY, NULL},
+    {NULL},
 };
 
-#define ACCESS(NAME, PREFIX, TOLD)                                                                                     \
-    static PyObject *PREFIX##_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {                       \
-        return access_new(type, PREFIX##_call, arguments, keywords);                                                   \
-    }                                                                                                                  \
-    TYPE(                                                                                                              \
-        NAME, PREFIX, access_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, TOLD, {Py_tp_new, PREFIX##_new},            \
-        {Py_tp_call, access_call}, HOLDING                                                                             \
-    )
+#define ACCESS(NAME, PREFIX, TOLD)                                                                 \
+    static PyObject *PREFIX##_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {   \
+        return access_new(type, PREFIX##_call, arguments, keywords);                               \
+    }                                                                                              \
+    TYPE(NAME, PREFIX, access_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL, TOLD,                  \
+         {Py_tp_new, PREFIX##_new}, {Py_tp_call, access_call}, HOLDING)
 
-/* -- writes -------------------------------------------------------------------------------------------------------- */
+/* -- writes ------------------------------------------------------------------------------------ */
 
 enum { UNDONE, DONE, DECIDE };
 #define WRITES_PER_DECISION 64
 
-/* Return whether each replica writes its own values where the thread is; says whether it is outside every scope. */
+/* Return whether each replica writes its own values where the thread is; says whether it is outside
+ * every scope. */
 static int is_in_place(Write *self, int *is_outside) {
     PyObject *owner, *context;
     if (!find_place(&self->stacks, &owner, &context)) return 0;
@@ -149,17 +170,21 @@ static PyObject *run_prepared(PyObject *call, PyObject *x, PyObject *array, PyOb
     return PyObject_CallFunctionObjArgs(call, x, array, Py_None, timeout, NULL);
 }
 
-static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t flagged, PyObject *names) {
+static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t flagged,
+                            PyObject *names) {
     Write *self = (Write *)object;
     const Watch *watch = (Watch *)self->watch;
     int is_outside = 0, done = UNDONE;
     PyObject *x = only_one(arguments, flagged, names), *timeout = NULL;
     if (x == NULL || !fits(&self->form, x, 0)) goto plain;
-    if (!is_in_place(self, &is_outside) || peek(self->communicator, name_channel) != self->channel) goto plain;
+    if (!is_in_place(self, &is_outside) || peek(self->communicator, name_channel) != self->channel)
+        goto plain;
     const int is_counted = self->watch != Py_None && !watch->is_free;
     if (is_counted && self->tally->steps >= watch->until) goto plain;
-    if (self->storage->is_being_written) goto plain; /* by another thread, which may let go of what is kept in mind */
-    if (self->laid.moves != self->storage->moves && !look_at_copy(&self->laid, self->storage)) goto plain;
+    if (self->storage->is_being_written)
+        goto plain; /* by another thread, which may let go of what is kept in mind */
+    if (self->laid.moves != self->storage->moves && !look_at_copy(&self->laid, self->storage))
+        goto plain;
     timeout = PyObject_GetAttr(self->owner, name_timeout);
     if (timeout == NULL || is_exposed(&self->laid)) goto plain;
     PyObject *array = Py_NewRef(self->laid.array);
@@ -174,7 +199,8 @@ static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t
         self->tally->writes++;
         self->tally->collectives++;
         done = DONE;
-        if (self->is_increment && ++self->tally->added % WRITES_PER_DECISION == 0 && is_outside) done = DECIDE;
+        if (self->is_increment && ++self->tally->added % WRITES_PER_DECISION == 0 && is_outside)
+            done = DECIDE;
     }
     Py_DECREF(result);
     return PyLong_FromLong(done);
@@ -185,14 +211,17 @@ plain:
 
 ACCESS(Write, write, "A prepared write of a variable: write(x) says what has been done.")
 
-/* -- reads of this replica's copy ---------------------------------------------------------------------------------- */
+/* -- reads of this replica's copy -------------------------------------------------------------- */
 
-/* Look: a view that is there already is valid until the next write, a new one for ever. Whoever writes says so before it looks
- * whether a new one is there; so that is made first. */
-static PyObject *look_call(PyObject *object, PyObject *const *arguments, size_t flagged, PyObject *names) {
+/* Look: a view that is there already is valid until the next write, a new one for ever. Whoever
+ * writes says so before it looks whether a new one is there; so that is made first. */
+static PyObject *look_call(PyObject *object, PyObject *const *arguments, size_t flagged,
+                           PyObject *names) {
     Look *self = (Look *)object;
-    PyObject *storage = (PyObject *)self->storage, *owner, *context, *view = NULL, *copy = only_one(arguments, flagged, names);
-    int usual = (copy == Py_True || copy == Py_False) && find_place(&self->stacks, &owner, &context) &&
+    PyObject *storage = (PyObject *)self->storage, *owner, *context, *view = NULL,
+             *copy = only_one(arguments, flagged, names);
+    int usual = (copy == Py_True || copy == Py_False) &&
+                find_place(&self->stacks, &owner, &context) &&
                 (owner == NULL || owner == self->owner || self->is_default);
     if (usual && copy == Py_False) {
         view = PyObject_GetAttr(storage, name_view);
@@ -209,28 +238,36 @@ static PyObject *look_call(PyObject *object, PyObject *const *arguments, size_t 
     return view;
 }
 
-ACCESS(Look, look, "A prepared read of this replica's copy: look(copy) returns None where nothing has been done.")
+ACCESS(
+    Look, look,
+    "A prepared read of this replica's copy: look(copy) returns None where nothing has been done.")
 
-/* -- reads that combine the copies --------------------------------------------------------------------------------- */
+/* -- reads that combine the copies ------------------------------------------------------------- */
 
-/* Return whether the thread is where a read is one of all replicas: outside every scope, or in the strategy's own but for `run`. */
+/* Return whether the thread is where a read is one of all replicas: outside every scope, or in the
+ * strategy's own but for `run`. */
 static int is_read_of_all(Read *self) {
     PyObject *owner, *context;
     if (self->stacks.places == Py_None) return 1;
-    return find_place(&self->stacks, &owner, &context) && (owner == NULL || (owner == self->owner && context != self->replica));
+    return find_place(&self->stacks, &owner, &context) &&
+           (owner == NULL || (owner == self->owner && context != self->replica));
 }
 
 /* Read: the result is sealed, as a view of an array that is not writeable. */
-static PyObject *read_call(PyObject *object, PyObject *const *arguments, size_t flagged, PyObject *names) {
+static PyObject *read_call(PyObject *object, PyObject *const *arguments, size_t flagged,
+                           PyObject *names) {
     Read *self = (Read *)object;
-    PyObject *storage = (PyObject *)self->storage, *held[3] = {NULL}, *made = NULL; /* array, ground, timeout */
+    PyObject *storage = (PyObject *)self->storage, *held[3] = {NULL},
+             *made = NULL; /* array, ground, timeout */
     int usual = is_read_of_all(self) && peek(self->communicator, name_channel) == self->channel &&
                 peek(self->communicator, name_uneven) == Py_None;
     if (usual) {
         held[0] = PyObject_GetAttr(storage, name_array);
-        held[1] = PyObject_GetAttr(storage, name__ground); /* as long as it is referred to, the array is not written */
+        held[1] = PyObject_GetAttr(
+            storage, name__ground); /* as long as it is referred to, the array is not written */
         held[2] = PyObject_GetAttr(self->owner, name_timeout);
-        usual = held[0] != NULL && held[1] != NULL && held[2] != NULL && !is_changing(self->storage);
+        usual =
+            held[0] != NULL && held[1] != NULL && held[2] != NULL && !is_changing(self->storage);
     }
     if (usual) made = run_slots(self->call, held[0], Py_None, Py_None, held[2]);
     for (int which = 0; which < 3; which++) Py_XDECREF(held[which]);
@@ -244,11 +281,14 @@ static PyObject *read_call(PyObject *object, PyObject *const *arguments, size_t 
     return shown;
 }
 
-ACCESS(Read, read, "A prepared read that combines the copies of a variable: read(copy) returns None where nothing has been done.")
+ACCESS(Read, read,
+       "A prepared read that combines the copies of a variable: read(copy) returns None where "
+       "nothing has been done.")
 
-/* -- variables that are written together ---------------------------------------------------------------------------- */
+/* -- variables that are written together ------------------------------------------------------- */
 
-/* A variable: where its value is brought to, and what its storage held when the copies were laid side by side. */
+/* A variable: where its value is brought to, and what its storage held when the copies were laid
+ * side by side. */
 typedef struct {
     Py_ssize_t nbytes;
     Laid laid;
@@ -261,9 +301,12 @@ typedef struct {
     PyObject *kept_members;
 } Group;
 
-static Copied *storage_of(const Group *self, Py_ssize_t place) { return (Copied *)PyTuple_GetItem(self->storages, place); }
+static Copied *storage_of(const Group *self, Py_ssize_t place) {
+    return (Copied *)PyTuple_GetItem(self->storages, place);
+}
 
-/* Bring the values of a list of (variable, value) together; False where one of the pairs is unusual. */
+/* Bring the values of a list of (variable, value) together; False where one of the pairs is
+ * unusual. */
 static PyObject *group_load(PyObject *object, PyObject *pairs) {
     Group *self = (Group *)object;
     const int flags = IN_ONE_PIECE | ALIGNED;
@@ -271,11 +314,13 @@ static PyObject *group_load(PyObject *object, PyObject *pairs) {
     for (Py_ssize_t place = 0; good && place < self->count; place++) {
         PyObject *pair = PyList_GetItem(pairs, place), *part = PyTuple_GetItem(self->parts, place);
         good = PyTuple_CheckExact(pair) && PyTuple_Size(pair) == 2 &&
-               PyWeakref_GetObject(PyTuple_GetItem(self->variables, place)) == PyTuple_GetItem(pair, 0) &&
+               PyWeakref_GetObject(PyTuple_GetItem(self->variables, place)) ==
+                   PyTuple_GetItem(pair, 0) &&
                (PyObject *)Py_TYPE(PyTuple_GetItem(pair, 1)) == array_type;
         if (!good) break;
         const Array *from = (const Array *)PyTuple_GetItem(pair, 1), *to = (const Array *)part;
-        good = from->dtype == to->dtype && from->ndim == to->ndim && (from->flags & flags) == flags &&
+        good = from->dtype == to->dtype && from->ndim == to->ndim &&
+               (from->flags & flags) == flags &&
                memcmp(from->shape, to->shape, to->ndim * sizeof(intptr_t)) == 0;
         if (good) memcpy(to->data, from->data, self->members[place].nbytes);
     }
@@ -295,16 +340,19 @@ static PyObject *group_lay(PyObject *object, PyObject *unused) {
 }
 
 static void mark(const Group *self, char is_being_written) {
-    for (Py_ssize_t place = 0; place < self->count; place++) storage_of(self, place)->is_being_written = is_being_written;
+    for (Py_ssize_t place = 0; place < self->count; place++)
+        storage_of(self, place)->is_being_written = is_being_written;
 }
 
-/* Mark the copies as being written; False, and no mark, where they do not lie side by side or a view of one is alive. */
+/* Mark the copies as being written; False, and no mark, where they do not lie side by side or a
+ * view of one is alive. */
 static PyObject *group_begin(PyObject *object, PyObject *unused) {
     (void)unused;
     const Group *self = (const Group *)object;
     int good = 1;
     for (Py_ssize_t place = 0; place < self->count; place++)
-        if (storage_of(self, place)->is_being_written) Py_RETURN_FALSE; /* by another thread, whose mark it is */
+        if (storage_of(self, place)->is_being_written)
+            Py_RETURN_FALSE; /* by another thread, whose mark it is */
     mark(self, 1);
     for (Py_ssize_t place = 0; good && place < self->count; place++) {
         const Laid *laid = &self->members[place].laid;
@@ -335,13 +383,16 @@ static PyObject *group_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
     const Py_ssize_t count = PyTuple_Size(nbytes);
     PyObject *const tuples[] = {self->variables, self->storages, self->tallies, self->parts};
     int good = 1;
-    for (int tuple = 0; tuple < 4; tuple++) good = good && PyTuple_Check(tuples[tuple]) && PyTuple_Size(tuples[tuple]) == count;
+    for (int tuple = 0; tuple < 4; tuple++)
+        good = good && PyTuple_Check(tuples[tuple]) && PyTuple_Size(tuples[tuple]) == count;
     for (Py_ssize_t place = 0; good && place < count; place++)
         good = PyObject_TypeCheck(PyTuple_GetItem(self->storages, place), copied_type) &&
                PyObject_TypeCheck(PyTuple_GetItem(self->tallies, place), tally_type) &&
                (PyObject *)Py_TYPE(PyTuple_GetItem(self->parts, place)) == array_type;
     if (!good) {
-        PyErr_SetString(PyExc_TypeError, "a group is made of as many references, storages, tallies, arrays and numbers");
+        PyErr_SetString(
+            PyExc_TypeError,
+            "a group is made of as many references, storages, tallies, arrays and numbers");
     } else if ((self->members = new_room(&self->kept_members, count * sizeof(Member))) != NULL) {
         self->count = count;
         for (Py_ssize_t place = 0; place < count; place++) {
@@ -354,19 +405,23 @@ static PyObject *group_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
 }
 
 static PyMemberDef group_members[] = {
-    HELD(Group, variables), HELD(Group, storages), HELD(Group, tallies), HELD(Group, parts),
-    HOLDS(Group, kept_members, "_members"), {NULL},
+    HELD(Group, variables),
+    HELD(Group, storages),
+    HELD(Group, tallies),
+    HELD(Group, parts),
+    HOLDS(Group, kept_members, "_members"),
+    {NULL},
 };
 
 static PyMethodDef group_methods[] = {
-    {"load", group_load, METH_O, "Bring the values of (variable, value) pairs together; False where one is unusual."},
+    {"load", group_load, METH_O,
+     "Bring the values of (variable, value) pairs together; False where one is unusual."},
     {"lay", group_lay, METH_NOARGS, "Take note that the copies lie side by side."},
-    {"begin", group_begin, METH_NOARGS, "Mark the copies as being written; False where that cannot be done in place."},
+    {"begin", group_begin, METH_NOARGS,
+     "Mark the copies as being written; False where that cannot be done in place."},
     {"end", group_end, METH_O, "Take the marks off, and count what has been done."},
     {NULL},
 };
 
-TYPE(
-    Group, group, group_members, Py_TPFLAGS_HAVE_GC, "Variables that are written together.",
-    {Py_tp_new, group_new}, {Py_tp_methods, group_methods}, HOLDING
-)
+TYPE(Group, group, group_members, Py_TPFLAGS_HAVE_GC, "Variables that are written together.",
+     {Py_tp_new, group_new}, {Py_tp_methods, group_methods}, HOLDING)

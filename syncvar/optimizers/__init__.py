@@ -21,7 +21,19 @@ from syncvar.optimizers.base import Optimizer
 from syncvar.optimizers.custom import Custom, update_rule
 from syncvar.optimizers.momentum import SGD, Momentum, Nesterov
 
-__all__ = ["LAMB", "SGD", "Adagrad", "Adam", "AdamW", "Custom", "Momentum", "Nesterov", "Optimizer", "RMSProp", "update_rule"]
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Custom",
+    "Momentum",
+    "Nesterov",
+    "Optimizer",
+    "RMSProp",
+    "update_rule",
+]
 
 RMSprop = RMSProp  # as Keras and torch write it
 

@@ -82,7 +82,11 @@ class Adam(Optimizer):
         np.subtract(weight, gradient, out=weight)
 
     def _direction(
-        self, gradient: NDArray[Any], slots: list[NDArray[Any]], scratch: NDArray[Any], epsilon: float
+        self,
+        gradient: NDArray[Any],
+        slots: list[NDArray[Any]],
+        scratch: NDArray[Any],
+        epsilon: float,
     ) -> None:
         """Move m and v on; `gradient` becomes m / (sqrt(v) + epsilon)."""
         mean, squares = slots

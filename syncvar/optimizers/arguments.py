@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
     Rate = float | Callable[[int], float]
 
-__all__ = ["Options", "Rate", "checked_choice", "checked_count", "checked_name", "checked_number", "checked_rate"]
+__all__ = [
+    "Options",
+    "Rate",
+    "checked_choice",
+    "checked_count",
+    "checked_name",
+    "checked_number",
+    "checked_rate",
+]
 
 
 class Options(TypedDict, total=False):
@@ -43,7 +51,9 @@ def checked_number(
         >>> checked_number("momentum", 0.9, 0.0, 1.0)
         0.9
     """
-    is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(given, bool)
+    is_number = isinstance(given, int | float | np.integer | np.floating) and not isinstance(
+        given, bool
+    )
     if isinstance(given, np.ndarray) and given.ndim == 0 and given.dtype.kind in "iuf":
         is_number = True
     if is_number:
@@ -88,7 +98,9 @@ def checked_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
     if (word := word_of(given, choices)) is not None:
         return word
     hint = nearest(given, choices) if isinstance(given, str) else ""
-    raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, not {given!r:.80}{hint}")
+    raise ConfigError(
+        f"{name} must be one of {', '.join(map(repr, choices))}, not {given!r:.80}{hint}"
+    )
 
 
 def checked_name(given: Any, default: str) -> str:
@@ -101,4 +113,6 @@ def checked_name(given: Any, default: str) -> str:
         return default
     if isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9_./-]{1,64}", given):
         return given
-    raise ConfigError(f"the name of an optimizer must be 1 to 64 of A-Z a-z 0-9 _ . / -, not {given!r:.80}")
+    raise ConfigError(
+        f"the name of an optimizer must be 1 to 64 of A-Z a-z 0-9 _ . / -, not {given!r:.80}"
+    )

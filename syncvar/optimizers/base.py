@@ -76,7 +76,9 @@ class Optimizer(Taught, Rule):
         name: Part of the slots' names; None means that of the class.
     """
 
-    def __init__(self, learning_rate: Rate, numbers: dict[str, Any], **options: Unpack[Options]) -> None:
+    def __init__(
+        self, learning_rate: Rate, numbers: dict[str, Any], **options: Unpack[Options]
+    ) -> None:
         unknown = sorted(set(options) - set(Options.__annotations__))
         if unknown:
             from syncvar.foreign_names import unexpected
@@ -86,8 +88,12 @@ class Optimizer(Taught, Rule):
         super().__init__()
         self._decay = checked_number("weight_decay", options.get("weight_decay", 0.0))
         clip_norm, clip_value = options.get("clip_norm"), options.get("clip_value")
-        norm_max = None if clip_norm is None else checked_number("clip_norm", clip_norm, open_low=True)
-        value_max = None if clip_value is None else checked_number("clip_value", clip_value, open_low=True)
+        norm_max = (
+            None if clip_norm is None else checked_number("clip_norm", clip_norm, open_low=True)
+        )
+        value_max = (
+            None if clip_value is None else checked_number("clip_value", clip_value, open_low=True)
+        )
         self._accumulate = checked_count("accumulate", options.get("accumulate", 1))
         self._nonfinite = checked_choice("nonfinite", options.get("nonfinite", "allow"), _NONFINITE)
         self._clipping = Clipping(norm_max, value_max, skips=self._nonfinite == "skip")
@@ -118,7 +124,7 @@ class Optimizer(Taught, Rule):
                 getattr(self, name)  # raises: to set it would change nothing
             super().__setattr__(name, value)
 
-    # -- what it is -----------------------------------------------------------------------------------------------
+    # -- what it is --------------------------------------------------------------------------------
 
     @property
     def learning_rate(self) -> float:
@@ -235,7 +241,7 @@ class Optimizer(Taught, Rule):
             )
         return super().__reduce_ex__(protocol)
 
-    # -- one call -------------------------------------------------------------------------------------------------
+    # -- one call ----------------------------------------------------------------------------------
 
     def apply_gradients(
         self,
@@ -297,7 +303,9 @@ class Optimizer(Taught, Rule):
             failure = error
         if stepper is not None:
             rate = self._rate_at(self.iterations)
-            self._elsewhere.step(stepper, pairs, rate, reduce, is_plain=weight is None and not shards)
+            self._elsewhere.step(
+                stepper, pairs, rate, reduce, is_plain=weight is None and not shards
+            )
             return
         if made is None:
             owner, travels = whose(pairs)
@@ -329,7 +337,9 @@ class Optimizer(Taught, Rule):
         self, pairs: list[Any], reduce: str | None, weight: float | None, shards: bool
     ) -> tuple[Call, Plan | None]:
         try:
-            identities = tuple([id(one) if gradient is not None else -id(one) for gradient, one in pairs])
+            identities = tuple(
+                [id(one) if gradient is not None else -id(one) for gradient, one in pairs]
+            )
         except (TypeError, ValueError):
             checked_pairs(pairs)
             raise
@@ -339,15 +349,27 @@ class Optimizer(Taught, Rule):
             owner = checked_variables(everything)
             self._checked_family(owner, everything)
             variables = [
-                one for gradient, one in zip(gradients, everything, strict=True) if gradient is not None
+                one
+                for gradient, one in zip(gradients, everything, strict=True)
+                if gradient is not None
             ]
             travels = any(not is_apart(one) for one in everything)
             settings = (type(self).__name__, *self._settings.items())
-            known = (owner, variables, everything, travels, *described(settings, variables, everything))
-            if not self._slots.missing(variables):  # only then all checks of these variables are behind us
+            known = (
+                owner,
+                variables,
+                everything,
+                travels,
+                *described(settings, variables, everything),
+            )
+            if not self._slots.missing(
+                variables
+            ):  # only then all checks of these variables are behind us
                 if len(self._bases) >= _PLANS_MAX:
                     self._bases.clear()
-                self._bases[identities] = known  # keeps the variables, and with them their identities
+                self._bases[identities] = (
+                    known  # keeps the variables, and with them their identities
+                )
         owner, variables, _, travels, base, shown = known
         context = context_of(owner, "apply_gradients")
         op = None if reduce is None else checked_choice("reduce", reduce, ("mean", "sum"))
@@ -360,10 +382,17 @@ class Optimizer(Taught, Rule):
         if shards:
             self._check_sharded(variables, is_given=is_given, weighted=weight is not None)
         call = Call(
-            owner, gradients, variables, travels, op or "mean",
-            is_given, None if weight is None else checked_number("weight", weight), base, shown,
+            owner,
+            gradients,
+            variables,
+            travels,
+            op or "mean",
+            is_given,
+            None if weight is None else checked_number("weight", weight),
+            base,
+            shown,
             checked_shards(gradients, variables) if shards else None,
-        )  # fmt: skip
+        )
         if weight is not None and (op == "sum" or (is_given and call.travels)):
             raise ConfigError(
                 "weight belongs to the mean over replicas: reduce='mean', inside strategy.run or outside every scope; "
@@ -371,7 +400,9 @@ class Optimizer(Taught, Rule):
             )
         return call, self._plans.get(tuple([id(variable) for variable in variables]))
 
-    def _check_sharded(self, variables: Sequence[Variable], *, is_given: bool, weighted: bool) -> None:
+    def _check_sharded(
+        self, variables: Sequence[Variable], *, is_given: bool, weighted: bool
+    ) -> None:
         """Raise ConfigError where gradients of shards have no meaning."""
         if is_given:
             raise ConfigError(
@@ -400,7 +431,9 @@ class Optimizer(Taught, Rule):
         if slots.owner is None:
             return
         if owner is not slots.owner:
-            raise UsageError("this optimizer has variables of another strategy; make one for each strategy")
+            raise UsageError(
+                "this optimizer has variables of another strategy; make one for each strategy"
+            )
         if slots.apart != all(is_apart(variable) for variable in variables):
             raise UsageError(
                 "an optimizer steps either NONE variables alone, or variables that replicas share (and NONE variables in the "
@@ -433,7 +466,7 @@ class Optimizer(Taught, Rule):
         if self._slots.calls is not None:
             change_copies([self._slots.calls], _fill, number)
 
-    # -- slots ----------------------------------------------------------------------------------------------------
+    # -- slots -------------------------------------------------------------------------------------
 
     def _new_plan(self, call: Call, key: list[int]) -> Plan:
         """Make the slots that are missing, and the flat arrays."""
@@ -461,8 +494,12 @@ class Optimizer(Taught, Rule):
         base: int = 0,
     ) -> None:
         if not apart:
-            names = tuple((one.name, one.shape, one.dtype.name) for one in variables if not is_apart(one))
-            shown = ", ".join(repr(name) for name, *_ in names[:3]) + (", …" if len(names) > 3 else "")
+            names = tuple(
+                (one.name, one.shape, one.dtype.name) for one in variables if not is_apart(one)
+            )
+            shown = ", ".join(repr(name) for name, *_ in names[:3]) + (
+                ", …" if len(names) > 3 else ""
+            )
             what = f"slots of {type(self).__name__} for {shown}"
             parts = (what, names, tuple(self._settings.items()), base)
             meet(owner.communicator, what, parts, owner.timeout, check)
@@ -470,7 +507,7 @@ class Optimizer(Taught, Rule):
             check()
         self._slots.build(owner, variables, apart=apart)
 
-    # -- gradients ------------------------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     def _rate_at(self, step: int) -> float:
         rate = self._rate
@@ -513,11 +550,24 @@ class Optimizer(Taught, Rule):
         """Make what was added up on another number of replicas, before a checkpoint, count as much as it did there."""
         assert self._slots.replicas is not None
         assert self._slots.weight is not None
-        size, before = float(len(call.owner.communicator.whole)), float(copy_of(self._slots.replicas))
+        size, before = (
+            float(len(call.owner.communicator.whole)),
+            float(copy_of(self._slots.replicas)),
+        )
         if before == size:
             return
-        if number and before and call.travels and not call.is_given and (call.op == "sum" or call.weight is not None):
-            summed = [part.accumulator for part in plan.parts if part.accumulator is not None and not part.is_apart]
+        if (
+            number
+            and before
+            and call.travels
+            and not call.is_given
+            and (call.op == "sum" or call.weight is not None)
+        ):
+            summed = [
+                part.accumulator
+                for part in plan.parts
+                if part.accumulator is not None and not part.is_apart
+            ]
             for one in (*summed, self._slots.weight):
                 change_copies([one], _scale, before / size)
         change_copies([self._slots.replicas], _fill, size)
@@ -564,7 +614,9 @@ class Optimizer(Taught, Rule):
         # The step is not among the parts: fingerprints are remembered, and these would push all others out.
         digest = (fingerprint("step", call.base, how, rate) + step * _STEP_SPREAD) & _DIGEST_MASK
         if call.shards is not None:
-            request = partial(shards_request, communicator, call.shards, call.op, name=what, digest=digest)
+            request = partial(
+                shards_request, communicator, call.shards, call.op, name=what, digest=digest
+            )
             totals = communicator.perform("apply_gradients", request, owner.timeout)
             for part, total in zip(plan.parts, totals, strict=True):
                 part.gradient[...] = total
@@ -578,7 +630,9 @@ class Optimizer(Taught, Rule):
                 )
             return combining_request(owner, plan, op, what, digest, weighted=weighted)
 
-        if refused is not None or not combined_shortly(owner, plan, op, what, digest, weighted=weighted):
+        if refused is not None or not combined_shortly(
+            owner, plan, op, what, digest, weighted=weighted
+        ):
             communicator.perform("apply_gradients", check, owner.timeout)
 
     def _finish(self, call: Call, plan: Plan, rate: float) -> None:

@@ -74,7 +74,9 @@ class Call(NamedTuple):
     shards: dict[Any, list[NDArray[Any]]] | None = None
 
 
-def checked_shards(gradients: Sequence[Any], variables: Sequence[Variable]) -> dict[Any, list[NDArray[Any]]]:
+def checked_shards(
+    gradients: Sequence[Any], variables: Sequence[Variable]
+) -> dict[Any, list[NDArray[Any]]]:
     """Return id -> a gradient for each variable, in the dtypes in which they are stepped.
 
     Args:
@@ -88,7 +90,9 @@ def checked_shards(gradients: Sequence[Any], variables: Sequence[Variable]) -> d
     for place, (given, variable) in enumerate(zip(gradients, variables, strict=True)):
         what = f"gradient of variable {variable.name!r}"
         if not isinstance(given, Mapping):
-            raise ConfigError(f"{what}: with shards=True it must be a dict of id -> gradient, not {type(given).__name__}")
+            raise ConfigError(
+                f"{what}: with shards=True it must be a dict of id -> gradient, not {type(given).__name__}"
+            )
         if place and given.keys() != made.keys():
             raise ConfigError(
                 f"{what} is of the shards {sorted(given, key=str)}, that of variable {variables[0].name!r} of "
@@ -96,7 +100,12 @@ def checked_shards(gradients: Sequence[Any], variables: Sequence[Variable]) -> d
             )
         for number, gradient in given.items():
             dense = dense_gradient(gradient, variable)
-            array = operand_array(dense, variable.shape, compute_dtype(variable.dtype), f"shard {number!r} of the {what}")
+            array = operand_array(
+                dense,
+                variable.shape,
+                compute_dtype(variable.dtype),
+                f"shard {number!r} of the {what}",
+            )
             made.setdefault(number, []).append(array)
     return made
 
@@ -119,7 +128,9 @@ def described(
     if len(shared) > 3:
         shown += f", … ({len(shared)} variables)"
     if absent:
-        shown += f"; no gradient for {', '.join(map(repr, absent[:3]))}" + (" …" if len(absent) > 3 else "")
+        shown += f"; no gradient for {', '.join(map(repr, absent[:3]))}" + (
+            " …" if len(absent) > 3 else ""
+        )
     return fingerprint("apply_gradients", settings, kinds, tuple(absent)), shown
 
 
@@ -166,7 +177,9 @@ def combining_request(
     return Request(what, digest, request.body)
 
 
-def combined_shortly(owner: Owner, plan: Plan, op: str, what: str, digest: int, *, weighted: bool) -> bool:
+def combined_shortly(
+    owner: Owner, plan: Plan, op: str, what: str, digest: int, *, weighted: bool
+) -> bool:
     """Combine the gradients by the prepared call of their shape; False where there is none, and nothing has been done.
 
     Words and fingerprint change from step to step, as they hold the step and the learning rate; all else is prepared.
@@ -177,10 +190,15 @@ def combined_shortly(owner: Owner, plan: Plan, op: str, what: str, digest: int, 
     communicator, array = owner.communicator, _brought(plan, weighted=weighted)
 
     def make(x: Any, out: Any) -> Reducing:
-        return reduce_request(communicator, x, op, out=out, reproducible=owner.reproducible, name=_NAME)
+        return reduce_request(
+            communicator, x, op, out=out, reproducible=owner.reproducible, name=_NAME
+        )
 
     key = (_NAME, op, array.dtype, array.shape, owner.reproducible)
-    return call_prepared(communicator, key, array, array, owner.timeout, make, (what, digest)) is not None
+    return (
+        call_prepared(communicator, key, array, array, owner.timeout, make, (what, digest))
+        is not None
+    )
 
 
 def _brought(plan: Plan, *, weighted: bool) -> NDArray[Any]:

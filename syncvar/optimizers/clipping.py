@@ -27,7 +27,9 @@ class Clipping(NamedTuple):
     value_max: float | None
     skips: bool
 
-    def apply(self, buckets: list[Bucket], plan: Plan, weight: float | None, *, divide: bool) -> bool:
+    def apply(
+        self, buckets: list[Bucket], plan: Plan, weight: float | None, *, divide: bool
+    ) -> bool:
         """Scale and clip gradients in place; returns whether there is a step to make with them.
 
         Args:

@@ -41,7 +41,9 @@ class _Registered(NamedTuple):
 _rules: dict[str, _Registered] = {}  # "module:name" ->
 
 
-def update_rule(function: Callable[..., Any] | None = None, *, slots: Mapping[str, float] | None = None) -> Any:
+def update_rule(
+    function: Callable[..., Any] | None = None, *, slots: Mapping[str, float] | None = None
+) -> Any:
     """Register a function at the top level of a module as an update rule, for `sv.optimizers.Custom`; a decorator.
 
     It is called as `rule(value, slots, gradient, numbers)` and returns the new value, or the new value and a dict of the slots
@@ -75,11 +77,18 @@ def update_rule(function: Callable[..., Any] | None = None, *, slots: Mapping[st
         return lambda given: update_rule(given, slots=slots)
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
     if not callable(function) or not _NAME.fullmatch(name):
-        raise ConfigError(f"update_rule takes a function at the top level of a module, where it is found by its name, not {function!r:.80}")
-    made = {one: checked_number(f"slot {one!r}", first, float("-inf")) for one, first in dict(slots or {}).items()}
+        raise ConfigError(
+            f"update_rule takes a function at the top level of a module, where it is found by its name, not {function!r:.80}"
+        )
+    made = {
+        one: checked_number(f"slot {one!r}", first, float("-inf"))
+        for one, first in dict(slots or {}).items()
+    }
     for one in made:
         if not _WORD.fullmatch(one) or one in _OWN_SLOTS:
-            raise ConfigError(f"update rule {name}: a slot is named by small letters, digits and _, and not {', '.join(_OWN_SLOTS)}; not {one!r:.40}")
+            raise ConfigError(
+                f"update rule {name}: a slot is named by small letters, digits and _, and not {', '.join(_OWN_SLOTS)}; not {one!r:.40}"
+            )
     _rules[name] = _Registered(function, made)
     return function
 
@@ -109,13 +118,23 @@ class Custom(Optimizer):
         array([0., 2.], dtype=float32)
     """
 
-    def __init__(self, rule: Callable[..., Any] | str, learning_rate: Rate = 0.01, **options: Any) -> None:
+    def __init__(
+        self, rule: Callable[..., Any] | str, learning_rate: Rate = 0.01, **options: Any
+    ) -> None:
         self._name, self._registered = _found(rule)
-        chosen: Any = {one: given for one, given in options.items() if one in Options.__annotations__}
-        numbers = {one: checked_number(one, given, float("-inf")) for one, given in options.items() if one not in chosen}
+        chosen: Any = {
+            one: given for one, given in options.items() if one in Options.__annotations__
+        }
+        numbers = {
+            one: checked_number(one, given, float("-inf"))
+            for one, given in options.items()
+            if one not in chosen
+        }
         for one in numbers:
             if one in _GIVEN or not _WORD.fullmatch(one):
-                raise ConfigError(f"{one!r:.40} cannot be a number of an update rule: these are named by small letters, digits and _, not {', '.join(_GIVEN)}")
+                raise ConfigError(
+                    f"{one!r:.40} cannot be a number of an update rule: these are named by small letters, digits and _, not {', '.join(_GIVEN)}"
+                )
         self._given_numbers = numbers
         self._start(learning_rate, **chosen)
 
@@ -145,15 +164,26 @@ class Custom(Optimizer):
         kept = dict(zip(self._registered.slots, slots, strict=True))
         rate, step = numbers
         found = self._registered.function(
-            _frozen(weight), {name: _frozen(slot) for name, slot in kept.items()}, _frozen(gradient),
+            _frozen(weight),
+            {name: _frozen(slot) for name, slot in kept.items()},
+            _frozen(gradient),
             MappingProxyType({**self._given_numbers, "learning_rate": rate, "step": int(step)}),
-        )  # fmt: skip
+        )
         value, changed = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
-        unknown = sorted(set(changed) - set(kept)) if isinstance(changed, dict) else [type(changed).__name__]
+        unknown = (
+            sorted(set(changed) - set(kept))
+            if isinstance(changed, dict)
+            else [type(changed).__name__]
+        )
         if unknown:
-            raise ConfigError(f"update rule {self._name} returned slots that it has not: {', '.join(map(str, unknown))}; write update_rule(slots={{…}})")
+            raise ConfigError(
+                f"update rule {self._name} returned slots that it has not: {', '.join(map(str, unknown))}; write update_rule(slots={{…}})"
+            )
         news = [(weight, self._returned(value, weight, "value"))]
-        news += [(kept[name], self._returned(slot, kept[name], f"slot {name!r}")) for name, slot in changed.items()]
+        news += [
+            (kept[name], self._returned(slot, kept[name], f"slot {name!r}"))
+            for name, slot in changed.items()
+        ]
         for array, new in news:
             array[...] = new
 
@@ -177,7 +207,9 @@ def _found(rule: Callable[..., Any] | str) -> tuple[str, _Registered]:
     if not isinstance(rule, str):
         name = next((name for name, one in _rules.items() if one.function is rule), "")
         if not name:
-            raise ConfigError(f"{rule!r:.80} is no update rule: write @sv.optimizers.update_rule before its def")
+            raise ConfigError(
+                f"{rule!r:.80} is no update rule: write @sv.optimizers.update_rule before its def"
+            )
         return name, _rules[name]
     if not _NAME.fullmatch(rule):
         raise ConfigError(f"an update rule is named 'module:function', not {rule!r:.80}")
@@ -191,7 +223,9 @@ def _found(rule: Callable[..., Any] | str) -> tuple[str, _Registered]:
                 f"install it, on every host that has a server"
             ) from error
     if rule not in _rules:
-        raise ConfigError(f"module {module!r} registers no update rule {function!r}: write @sv.optimizers.update_rule before its def, at the top level")
+        raise ConfigError(
+            f"module {module!r} registers no update rule {function!r}: write @sv.optimizers.update_rule before its def, at the top level"
+        )
     return rule, _rules[rule]
 
 

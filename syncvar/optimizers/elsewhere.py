@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Elsewhere", "stepper_of"]
 
-_ONLY_HERE: dict[str, Any] = {"clip_norm": None, "clip_value": None, "accumulate": 1, "nonfinite": "allow"}
+_ONLY_HERE: dict[str, Any] = {
+    "clip_norm": None,
+    "clip_value": None,
+    "accumulate": 1,
+    "nonfinite": "allow",
+}
 
 
 class Elsewhere:
@@ -29,11 +34,16 @@ class Elsewhere:
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         self._extra = [option for option, usual in _ONLY_HERE.items() if settings[option] != usual]
-        self.rule = name, {option: given for option, given in settings.items() if option not in _ONLY_HERE}
+        self.rule = (
+            name,
+            {option: given for option, given in settings.items() if option not in _ONLY_HERE},
+        )
         self.steps = 0
         self.variables: dict[str, Variable] = {}
 
-    def step(self, stepper: Stepper, pairs: list[Any], rate: float, reduce: str | None, *, is_plain: bool) -> None:
+    def step(
+        self, stepper: Stepper, pairs: list[Any], rate: float, reduce: str | None, *, is_plain: bool
+    ) -> None:
         """Let servers make a step.
 
         Args:
@@ -63,8 +73,15 @@ def stepper_of(pairs: list[Any]) -> Stepper | None:
     Raises:
         ConfigError: Those of some are, those of others not.
     """
-    steppers = [getattr(pair[1], "stepper", None) if isinstance(pair, tuple | list) and len(pair) == 2 else None for pair in pairs]
+    steppers = [
+        getattr(pair[1], "stepper", None)
+        if isinstance(pair, tuple | list) and len(pair) == 2
+        else None
+        for pair in pairs
+    ]
     found = next((one for one in steppers if one is not None), None)
     if found is not None and any(one is not found for one in steppers):
-        raise ConfigError("variables on servers and others are in one call of apply_gradients; make an optimizer and a call for each")
+        raise ConfigError(
+            "variables on servers and others are in one call of apply_gradients; make an optimizer and a call for each"
+        )
     return found

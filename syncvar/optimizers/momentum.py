@@ -93,7 +93,9 @@ class Momentum(Optimizer):
         if not isinstance(nesterov, bool):
             raise ConfigError(f"nesterov must be True or False, not {nesterov!r}")
         self._nesterov = nesterov
-        super().__init__(learning_rate, {"momentum": self._momentum, "nesterov": nesterov}, **options)
+        super().__init__(
+            learning_rate, {"momentum": self._momentum, "nesterov": nesterov}, **options
+        )
 
     def _numbers(self, rate: float, step: int) -> tuple[float, ...]:
         return (rate,)
@@ -136,5 +138,7 @@ class Nesterov(Momentum):
         0.625
     """
 
-    def __init__(self, learning_rate: Rate = 0.01, momentum: float = 0.9, **options: Unpack[Options]) -> None:
+    def __init__(
+        self, learning_rate: Rate = 0.01, momentum: float = 0.9, **options: Unpack[Options]
+    ) -> None:
         super().__init__(learning_rate, momentum, nesterov=True, **options)

@@ -108,7 +108,9 @@ def checked_variables(variables: Sequence[Variable]) -> Owner:
                 f"dtype='float32'"
             )
         if id(variable) in seen:
-            raise ConfigError(f"the variable {name!r} is named twice in one call; add its gradients first")
+            raise ConfigError(
+                f"the variable {name!r} is named twice in one call; add its gradients first"
+            )
         seen.add(id(variable))
         if variable._owner is not owner:  # noqa: SLF001
             raise UsageError(
@@ -128,8 +130,16 @@ class Part:
     """
 
     __slots__ = (
-        "accumulator", "changed", "compute", "gradient", "is_apart", "is_half", "scratch", "shape", "variable",
-    )  # fmt: skip
+        "accumulator",
+        "changed",
+        "compute",
+        "gradient",
+        "is_apart",
+        "is_half",
+        "scratch",
+        "shape",
+        "variable",
+    )
 
     def __init__(
         self, variable: Variable, state: State, gradient: NDArray[Any], scratch: NDArray[Any]
@@ -157,7 +167,11 @@ class Part:
             ConfigError: Wrong shape or dtype.
         """
         gradient = given
-        if type(given) is not np.ndarray or given.shape != self.shape or given.dtype != self.compute:
+        if (
+            type(given) is not np.ndarray
+            or given.shape != self.shape
+            or given.dtype != self.compute
+        ):
             gradient = operand_array(
                 given, self.shape, self.compute, f"gradient of variable {self.variable.name!r}"
             )
@@ -203,22 +217,30 @@ class Plan:
     def __init__(self, owner: Owner, variables: Sequence[Variable], slots: Slots) -> None:
         self.parts: list[Part] = []
         self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
-        self.shared = self._pack(owner, [one for one in variables if not is_apart(one)], slots, travels=True)
-        self.apart = self._pack(owner, [one for one in variables if is_apart(one)], slots, travels=False)
+        self.shared = self._pack(
+            owner, [one for one in variables if not is_apart(one)], slots, travels=True
+        )
+        self.apart = self._pack(
+            owner, [one for one in variables if is_apart(one)], slots, travels=False
+        )
         largest = max(bucket.flat.size for bucket in (*self.shared, *self.apart))
         self.room = np.empty(min(BLOCK, largest), np.float64)
         by_variable = {id(part.variable): part for part in self.parts}
         self.parts = [by_variable[id(variable)] for variable in variables]
         self.key = tuple([id(variable) for variable in variables])
 
-    def _pack(self, owner: Owner, variables: list[Variable], slots: Slots, *, travels: bool) -> list[Bucket]:
+    def _pack(
+        self, owner: Owner, variables: list[Variable], slots: Slots, *, travels: bool
+    ) -> list[Bucket]:
         made: list[Bucket] = []
         for dtype in dict.fromkeys(compute_dtype(variable.dtype) for variable in variables):
             chosen = [variable for variable in variables if compute_dtype(variable.dtype) == dtype]
             count = sum(_size(variable) for variable in chosen)
             whole = np.zeros(count + 1, dtype)
             if travels:
-                whole = Storage(owner.context, whole).array  # in the arena, where it is combined in place
+                whole = Storage(
+                    owner.context, whole
+                ).array  # in the arena, where it is combined in place
             start = 0
             parts = []
             for variable in chosen:

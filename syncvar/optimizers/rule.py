@@ -47,7 +47,9 @@ class Rule:
 
     _slot_initials: ClassVar[dict[str, float]] = {}  # name -> what it is filled with
     _counts_steps: ClassVar[bool] = False  # the rule needs the number of steps of each variable
-    _decays_variable: ClassVar[bool] = False  # the decay is taken off the variable, by the rule itself
+    _decays_variable: ClassVar[bool] = (
+        False  # the decay is taken off the variable, by the rule itself
+    )
 
     def __init__(self) -> None:
         self._decay = 0.0

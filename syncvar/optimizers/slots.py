@@ -30,7 +30,16 @@ if TYPE_CHECKING:
     from syncvar.variables import Variable
     from syncvar.variables.places import Owner
 
-__all__ = ["ITERATIONS", "SavedSlot", "SlotSpec", "Slots", "State", "compute_dtype", "is_apart", "is_half"]
+__all__ = [
+    "ITERATIONS",
+    "SavedSlot",
+    "SlotSpec",
+    "Slots",
+    "State",
+    "compute_dtype",
+    "is_apart",
+    "is_half",
+]
 
 ITERATIONS, CALLS, MASTER, ACCUMULATED = "iterations", "calls", "master", "accumulated"
 _WEIGHT, _REPLICAS = "accumulated_weight", "accumulated_replicas"
@@ -117,7 +126,9 @@ class SavedSlot:
 
     aggregation = VariableAggregation.NONE
 
-    def __init__(self, slots: Slots, name: str, spec: SlotSpec, beside: Variable | None, strategy: Any) -> None:
+    def __init__(
+        self, slots: Slots, name: str, spec: SlotSpec, beside: Variable | None, strategy: Any
+    ) -> None:
         self._spec, self._slots, self._slot, self._beside = spec, slots, name, beside
         self._key = _owner_id(beside), name
         self.is_own = beside is None
@@ -168,7 +179,9 @@ class SavedSlot:
                 self._slots.waiting[self._key] = WaitingValue(self._beside, copied)
         elif value is not None:
             replace_copy(self._variable, value)
-        elif self._slot != MASTER:  # a step takes a master from its variable wherever the two differ
+        elif (
+            self._slot != MASTER
+        ):  # a step takes a master from its variable wherever the two differ
             replace_copy(self._variable, self._initial())
 
     def _initial(self) -> NDArray[Any]:
@@ -185,13 +198,19 @@ class Slots:
         accumulates: Several calls are one step.
     """
 
-    def __init__(self, name: str, initials: dict[str, float], *, counts: bool, accumulates: bool) -> None:
+    def __init__(
+        self, name: str, initials: dict[str, float], *, counts: bool, accumulates: bool
+    ) -> None:
         self._name = name
         self._initials = initials
         self._counts = counts
         self._accumulates = accumulates
-        self._states: dict[int, State] = {}  # by the identity of the variable, which the state keeps alive
-        self.built: dict[tuple[int, str], Variable] = {}  # by the identity of the variable, and the slot's name
+        self._states: dict[
+            int, State
+        ] = {}  # by the identity of the variable, which the state keeps alive
+        self.built: dict[
+            tuple[int, str], Variable
+        ] = {}  # by the identity of the variable, and the slot's name
         self.waiting: dict[tuple[int, str], WaitingValue] = {}  # likewise
         self.is_waiting_apart = False  # what waits is of an optimizer of NONE variables alone
         self.tracked: dict[str, Variable] = {}
@@ -200,7 +219,9 @@ class Slots:
         self.iterations: Variable | None = None
         self.calls: Variable | None = None
         self.weight: Variable | None = None
-        self.replicas: Variable | None = None  # on how many the gradients of this step have been added up so far
+        self.replicas: Variable | None = (
+            None  # on how many the gradients of this step have been added up so far
+        )
 
     def state(self, variable: Variable) -> State | None:
         """Return what belongs to a variable, or None before it is made."""
@@ -254,15 +275,31 @@ class Slots:
         made = {}
         for slot, spec in self.specs_of(variable).items():
             is_master = slot == MASTER
-            value = copy_of(variable).astype(spec.dtype) if is_master else np.full(spec.shape, spec.initial, spec.dtype)
+            value = (
+                copy_of(variable).astype(spec.dtype)
+                if is_master
+                else np.full(spec.shape, spec.initial, spec.dtype)
+            )
             made[slot] = self._make(owner, slot, spec, value, variable)
         changed = [one for slot, one in made.items() if slot != ACCUMULATED]
         return State((variable, *changed), made.get(ACCUMULATED))
 
     def _make(
-        self, owner: Owner, slot: str, spec: SlotSpec, value: NDArray[Any], beside: Variable | None = None
+        self,
+        owner: Owner,
+        slot: str,
+        spec: SlotSpec,
+        value: NDArray[Any],
+        beside: Variable | None = None,
     ) -> Variable:
-        wish = Wish(value, False, self.name_of(slot, beside), None, spec.synchronization, VariableAggregation.NONE)
+        wish = Wish(
+            value,
+            False,
+            self.name_of(slot, beside),
+            None,
+            spec.synchronization,
+            VariableAggregation.NONE,
+        )
         made = make_beside(owner, wish, parts=spec.is_part)
         self.tracked[self._tracked_key(slot, beside)] = made
         self.built[_owner_id(beside), slot] = made
@@ -274,12 +311,14 @@ class Slots:
     def name_of(self, slot: str, beside: Variable | None) -> str:
         """Return the name of the variable that is a slot."""
         ending = f"{self._name}/{slot}"
-        return ending if beside is None else f"{beside.name[: _NAME_MAX - 1 - len(ending)]}/{ending}"
+        return (
+            ending if beside is None else f"{beside.name[: _NAME_MAX - 1 - len(ending)]}/{ending}"
+        )
 
     def _tracked_key(self, slot: str, beside: Variable | None) -> str:
         return slot if beside is None else f"{self._key(beside)}/{slot}"
 
-    # -- what each slot is, and what a checkpoint sees of it ------------------------------------------------------
+    # -- what each slot is, and what a checkpoint sees of it ---------------------------------------
 
     @property
     def rule_slots(self) -> list[str]:
@@ -301,7 +340,9 @@ class Slots:
         """Return what the slots of a variable are, by name, in the order of `State`."""
         mode, dtype, shape = variable.synchronization, compute_dtype(variable.dtype), variable.shape
         made = {MASTER: SlotSpec(0.0, shape, dtype, mode)} if is_half(variable.dtype) else {}
-        made |= {name: SlotSpec(initial, shape, dtype, mode) for name, initial in self._initials.items()}
+        made |= {
+            name: SlotSpec(initial, shape, dtype, mode) for name, initial in self._initials.items()
+        }
         if self._counts:
             made["steps"] = SlotSpec(0, (), np.dtype(np.int64), mode)
         if self._accumulates:
@@ -313,13 +354,21 @@ class Slots:
     def is_in_step(self) -> bool:
         """Whether gradients of a step that is not complete are kept."""
         waiting = self.waiting.get((_owner_id(None), CALLS))
-        calls = copy_of(self.calls) if self.calls is not None else None if waiting is None else waiting.value
+        calls = (
+            copy_of(self.calls)
+            if self.calls is not None
+            else None
+            if waiting is None
+            else waiting.value
+        )
         return calls is not None and int(calls) > 0
 
     def expect_iterations(self, steps: int) -> None:
         """Let the count of steps begin with a restored number, unless there is one already."""
         if self.iterations is None:
-            self.waiting[_owner_id(None), ITERATIONS] = WaitingValue(None, np.array(steps, np.int64))
+            self.waiting[_owner_id(None), ITERATIONS] = WaitingValue(
+                None, np.array(steps, np.int64)
+            )
 
     @property
     def restored_iterations(self) -> int:
@@ -331,13 +380,18 @@ class Slots:
     def stepped(self) -> list[Variable]:
         """The variables of which this optimizer keeps something."""
         built = {key: state.changed[0] for key, state in self._states.items()}
-        waiting = {id(one.variable): one.variable for one in self.waiting.values() if one.variable is not None}
+        waiting = {
+            id(one.variable): one.variable
+            for one in self.waiting.values()
+            if one.variable is not None
+        }
         return list((built | waiting).values())
 
     def saved_slots(self, variable: Variable) -> dict[str, SavedSlot]:
         """Return the slots of a variable as a checkpoint sees them, by name; also before they exist."""
         return {
-            slot: SavedSlot(self, slot, spec, variable, variable.strategy) for slot, spec in self.specs_of(variable).items()
+            slot: SavedSlot(self, slot, spec, variable, variable.strategy)
+            for slot, spec in self.specs_of(variable).items()
         }
 
     def saved_own(self, strategy: Any) -> dict[str, SavedSlot]:
@@ -347,9 +401,12 @@ class Slots:
             strategy: Whose replicas have them, before they exist.
         """
         apart = self.is_waiting_apart if self.iterations is None else self.apart
-        return {slot: SavedSlot(self, slot, spec, None, strategy) for slot, spec in self.own_specs(apart=apart).items()}
+        return {
+            slot: SavedSlot(self, slot, spec, None, strategy)
+            for slot, spec in self.own_specs(apart=apart).items()
+        }
 
-    # -- deep copies ----------------------------------------------------------------------------------------------
+    # -- deep copies -------------------------------------------------------------------------------
 
     def copied(self, memo: dict[Any, Any]) -> Slots:
         """Return slots for a deep copy of the optimizer; sends nothing.
@@ -379,7 +436,10 @@ class Slots:
 
     def waiting_by_name(self) -> dict[str, NDArray[Any]]:
         """Return what waits for slots that do not exist yet, under the keys that `tracked` will have."""
-        return {self._tracked_key(slot, one.variable): one.value for (_, slot), one in self.waiting.items()}
+        return {
+            self._tracked_key(slot, one.variable): one.value
+            for (_, slot), one in self.waiting.items()
+        }
 
 
 def _owner_id(variable: Variable | None) -> int:

@@ -61,11 +61,31 @@ from syncvar.plans.direct import (
     direct_scatter,
 )
 from syncvar.plans.dissemination import dissemination_all_gather, dissemination_barrier
-from syncvar.plans.double_tree import double_tree_all_reduce, double_tree_broadcast, double_tree_reduce
-from syncvar.plans.doubling import doubling_all_gather, doubling_all_reduce, doubling_exscan, doubling_scan
+from syncvar.plans.double_tree import (
+    double_tree_all_reduce,
+    double_tree_broadcast,
+    double_tree_reduce,
+)
+from syncvar.plans.doubling import (
+    doubling_all_gather,
+    doubling_all_reduce,
+    doubling_exscan,
+    doubling_scan,
+)
 from syncvar.plans.halving import halving_all_reduce
 from syncvar.plans.hierarchical import COMPOSED, Part, flattened, keeps_the_tree, stages
-from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Round, Send, Step
+from syncvar.plans.model import (
+    Buffer,
+    Chunk,
+    Copy,
+    Plan,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Round,
+    Send,
+    Step,
+)
 from syncvar.plans.owners import owners_all_reduce, owners_reduce
 from syncvar.plans.pairwise import pairwise_all_to_all, pairwise_reduce_scatter
 from syncvar.plans.published import Publication, Take, publications
@@ -107,14 +127,26 @@ if TYPE_CHECKING:
 
 _PROOFS = {  # what programs that run plans do not need is loaded when it is asked for
     "contracts": (
-        "Contract", "Expression", "Wanted", "all_gather_contract", "all_reduce_contract", "all_to_all_contract",
-        "barrier_contract", "broadcast_contract", "contract_of", "gather_contract", "reduce_contract",
-        "reduce_scatter_contract", "scan_contract", "scatter_contract", "tree_expression",
+        "Contract",
+        "Expression",
+        "Wanted",
+        "all_gather_contract",
+        "all_reduce_contract",
+        "all_to_all_contract",
+        "barrier_contract",
+        "broadcast_contract",
+        "contract_of",
+        "gather_contract",
+        "reduce_contract",
+        "reduce_scatter_contract",
+        "scan_contract",
+        "scatter_contract",
+        "tree_expression",
     ),
     "cost": ("ARENA", "LINKS", "CostModel", "predicted_seconds"),
     "show": ("plan_text", "step_text"),
     "checker": ("Report", "traffic", "verify"),
-}  # fmt: skip
+}
 _HOME = {name: f"{__name__}.{home}" for home, names in _PROOFS.items() for name in names}
 
 __all__ = [

@@ -50,7 +50,9 @@ def bruck_all_to_all(rank: int, world_size: int, count_per_block: int) -> Iterat
         span = 1 << level
         moved = [distance for distance in range(world_size) if distance & span]
         parts = consecutive_chunks([count] * len(moved), Buffer.SCRATCH, free)
-        packing = _copies((held[distance], part) for distance, part in zip(moved, parts, strict=True))
+        packing = _copies(
+            (held[distance], part) for distance, part in zip(moved, parts, strict=True)
+        )
         packed = Chunk(parts[0].start, parts[-1].stop, Buffer.SCRATCH)
         if len(packing) == 1:  # the blocks lie side by side already
             packed, packing = packing[0].source, []
@@ -63,8 +65,17 @@ def bruck_all_to_all(rank: int, world_size: int, count_per_block: int) -> Iterat
         free = room.stop
         for distance, part in zip(moved, parts, strict=True):
             held[distance] = part
-        transfers = (Send((rank + span) % world_size, packed), Recv((rank - span) % world_size, room))
-    yield (*transfers, *_copies((held[distance], incoming[(rank - distance) % world_size]) for distance in range(world_size)))
+        transfers = (
+            Send((rank + span) % world_size, packed),
+            Recv((rank - span) % world_size, room),
+        )
+    yield (
+        *transfers,
+        *_copies(
+            (held[distance], incoming[(rank - distance) % world_size])
+            for distance in range(world_size)
+        ),
+    )
 
 
 def _copies(pairs: Iterable[tuple[Chunk, Chunk]]) -> list[Copy]:
@@ -78,7 +89,8 @@ def _copies(pairs: Iterable[tuple[Chunk, Chunk]]) -> list[Copy]:
             and (last.target.buffer, last.target.stop) == (target.buffer, target.start)
         ):
             copies[-1] = Copy(
-                Chunk(last.source.start, source.stop, source.buffer), Chunk(last.target.start, target.stop, target.buffer)
+                Chunk(last.source.start, source.stop, source.buffer),
+                Chunk(last.target.start, target.stop, target.buffer),
             )
         else:
             copies.append(Copy(source, target))

@@ -79,7 +79,10 @@ def traffic(plans: Sequence[Plan]) -> Report:
     Returns:
         Counts of rounds, messages and elements.
     """
-    sends = [[step for steps in plan.rounds for step in steps if isinstance(step, Send)] for plan in plans]
+    sends = [
+        [step for steps in plan.rounds for step in steps if isinstance(step, Send)]
+        for plan in plans
+    ]
     sending_rounds = {
         number
         for plan in plans
@@ -166,7 +169,9 @@ def _check_overlaps(plan: Plan, number: int, written: list[Chunk], sent: list[Ch
 
     Ordered by start, a range that meets any earlier one meets the earlier one that reaches furthest.
     """
-    ends = {(chunk.buffer, is_write): -1 for chunk in (*written, *sent) for is_write in (True, False)}
+    ends = {
+        (chunk.buffer, is_write): -1 for chunk in (*written, *sent) for is_write in (True, False)
+    }
     spans = [(chunk.buffer, chunk.start, chunk.stop, True) for chunk in written if chunk.count]
     spans += [(chunk.buffer, chunk.start, chunk.stop, False) for chunk in set(sent) if chunk.count]
     for buffer, start, stop, is_write in sorted(spans):
@@ -290,7 +295,10 @@ class _Run:
             if isinstance(step, Reduce):
                 own = self._read(rank, index, step, step.target)
                 values = self._combine(here, values, own, step.source_left)
-            elif values and values == state.memory[step.target.buffer][step.target.start : step.target.stop]:
+            elif (
+                values
+                and values == state.memory[step.target.buffer][step.target.start : step.target.stop]
+            ):
                 raise PlanError(f"{here}: the copy is idle, the target holds these values already")
             self._write(state, step.target, values)
         state.number += 1
@@ -303,7 +311,9 @@ class _Run:
         if UNDEFINED in values:
             element = chunk.start + values.index(UNDEFINED)
             here = _place(rank, state.number, index, step)
-            raise PlanError(f"{here}: {chunk.buffer.name} element {element} is read and was never written")
+            raise PlanError(
+                f"{here}: {chunk.buffer.name} element {element} is read and was never written"
+            )
         return values
 
     def _combine(self, here: str, other: list[int], own: list[int], other_left: bool) -> list[int]:
@@ -321,7 +331,10 @@ class _Run:
         """Check that a write follows the receipt of every send of the range, by what this rank or `clock` knows."""
         state = self.states[rank]
         for loan in state.loans:
-            if _overlap(loan.chunk, chunk) and max(state.clock[loan.peer], clock[loan.peer]) < loan.receipt:
+            if (
+                _overlap(loan.chunk, chunk)
+                and max(state.clock[loan.peer], clock[loan.peer]) < loan.receipt
+            ):
                 raise PlanError(
                     f"{here}: it writes to memory that is borrowed by the send to rank {loan.peer} in round {loan.number}, "
                     f"whose receipt is not known here"
@@ -342,7 +355,9 @@ class _Run:
             for rank, peer, index, step in sorted(waits, key=lambda wait: wait[:3])
         ]
         ended = [
-            peer for _, peer, _, _ in waits if self.states[peer].number == len(self.states[peer].plan.rounds)
+            peer
+            for _, peer, _, _ in waits
+            if self.states[peer].number == len(self.states[peer].plan.rounds)
         ]
         if ended:
             raise PlanError(f"unmatched: rank {min(ended)} has ended, but " + "; ".join(texts))
@@ -362,14 +377,20 @@ class _Run:
                         raise PlanError(
                             f"{where}, but {contract.collective} wants ranks {wanted.contributors}"
                         )
-                    origin = element if wanted.origin is None else element - wanted.chunk.start + wanted.origin
+                    origin = (
+                        element
+                        if wanted.origin is None
+                        else element - wanted.chunk.start + wanted.origin
+                    )
                     if self.expressions.element[value] != origin:
                         raise PlanError(f"{where} of element {self.expressions.element[value]}")
                     if wanted.expression is not None and value != self.expressions.of(
                         wanted.expression, origin
                     ):
                         raise PlanError(f"{where}, but the contract wants {wanted.expression}")
-                    first_value, first_rank = agreed.setdefault((origin, contributors), (value, rank))
+                    first_value, first_rank = agreed.setdefault(
+                        (origin, contributors), (value, rank)
+                    )
                     if value != first_value:
                         raise PlanError(
                             f"{where}, but on rank {first_rank} it is {self.expressions.text(first_value)}: "

@@ -15,7 +15,9 @@ PIECES = 8
 """Pieces that follow each other through a pipeline. The same for every count: sizes never change who talks to whom."""
 
 
-def consecutive_chunks(counts: Iterable[int], buffer: Buffer = Buffer.WORK, start: int = 0) -> list[Chunk]:
+def consecutive_chunks(
+    counts: Iterable[int], buffer: Buffer = Buffer.WORK, start: int = 0
+) -> list[Chunk]:
     """Lay chunks of given sizes one after the other.
 
     Args:

@@ -333,7 +333,10 @@ def scan_contract(world_size: int, count: int, *, exclusive: bool = False) -> Co
         world_size,
         (count,) * world_size,
         (work,) * world_size,
-        tuple((Wanted(work, tuple(range(end)), tree_expression(0, end)),) if end else () for end in ends),
+        tuple(
+            (Wanted(work, tuple(range(end)), tree_expression(0, end)),) if end else ()
+            for end in ends
+        ),
         tuple(tuple(range(end)) for end in ends),
     )
 
@@ -376,7 +379,9 @@ def contract_of(
         "gather": lambda: gather_contract(blocks, root),
         "scatter": lambda: scatter_contract(blocks, root),
         "reduce_scatter": lambda: reduce_scatter_contract(blocks, tree=tree),
-        "all_to_all": lambda: all_to_all_contract([blocks] * world_size if matrix is None else matrix),
+        "all_to_all": lambda: all_to_all_contract(
+            [blocks] * world_size if matrix is None else matrix
+        ),
         "scan": lambda: scan_contract(world_size, count),
         "exscan": lambda: scan_contract(world_size, count, exclusive=True),
         "barrier": lambda: barrier_contract(world_size),

@@ -64,7 +64,9 @@ class CostModel:
 LINKS = CostModel(latency=45e-6, per_byte=0.4e-9, per_reduced_byte=0.1e-9, per_copied_byte=0.1e-9)
 """Unix sockets between processes of one host: a message of Python and libzmq, 2.5 GB/s."""
 
-ARENA = CostModel(latency=10e-6, per_byte=0.1e-9, per_reduced_byte=0.1e-9, per_copied_byte=0.1e-9, shared=True)
+ARENA = CostModel(
+    latency=10e-6, per_byte=0.1e-9, per_reduced_byte=0.1e-9, per_copied_byte=0.1e-9, shared=True
+)
 """Memory that the ranks of one host share: a wait for all, and copies at 10 GB/s."""
 
 
@@ -95,7 +97,9 @@ def predicted_seconds(plans: Sequence[Plan], itemsize: int, model: CostModel = L
     return max(now)
 
 
-def _round(steps: Sequence[tuple[Step, ...]], now: Sequence[float], itemsize: int, model: CostModel) -> list[float]:
+def _round(
+    steps: Sequence[tuple[Step, ...]], now: Sequence[float], itemsize: int, model: CostModel
+) -> list[float]:
     """Return when each rank ends a round over links that it begins at `now`."""
     queues = [[step for step in reversed(mine) if isinstance(step, Send)] for mine in steps]
     out_free, in_free, ends = list(now), list(now), list(now)
@@ -119,14 +123,22 @@ def _round(steps: Sequence[tuple[Step, ...]], now: Sequence[float], itemsize: in
     return [end + _local(mine, itemsize, model) for end, mine in zip(ends, steps, strict=True)]
 
 
-def _phase(steps: Sequence[tuple[Step, ...]], now: Sequence[float], itemsize: int, model: CostModel) -> list[float]:
+def _phase(
+    steps: Sequence[tuple[Step, ...]], now: Sequence[float], itemsize: int, model: CostModel
+) -> list[float]:
     """Return when each rank ends a phase in shared memory; none begins to take before all have published."""
-    published = [sum(chunk.count for chunk in {step.chunk for step in mine if isinstance(step, Send)}) for mine in steps]
+    published = [
+        sum(chunk.count for chunk in {step.chunk for step in mine if isinstance(step, Send)})
+        for mine in steps
+    ]
     taken = [sum(step.chunk.count for step in mine if isinstance(step, Recv)) for mine in steps]
     per_element = itemsize * model.per_byte
-    ready = model.latency + max(begin + count * per_element for begin, count in zip(now, published, strict=True))
+    ready = model.latency + max(
+        begin + count * per_element for begin, count in zip(now, published, strict=True)
+    )
     return [
-        ready + count * per_element + _local(mine, itemsize, model) for count, mine in zip(taken, steps, strict=True)
+        ready + count * per_element + _local(mine, itemsize, model)
+        for count, mine in zip(taken, steps, strict=True)
     ]
 
 

@@ -66,7 +66,10 @@ def direct_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]
         steps.append(Send((rank + distance) % world_size, slots[rank]))
         steps.append(Recv((rank - distance) % world_size, slots[(rank - distance) % world_size]))
     held = [work if other == rank else slots[other] for other in range(world_size)]
-    steps += [Reduce(held[source], held[target], source_left=False) for target, source in tree_order(0, world_size)]
+    steps += [
+        Reduce(held[source], held[target], source_left=False)
+        for target, source in tree_order(0, world_size)
+    ]
     if rank > 0:
         steps.append(Copy(held[0], work))
     yield tuple(steps)
@@ -147,7 +150,10 @@ def direct_barrier(rank: int, world_size: int) -> Iterator[Round]:
     nothing = Chunk(0, 0)
     steps: list[Step] = []
     for distance in range(1, world_size):
-        steps += [Send((rank + distance) % world_size, nothing), Recv((rank - distance) % world_size, nothing)]
+        steps += [
+            Send((rank + distance) % world_size, nothing),
+            Recv((rank - distance) % world_size, nothing),
+        ]
     if steps:
         yield tuple(steps)
 
@@ -277,7 +283,9 @@ def direct_reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> 
     yield (*steps, *tree_steps(places, own))
 
 
-def direct_all_to_all(rank: int, world_size: int, matrix: Sequence[Sequence[int]]) -> Iterator[Round]:
+def direct_all_to_all(
+    rank: int, world_size: int, matrix: Sequence[Sequence[int]]
+) -> Iterator[Round]:
     """Yield the one round of a direct all-to-all for one rank.
 
     Args:

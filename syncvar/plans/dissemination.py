@@ -72,7 +72,10 @@ def dissemination_all_gather(rank: int, world_size: int, count_per_rank: int) ->
         # One block is always the own one, which lies in WORK already.
         known = own if blocks == 1 else Chunk(0, blocks * count, Buffer.SCRATCH)
         room = Chunk(span * count, (span + blocks) * count, Buffer.SCRATCH)
-        steps: list[Step] = [Send((rank - span) % world_size, known), Recv((rank + span) % world_size, room)]
+        steps: list[Step] = [
+            Send((rank - span) % world_size, known),
+            Recv((rank + span) % world_size, room),
+        ]
         if level == 0 and world_size > 3:
             # Some later round sends several blocks, and the first of them is the own one.
             steps.append(Copy(own, Chunk(0, count, Buffer.SCRATCH)))
@@ -87,6 +90,9 @@ def dissemination_all_gather(rank: int, world_size: int, count_per_rank: int) ->
                 )
             if rank > 0:
                 steps.append(
-                    Copy(Chunk(wrap * count, world_size * count, Buffer.SCRATCH), Chunk(0, rank * count)),
+                    Copy(
+                        Chunk(wrap * count, world_size * count, Buffer.SCRATCH),
+                        Chunk(0, rank * count),
+                    ),
                 )
         yield tuple(steps)

@@ -92,7 +92,11 @@ def double_tree_reduce(rank: int, world_size: int, count: int, root: int) -> Ite
     length = _length(edges)
     rounds: list[list[Step]] = [[] for _ in range(length)]
     # Backwards, an edge whose child is reached later comes earlier: the order in which a parent hears of its children.
-    lowest = {(tree, position): _rank(position, root) for tree in range(2) for position in range(world_size)}
+    lowest = {
+        (tree, position): _rank(position, root)
+        for tree in range(2)
+        for position in range(world_size)
+    }
     for edge in sorted(edges, key=lambda edge: edge.first, reverse=True):
         below, above = lowest[edge.tree, edge.child], lowest[edge.tree, edge.parent]
         lowest[edge.tree, edge.parent] = min(below, above)
@@ -100,7 +104,11 @@ def double_tree_reduce(rank: int, world_size: int, count: int, root: int) -> Ite
         if rank in (parent, child):
             for number, piece in enumerate(_pieces_of(edge, pieces)):
                 steps = rounds[length - 1 - edge.first - 2 * number]
-                steps.append(RecvReduce(child, piece, below < above) if rank == parent else Send(parent, piece))
+                steps.append(
+                    RecvReduce(child, piece, below < above)
+                    if rank == parent
+                    else Send(parent, piece)
+                )
     yield from map(tuple, rounds)
 
 
@@ -155,7 +163,9 @@ def _edges(world_size: int) -> tuple[_Edge, ...]:
         name = {0: 0}  # number in the first tree -> position
         for number in range(1, others + 1):
             shifted = number - 1 or others
-            name[number] = number if tree == 0 else others + 1 - number if others % 2 == 0 else shifted
+            name[number] = (
+                number if tree == 0 else others + 1 - number if others % 2 == 0 else shifted
+            )
         # Parents come before their children, the root's own child first.
         numbers = [(0, 1 << (others.bit_length() - 1))]
         for parent, number in numbers:

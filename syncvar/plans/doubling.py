@@ -65,7 +65,11 @@ def doubling_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Roun
             yield (Send(peer, held), RecvReduce(peer, work, incoming_left=peer < rank))
             continue
         wider = sums[level + 1]
-        steps: list[Step] = [Send(peer, held), Recv(peer, wider), Reduce(held, wider, source_left=rank < peer)]
+        steps: list[Step] = [
+            Send(peer, held),
+            Recv(peer, wider),
+            Reduce(held, wider, source_left=rank < peer),
+        ]
         if level == folding.levels - 2:
             steps.append(Copy(wider, work))
         yield tuple(steps)
@@ -95,7 +99,10 @@ def doubling_all_gather(rank: int, world_size: int, counts: Sequence[int]) -> It
     for level in range(world_size.bit_length() - 1):
         span = 1 << level
         peer = rank ^ span
-        own, other = (Chunk(blocks[low].start, blocks[low + span - 1].stop) for low in (rank & -span, peer & -span))
+        own, other = (
+            Chunk(blocks[low].start, blocks[low + span - 1].stop)
+            for low in (rank & -span, peer & -span)
+        )
         yield (Send(peer, own), Recv(peer, other))
 
 
@@ -152,7 +159,9 @@ def _prefix(rank: int, world_size: int, work: Chunk, *, inclusive: bool) -> Iter
     block = work
     if world_size > 2:
         if rank and _is_needed(rank, 0, world_size):
-            later = [level for level in range(1, levels) if not (inclusive and rank + 1 == 1 << level)]
+            later = [
+                level for level in range(1, levels) if not (inclusive and rank + 1 == 1 << level)
+            ]
             block = room.pop(any(_is_needed(rank, level, world_size) for level in later))
             yield (Copy(work, block),)
         else:
@@ -181,7 +190,9 @@ def _prefix(rank: int, world_size: int, work: Chunk, *, inclusive: bool) -> Iter
                 steps += [Recv(peer, wider), prefix, Reduce(block, wider, source_left=False)]
                 block = wider
             else:
-                steps.append(Recv(peer, work) if is_empty else RecvReduce(peer, work, incoming_left=True))
+                steps.append(
+                    Recv(peer, work) if is_empty else RecvReduce(peer, work, incoming_left=True)
+                )
             is_empty = False
         yield tuple(steps)
 
@@ -196,5 +207,7 @@ def _is_needed(rank: int, level: int, world_size: int) -> bool:
     if span >= world_size:
         return False
     if rank & span:
-        return _is_needed(rank - span, level + 1, world_size) or _is_needed(rank, level + 1, world_size)
+        return _is_needed(rank - span, level + 1, world_size) or _is_needed(
+            rank, level + 1, world_size
+        )
     return rank + span < world_size or _is_needed(rank, level + 1, world_size)

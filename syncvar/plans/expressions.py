@@ -58,7 +58,9 @@ class Expressions:
             )
         contributors = self.contributors[left] | self.contributors[right]
         if self.contributors[left] & self.contributors[right]:
-            raise PlanError(f"a contribution is counted twice: {self.text(left)} + {self.text(right)}")
+            raise PlanError(
+                f"a contribution is counted twice: {self.text(left)} + {self.text(right)}"
+            )
         if self.lowest[left] > self.lowest[right]:
             raise PlanError(
                 f"operand order: {self.text(left)} + {self.text(right)} has the lower contributor on the right"

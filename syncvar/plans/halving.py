@@ -59,7 +59,9 @@ def halving_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round
     for level in range(folding.levels):
         peer = folding.rank(number ^ (1 << level))
         middle = (low + high) // 2
-        lower, upper = (Chunk(chunks[a].start, chunks[b - 1].stop) for a, b in ((low, middle), (middle, high)))
+        lower, upper = (
+            Chunk(chunks[a].start, chunks[b - 1].stop) for a, b in ((low, middle), (middle, high))
+        )
         kept, given = (lower, upper) if rank < peer else (upper, lower)
         low, high = (low, middle) if rank < peer else (middle, high)
         halvings.append((peer, kept, given))

@@ -133,7 +133,9 @@ class _Stages:
         self.starts = (0, *accumulate(sizes[:-1]))
         self.host = max(host for host, start in enumerate(self.starts) if start <= rank)
         self.local = rank - self.starts[self.host]
-        self.neighbours = tuple(range(self.starts[self.host], self.starts[self.host] + sizes[self.host]))
+        self.neighbours = tuple(
+            range(self.starts[self.host], self.starts[self.host] + sizes[self.host])
+        )
 
     def all_reduce(self, count: int, *, reproducible: bool) -> tuple[Part, ...] | None:
         if reproducible and not keeps_the_tree(self.sizes):
@@ -156,14 +158,20 @@ class _Stages:
         place = root - self.starts[home]
         total = shards[0].count * self.itemsize
         between = choose("broadcast", total, len(self.sizes)).algorithm
-        if len(shards) == 1:  # the root itself sends, so that nothing needs to be handed to a leader first
+        if (
+            len(shards) == 1
+        ):  # the root itself sends, so that nothing needs to be handed to a leader first
             heads = tuple(root if host == home else start for host, start in enumerate(self.starts))
             return (
                 self._among(heads, "broadcast", between, whole, root=home),
                 self._on_host("broadcast", whole, root=place if self.host == home else 0),
             )
         counts = self._blocks(shards)
-        spread = self._on_host("scatter", whole, counts=counts, root=place) if self.host == home else Part(on_host=True)
+        spread = (
+            self._on_host("scatter", whole, counts=counts, root=place)
+            if self.host == home
+            else Part(on_host=True)
+        )
         return (
             spread,
             self._across("broadcast", between, shards, root=home),
@@ -181,7 +189,8 @@ class _Stages:
 
     def all_gather(self, counts: tuple[int, ...]) -> tuple[Part, ...]:
         per_host = tuple(
-            sum(counts[start : start + size]) for start, size in zip(self.starts, self.sizes, strict=True)
+            sum(counts[start : start + size])
+            for start, size in zip(self.starts, self.sizes, strict=True)
         )
         total = sum(per_host)
         begin = sum(per_host[: self.host])
@@ -205,7 +214,9 @@ class _Stages:
         """Return which part of WORK each rank of this host owns, as counts: the first ranks a shard, the others none."""
         return tuple(shard.count for shard in shards) + (0,) * (self.sizes[self.host] - len(shards))
 
-    def _on_host(self, collective: str, chunk: Chunk, counts: tuple[int, ...] | None = None, root: int = 0) -> Part:
+    def _on_host(
+        self, collective: str, chunk: Chunk, counts: tuple[int, ...] | None = None, root: int = 0
+    ) -> Part:
         size = self.sizes[self.host]
         if size == 1:
             return Part(on_host=True)
@@ -232,7 +243,9 @@ class _Stages:
         if self.rank not in members:
             return Part(on_host=False)
         count = chunk.count if counts is None and collective != "barrier" else 0
-        plan = build(collective, algorithm, self.host, len(members), count=count, counts=counts, root=root)
+        plan = build(
+            collective, algorithm, self.host, len(members), count=count, counts=counts, root=root
+        )
         return Part(False, members, chunk, plan)
 
 
@@ -264,11 +277,24 @@ def flattened(
     everyone = []
     for rank in range(n):
         parts = stages(
-            collective, sizes, rank, count=count, counts=counts, itemsize=itemsize, root=root, reproducible=reproducible
+            collective,
+            sizes,
+            rank,
+            count=count,
+            counts=counts,
+            itemsize=itemsize,
+            root=root,
+            reproducible=reproducible,
         )
         assert parts is not None
         everyone.append(parts)
-    work_count = sum(counts) if counts is not None else n * count if collective in ("all_gather", "header_exchange") else count
+    work_count = (
+        sum(counts)
+        if counts is not None
+        else n * count
+        if collective in ("all_gather", "header_exchange")
+        else count
+    )
     rounds: list[list[Round]] = [[] for _ in range(n)]
     scratch = [0] * n
     for number in range(len(everyone[0])):
@@ -279,7 +305,8 @@ def flattened(
             plan = everyone[rank][number].plan
             scratch[rank] += plan.scratch_count if plan is not None else 0
     return [
-        Plan(collective, "hierarchical", rank, n, work_count, scratch[rank], tuple(rounds[rank])) for rank in range(n)
+        Plan(collective, "hierarchical", rank, n, work_count, scratch[rank], tuple(rounds[rank]))
+        for rank in range(n)
     ]
 
 

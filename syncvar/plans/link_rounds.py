@@ -71,12 +71,22 @@ def prepare(plan: Plan, members: Sequence[int]) -> Prepared:
             if isinstance(step, Send):
                 sends.append((peer, int(chunk.buffer), chunk.start, chunk.stop))
             elif isinstance(step, Recv):
-                incoming[peer] = Incoming(OVERWRITE, int(chunk.buffer), chunk.start, chunk.stop, int(chunk.buffer))
+                incoming[peer] = Incoming(
+                    OVERWRITE, int(chunk.buffer), chunk.start, chunk.stop, int(chunk.buffer)
+                )
             elif isinstance(step, RecvReduce):
                 mode = INCOMING_LEFT if step.incoming_left else INCOMING_RIGHT
-                incoming[peer] = Incoming(mode, int(chunk.buffer), chunk.start, chunk.stop, int(chunk.buffer))
+                incoming[peer] = Incoming(
+                    mode, int(chunk.buffer), chunk.start, chunk.stop, int(chunk.buffer)
+                )
         rounds.append(LinkRound(tuple(sends), incoming, tuple(local)))
-    return Prepared(tuple(rounds), plan.work_count, plan.scratch_count, plan.algorithm, _apart(rounds, plan.work_count))
+    return Prepared(
+        tuple(rounds),
+        plan.work_count,
+        plan.scratch_count,
+        plan.algorithm,
+        _apart(rounds, plan.work_count),
+    )
 
 
 def _apart(rounds: Sequence[LinkRound], work_count: int) -> tuple[LinkRound, ...] | None:
@@ -85,10 +95,16 @@ def _apart(rounds: Sequence[LinkRound], work_count: int) -> tuple[LinkRound, ...
     written: list[tuple[int, int]] = []  # ranges, in order, no two of which touch
     made = []
     for sends, incoming, local in rounds:
-        if any(chunk.buffer == Buffer.WORK for step in local for chunk in (step.source, step.target)):
+        if any(
+            chunk.buffer == Buffer.WORK for step in local for chunk in (step.source, step.target)
+        ):
             return None
         reads = [(start, stop) for _, buffer, start, stop in sends if buffer == work]
-        reads += [(one.start, one.stop) for one in incoming.values() if one.buffer == work and one.mode != OVERWRITE]
+        reads += [
+            (one.start, one.stop)
+            for one in incoming.values()
+            if one.buffer == work and one.mode != OVERWRITE
+        ]
         homes = {}
         for start, stop in reads:
             if any(low <= start and stop <= high for low, high in written):
@@ -97,14 +113,21 @@ def _apart(rounds: Sequence[LinkRound], work_count: int) -> tuple[LinkRound, ...
                 homes[start, stop] = _BROUGHT
             else:
                 return None
-        made.append(LinkRound(
-            tuple((peer, homes[start, stop] if buffer == work else buffer, start, stop) for peer, buffer, start, stop in sends),
-            {
-                peer: one._replace(operand=homes[one.start, one.stop]) if one.buffer == work and one.mode != OVERWRITE else one
-                for peer, one in incoming.items()
-            },
-            local,
-        ))  # fmt: skip
+        made.append(
+            LinkRound(
+                tuple(
+                    (peer, homes[start, stop] if buffer == work else buffer, start, stop)
+                    for peer, buffer, start, stop in sends
+                ),
+                {
+                    peer: one._replace(operand=homes[one.start, one.stop])
+                    if one.buffer == work and one.mode != OVERWRITE
+                    else one
+                    for peer, one in incoming.items()
+                },
+                local,
+            )
+        )
         for one in incoming.values():
             if one.buffer == work and one.start < one.stop:
                 written = _joined(written, one.start, one.stop)
@@ -120,4 +143,9 @@ def _joined(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> list[tu
     """
     apart = [(low, high) for low, high in ranges if high < start or stop < low]
     near = [one for one in ranges if one not in apart]
-    return sorted([*apart, (min([start, *(low for low, _ in near)]), max([stop, *(high for _, high in near)]))])
+    return sorted(
+        [
+            *apart,
+            (min([start, *(low for low, _ in near)]), max([stop, *(high for _, high in near)])),
+        ]
+    )

@@ -10,7 +10,18 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["Buffer", "Chunk", "Copy", "Plan", "Recv", "RecvReduce", "Reduce", "Round", "Send", "Step"]
+__all__ = [
+    "Buffer",
+    "Chunk",
+    "Copy",
+    "Plan",
+    "Recv",
+    "RecvReduce",
+    "Reduce",
+    "Round",
+    "Send",
+    "Step",
+]
 
 _Kind = TypeVar("_Kind", bound=tuple[Any, ...])
 

@@ -47,7 +47,9 @@ def pairwise_reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -
         yield (Send(target, blocks[target]), Recv(source, places[source]), *local)
 
 
-def pairwise_all_to_all(rank: int, world_size: int, matrix: Sequence[Sequence[int]]) -> Iterator[Round]:
+def pairwise_all_to_all(
+    rank: int, world_size: int, matrix: Sequence[Sequence[int]]
+) -> Iterator[Round]:
     """Yield the rounds of a pairwise all-to-all for one rank.
 
     Args:
@@ -73,4 +75,8 @@ def pairwise_all_to_all(rank: int, world_size: int, matrix: Sequence[Sequence[in
         yield own
     for distance in range(1, world_size):
         source, target = (rank - distance) % world_size, (rank + distance) % world_size
-        yield (Send(target, outgoing[target]), Recv(source, incoming[source]), *(own if distance == 1 else ()))
+        yield (
+            Send(target, outgoing[target]),
+            Recv(source, incoming[source]),
+            *(own if distance == 1 else ()),
+        )

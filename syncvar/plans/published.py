@@ -82,13 +82,20 @@ def publications(plans: Sequence[Plan], rank: int) -> tuple[Publication, ...]:
         takes = []
         for step in steps:
             if isinstance(step, Recv | RecvReduce):
-                sent = next((send for send in _sends(all_rounds[step.peer][number]) if send.peer == rank), None)
+                sent = next(
+                    (send for send in _sends(all_rounds[step.peer][number]) if send.peer == rank),
+                    None,
+                )
                 if sent is None:
-                    raise PlanError(f"round {number}: rank {step.peer} sends nothing to rank {rank}")
+                    raise PlanError(
+                        f"round {number}: rank {step.peer} sends nothing to rank {rank}"
+                    )
                 takes.append(Take(step.peer, layouts[step.peer][sent.chunk], step.chunk, step))
         counts = [sum(chunk.count for chunk in layout) for layout in layouts]
         local = tuple(step for step in steps if isinstance(step, Copy | Reduce))
-        rounds.append(Publication(tuple(layouts[rank]), counts[rank], max(counts), tuple(takes), local))
+        rounds.append(
+            Publication(tuple(layouts[rank]), counts[rank], max(counts), tuple(takes), local)
+        )
     return tuple(rounds)
 
 
@@ -108,9 +115,12 @@ def _without_copies(all_rounds: Sequence[tuple[Round, ...]]) -> Sequence[tuple[R
                 return all_rounds
             origins[step.target] = step.source
         second = tuple(
-            Send(step.peer, origins.get(step.chunk, step.chunk)) if isinstance(step, Send) else step for step in rounds[1]
+            Send(step.peer, origins.get(step.chunk, step.chunk)) if isinstance(step, Send) else step
+            for step in rounds[1]
         )
-        used = [chunk for steps in (second, *rounds[2:]) for step in steps for chunk in _chunks(step)]
+        used = [
+            chunk for steps in (second, *rounds[2:]) for step in steps for chunk in _chunks(step)
+        ]
         written = [step.chunk for step in second if isinstance(step, Recv | RecvReduce)]
         if _meet(used, origins) or _meet(written, origins.values()):
             return all_rounds
@@ -125,7 +135,9 @@ def _chunks(step: Step) -> tuple[Chunk, ...]:
 def _meet(some: Iterable[Chunk], others: Iterable[Chunk]) -> bool:
     others = list(others)
     return any(
-        one.buffer == other.buffer and one.start < other.stop and other.start < one.stop for one in some for other in others
+        one.buffer == other.buffer and one.start < other.stop and other.start < one.stop
+        for one in some
+        for other in others
     )
 
 
@@ -135,7 +147,9 @@ def _sends(steps: Round) -> list[Send]:
 
 def _layout(steps: Round) -> dict[Chunk, int]:
     """Return where each distinct chunk that is sent begins in the publication, in order."""
-    chunks = sorted({step.chunk for step in _sends(steps)}, key=lambda c: (c.buffer, c.start, c.stop))
+    chunks = sorted(
+        {step.chunk for step in _sends(steps)}, key=lambda c: (c.buffer, c.start, c.stop)
+    )
     places: dict[Chunk, int] = {}
     start = 0
     for chunk in chunks:

@@ -175,11 +175,15 @@ def choose(
     check_algorithm(collective, forced)
     by_tree = reproducible and collective in REDUCTIONS
     if forced is not None:
-        fault = unsuited(collective, forced, world_size, even=True)  # uneven blocks are known when the plan is built
+        fault = unsuited(
+            collective, forced, world_size, even=True
+        )  # uneven blocks are known when the plan is built
         if fault is not None:
             raise ConfigError(fault)
         if by_tree and not sums_by_the_tree(collective, forced, world_size):
-            raise ConfigError(f"algorithm {forced!r} contradicts reproducible=True; leave one of them out")
+            raise ConfigError(
+                f"algorithm {forced!r} contradicts reproducible=True; leave one of them out"
+            )
         return Choice(forced, f"{forced}: the caller demands it")
     for rule in _RULES:
         if (
@@ -187,14 +191,21 @@ def choose(
             and rule.shared == shared
             and rule.fits(nbytes, world_size)
             and (not by_tree or sums_by_the_tree(collective, rule.algorithm, world_size))
-            and unsuited(collective, rule.algorithm, world_size, even=even or collective == "header_exchange") is None
+            and unsuited(
+                collective, rule.algorithm, world_size, even=even or collective == "header_exchange"
+            )
+            is None
         ):
             why = rule.why + ("; it sums by the tree, as the caller demands" if by_tree else "")
-            return Choice(rule.algorithm, f"{rule.algorithm}: {nbytes} bytes on {world_size} ranks: {why}")
+            return Choice(
+                rule.algorithm, f"{rule.algorithm}: {nbytes} bytes on {world_size} ranks: {why}"
+            )
     raise AssertionError(f"the table has no last row for {collective}")
 
 
-def suited(collective: str, wanted: str | None, world_size: int, *, even: bool, reproducible: bool) -> str | None:
+def suited(
+    collective: str, wanted: str | None, world_size: int, *, even: bool, reproducible: bool
+) -> str | None:
     """Return the algorithm that a job demands, or None for calls that it cannot serve: these choose for themselves.
 
     Args:
@@ -236,9 +247,13 @@ def parse_forced(text: str) -> dict[str, str]:
     for item in text.split(",") if text.strip() else ():
         collective, colon, algorithm = (part.strip() for part in item.partition(":"))
         if not (collective and colon and algorithm):
-            raise ConfigError(f"an algorithm is demanded as collective:algorithm, not {item.strip()!r}")
+            raise ConfigError(
+                f"an algorithm is demanded as collective:algorithm, not {item.strip()!r}"
+            )
         check_algorithm(collective, algorithm)
         if collective in forced:
-            raise ConfigError(f"two algorithms are demanded for {collective}: {forced[collective]!r} and {algorithm!r}")
+            raise ConfigError(
+                f"two algorithms are demanded for {collective}: {forced[collective]!r} and {algorithm!r}"
+            )
         forced[collective] = algorithm
     return forced

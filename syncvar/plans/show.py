@@ -61,7 +61,11 @@ def plan_text(plans: Sequence[Plan], *, most: int | None = None) -> str:
     first = plans[0]
     scratch_count = max(plan.scratch_count for plan in plans)
     counts = [str(plan.work_count) for plan in plans]
-    elements = counts[0] if len(set(counts)) == 1 else " / ".join(text or _DOTS for text in _shortened(counts, most))
+    elements = (
+        counts[0]
+        if len(set(counts)) == 1
+        else " / ".join(text or _DOTS for text in _shortened(counts, most))
+    )
     sizes = f"world size {first.world_size}, {elements} elements, scratch {scratch_count}"
     lines = [f"{first.collective} by {first.algorithm}: {sizes}"]
     for number in _shortened(range(max(len(plan.rounds) for plan in plans)), most):
@@ -77,10 +81,13 @@ def plan_text(plans: Sequence[Plan], *, most: int | None = None) -> str:
             steps = plan.rounds[number] if number < len(plan.rounds) else ()
             kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
             for step in steps:
-                kinds[0 if isinstance(step, Send) else 1 if isinstance(step, Recv | RecvReduce) else 2].append(
-                    step_text(step)
-                )
-            cells = ["; ".join(text or _DOTS for text in _shortened(texts, most and 3)) for texts in kinds]
+                kinds[
+                    0 if isinstance(step, Send) else 1 if isinstance(step, Recv | RecvReduce) else 2
+                ].append(step_text(step))
+            cells = [
+                "; ".join(text or _DOTS for text in _shortened(texts, most and 3))
+                for texts in kinds
+            ]
             rows.append((f"rank {plan.rank}", *cells))
         lines += _table(rows)
     return "".join(f"{line}\n" for line in lines)

@@ -24,8 +24,17 @@ from syncvar.plans.direct import (
     direct_scatter,
 )
 from syncvar.plans.dissemination import dissemination_all_gather, dissemination_barrier
-from syncvar.plans.double_tree import double_tree_all_reduce, double_tree_broadcast, double_tree_reduce
-from syncvar.plans.doubling import doubling_all_gather, doubling_all_reduce, doubling_exscan, doubling_scan
+from syncvar.plans.double_tree import (
+    double_tree_all_reduce,
+    double_tree_broadcast,
+    double_tree_reduce,
+)
+from syncvar.plans.doubling import (
+    doubling_all_gather,
+    doubling_all_reduce,
+    doubling_exscan,
+    doubling_scan,
+)
 from syncvar.plans.halving import halving_all_reduce
 from syncvar.plans.model import Buffer, Copy, Plan, Reduce
 from syncvar.plans.owners import owners_all_reduce, owners_reduce
@@ -46,7 +55,16 @@ if TYPE_CHECKING:
 
     from syncvar.plans.model import Round
 
-__all__ = ["ALGORITHMS", "OF_BLOCKS", "REDUCTIONS", "build", "build_all", "check_algorithm", "sums_by_the_tree", "unsuited"]
+__all__ = [
+    "ALGORITHMS",
+    "OF_BLOCKS",
+    "REDUCTIONS",
+    "build",
+    "build_all",
+    "check_algorithm",
+    "sums_by_the_tree",
+    "unsuited",
+]
 
 OF_BLOCKS = frozenset({"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"})
 """Collectives with a block per rank; their WORK is all blocks in rank order."""
@@ -75,26 +93,36 @@ _BUILDERS: Mapping[str, Mapping[str, Callable[[_Call], Iterator[Round]]]] = {
         "halving": lambda call: halving_all_reduce(call.rank, call.world_size, call.count),
         "ring": lambda call: ring_all_reduce(call.rank, call.world_size, call.count),
         "double_tree": lambda call: double_tree_all_reduce(call.rank, call.world_size, call.count),
-        "reproducible": lambda call: reproducible_all_reduce(call.rank, call.world_size, call.count),
+        "reproducible": lambda call: reproducible_all_reduce(
+            call.rank, call.world_size, call.count
+        ),
     },
     "all_gather": {
         "direct": lambda call: direct_all_gather(call.rank, call.world_size, call.counts),
         "ring": lambda call: ring_all_gather(call.rank, call.world_size, call.counts),
         "doubling": lambda call: doubling_all_gather(call.rank, call.world_size, call.counts),
-        "dissemination": lambda call: dissemination_all_gather(call.rank, call.world_size, call.counts[0]),
+        "dissemination": lambda call: dissemination_all_gather(
+            call.rank, call.world_size, call.counts[0]
+        ),
     },
     "broadcast": {
         "direct": lambda call: direct_broadcast(call.rank, call.world_size, call.count, call.root),
         "tree": lambda call: binomial_broadcast(call.rank, call.world_size, call.count, call.root),
-        "scatter_gather": lambda call: scattered_broadcast(call.rank, call.world_size, call.count, call.root),
+        "scatter_gather": lambda call: scattered_broadcast(
+            call.rank, call.world_size, call.count, call.root
+        ),
         "chain": lambda call: chain_broadcast(call.rank, call.world_size, call.count, call.root),
-        "double_tree": lambda call: double_tree_broadcast(call.rank, call.world_size, call.count, call.root),
+        "double_tree": lambda call: double_tree_broadcast(
+            call.rank, call.world_size, call.count, call.root
+        ),
     },
     "reduce": {
         "direct": lambda call: direct_reduce(call.rank, call.world_size, call.count, call.root),
         "owners": lambda call: owners_reduce(call.rank, call.world_size, call.count, call.root),
         "tree": lambda call: binomial_reduce(call.rank, call.world_size, call.count, call.root),
-        "double_tree": lambda call: double_tree_reduce(call.rank, call.world_size, call.count, call.root),
+        "double_tree": lambda call: double_tree_reduce(
+            call.rank, call.world_size, call.count, call.root
+        ),
     },
     "gather": {
         "direct": lambda call: direct_gather(call.rank, call.world_size, call.counts, call.root),
@@ -128,7 +156,9 @@ _BUILDERS: Mapping[str, Mapping[str, Callable[[_Call], Iterator[Round]]]] = {
     },
     "header_exchange": {
         "direct": lambda call: direct_all_gather(call.rank, call.world_size, call.counts),
-        "dissemination": lambda call: dissemination_all_gather(call.rank, call.world_size, call.counts[0]),
+        "dissemination": lambda call: dissemination_all_gather(
+            call.rank, call.world_size, call.counts[0]
+        ),
     },
 }
 
@@ -227,8 +257,12 @@ def build(
     in_blocks = collective in OF_BLOCKS
     if counts is not None and (not in_blocks or len(counts) != world_size):
         raise ConfigError(f"{collective} on {world_size} ranks cannot take {len(counts)} counts")
-    if matrix is not None and (collective != "all_to_all" or {world_size} != {len(matrix), *map(len, matrix)}):
-        raise ConfigError(f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows like these")
+    if matrix is not None and (
+        collective != "all_to_all" or {world_size} != {len(matrix), *map(len, matrix)}
+    ):
+        raise ConfigError(
+            f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows like these"
+        )
     blocks = tuple(counts) if counts is not None else (count,) * world_size
     pairs = tuple(map(tuple, matrix)) if matrix is not None else (blocks,) * world_size
     lowest = min(map(min, (blocks, *pairs)))
@@ -238,7 +272,9 @@ def build(
     fault = unsuited(collective, algorithm, world_size, even=even)
     if fault is not None:
         raise ConfigError(fault)
-    rounds = tuple(_BUILDERS[collective][algorithm](_Call(rank, world_size, count, blocks, root, pairs)))
+    rounds = tuple(
+        _BUILDERS[collective][algorithm](_Call(rank, world_size, count, blocks, root, pairs))
+    )
     if in_blocks:
         work_count = sum(blocks)
     elif collective == "all_to_all":
@@ -276,7 +312,16 @@ def build_all(
         ConfigError: As for `build`.
     """
     return [
-        build(collective, algorithm, rank, world_size, count=count, counts=counts, root=root, matrix=matrix)
+        build(
+            collective,
+            algorithm,
+            rank,
+            world_size,
+            count=count,
+            counts=counts,
+            root=root,
+            matrix=matrix,
+        )
         for rank in range(world_size)
     ]
 
@@ -285,7 +330,9 @@ def _scratch_count(rounds: Sequence[Round]) -> int:
     most = 0
     for steps in rounds:
         for step in steps:
-            for chunk in (step.source, step.target) if isinstance(step, Copy | Reduce) else (step.chunk,):
+            for chunk in (
+                (step.source, step.target) if isinstance(step, Copy | Reduce) else (step.chunk,)
+            ):
                 if chunk.buffer == Buffer.SCRATCH and chunk.stop > most:
                     most = chunk.stop
     return most
@@ -312,4 +359,6 @@ def _check_name(kind: str, name: str, names: Iterable[str], where: str) -> None:
     from syncvar.config import nearest  # only a wrong name needs it
 
     known = list(names)
-    raise ConfigError(f"there is no {kind} {name!r}{where}{nearest(name, known)}. Known: {', '.join(known)}")
+    raise ConfigError(
+        f"there is no {kind} {name!r}{where}{nearest(name, known)}. Known: {', '.join(known)}"
+    )

@@ -89,7 +89,9 @@ def binomial_reduce(rank: int, world_size: int, count: int, root: int = 0) -> It
             yield (RecvReduce(meeting.giver, work, incoming_left=meeting.low < meeting.other_low),)
 
 
-def binomial_gather(rank: int, world_size: int, counts: Sequence[int], root: int) -> Iterator[Round]:
+def binomial_gather(
+    rank: int, world_size: int, counts: Sequence[int], root: int
+) -> Iterator[Round]:
     """Yield the rounds of a binomial-tree gather for one rank: the reduction, with ranges put side by side.
 
     Args:
@@ -119,7 +121,9 @@ def binomial_gather(rank: int, world_size: int, counts: Sequence[int], root: int
         yield (Send(meeting.taker, part) if rank == meeting.giver else Recv(meeting.giver, part),)
 
 
-def binomial_scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Iterator[Round]:
+def binomial_scatter(
+    rank: int, world_size: int, counts: Sequence[int], root: int
+) -> Iterator[Round]:
     """Yield the rounds of a binomial-tree scatter for one rank: the gather backwards.
 
     Args:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["call_site", "main_stack", "own_site", "site_of"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_STARTERS = tuple(os.path.join(_PACKAGE, name) for name in ("begin.py", "bootstrap.py", "forkserver.py"))  # as `__main__`
+_STARTERS = tuple(
+    os.path.join(_PACKAGE, name) for name in ("begin.py", "bootstrap.py", "forkserver.py")
+)  # as `__main__`
 _looking = threading.Lock()
 
 
@@ -34,7 +36,11 @@ def call_site(thread: int) -> str:
 def own_site() -> str:
     """Return file:line and function of the caller's innermost frame that is not ours; about a microsecond."""
     frame = _users(sys._getframe())  # noqa: SLF001
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return (
+        ""
+        if frame is None
+        else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    )
 
 
 def site_of(code: CodeType, instruction: int) -> str:
@@ -44,7 +50,10 @@ def site_of(code: CodeType, instruction: int) -> str:
         code: Of the function.
         instruction: Its place there, as `f_lasti` of a frame.
     """
-    line = next((line for start, end, line in code.co_lines() if start <= instruction < end and line), code.co_firstlineno)
+    line = next(
+        (line for start, end, line in code.co_lines() if start <= instruction < end and line),
+        code.co_firstlineno,
+    )
     return f"{code.co_filename}:{line} in {code.co_name}"
 
 
@@ -57,7 +66,11 @@ def main_stack() -> list[Frame]:
 def _users(frame: FrameType | None) -> FrameType | None:
     while frame is not None:  # copy.deepcopy calls us in the user's name
         module = frame.f_globals.get("__name__", "")
-        ours = module == "copy" or module.startswith("syncvar.") or frame.f_code.co_filename in _STARTERS
+        ours = (
+            module == "copy"
+            or module.startswith("syncvar.")
+            or frame.f_code.co_filename in _STARTERS
+        )
         if not ours or module.startswith("syncvar.examples."):
             return frame
         frame = frame.f_back
@@ -68,5 +81,7 @@ def _innermost(thread: int) -> FrameType | None:
     """Return a thread's innermost frame, if it runs."""
     if thread == threading.get_ident():
         return sys._getframe()  # noqa: SLF001
-    with _looking:  # lest one thread leave the garbage collector off, which another had switched off meanwhile
+    with (
+        _looking
+    ):  # lest one thread leave the garbage collector off, which another had switched off meanwhile
         return current_frames().get(thread)

@@ -6,7 +6,17 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import Any, NamedTuple
 
-__all__ = ["DETAIL_MAX", "NOWHERE", "UNRECORDED", "Entry", "Event", "Told", "error_text", "event_of", "told_of"]
+__all__ = [
+    "DETAIL_MAX",
+    "NOWHERE",
+    "UNRECORDED",
+    "Entry",
+    "Event",
+    "Told",
+    "error_text",
+    "event_of",
+    "told_of",
+]
 
 DETAIL_MAX = 2000  # characters
 NOWHERE = -1  # group and call of what is no call
@@ -102,13 +112,32 @@ def event_of(entry: Any) -> Event:
     if isinstance(entry, tuple):
         told, call, began, ended, thread = entry
         return Event(
-            told.what, told.group, call, told.fingerprint, told.nbytes, told.path, began, ended, "done", thread, ""
+            told.what,
+            told.group,
+            call,
+            told.fingerprint,
+            told.nbytes,
+            told.path,
+            began,
+            ended,
+            "done",
+            thread,
+            "",
         )
     told = entry.told
     return Event(
-        told.what, told.group, entry.call, told.fingerprint, entry.nbytes, entry.way, entry.began, entry.ended,
-        entry.state, entry.thread, entry.detail,
-    )  # fmt: skip
+        told.what,
+        told.group,
+        entry.call,
+        told.fingerprint,
+        entry.nbytes,
+        entry.way,
+        entry.began,
+        entry.ended,
+        entry.state,
+        entry.thread,
+        entry.detail,
+    )
 
 
 def told_of(entry: Any) -> Told:

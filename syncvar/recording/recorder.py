@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any
 from syncvar.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
 from syncvar.recording.call_numbers import CallNumbers
 from syncvar.recording.call_sites import call_site, main_stack
-from syncvar.recording.entries import DETAIL_MAX, NOWHERE, Entry, Event, Told, error_text, event_of, told_of
+from syncvar.recording.entries import (
+    DETAIL_MAX,
+    NOWHERE,
+    Entry,
+    Event,
+    Told,
+    error_text,
+    event_of,
+    told_of,
+)
 from syncvar.roles import process_name
 from syncvar.stacks import where
 
@@ -84,7 +93,13 @@ class Recorder:
 
             self._totals = Totals(self._ring.append)
             self.add = self._totals.add
-        self._who = {"rank": rank, "world_size": world_size, "generation": generation, "job": job, "host": host}
+        self._who = {
+            "rank": rank,
+            "world_size": world_size,
+            "generation": generation,
+            "job": job,
+            "host": host,
+        }
         self._folder = folder
         self._trace = trace
         self._process = os.getpid()
@@ -94,7 +109,7 @@ class Recorder:
         self.transport = ""
         self._writing = threading.Lock()
 
-    # -- what happens ---------------------------------------------------------------------------------------------
+    # -- what happens ------------------------------------------------------------------------------
 
     def begin(self, told: Told, call: int, began: int | None = None) -> Entry:
         """Add an operation that begins now, or began at `began`; `Entry.end` ends it."""
@@ -152,7 +167,7 @@ class Recorder:
         except OSError as error:
             self._report_lost(self._stats, name, error)
 
-    # -- readers --------------------------------------------------------------------------------------------------
+    # -- readers -----------------------------------------------------------------------------------
 
     def events(self) -> list[Event]:
         """Return what the ring holds, oldest first."""
@@ -160,7 +175,11 @@ class Recorder:
 
     def whereabouts(self) -> dict[str, Any]:
         """Return the last call of this rank, its age in seconds, whether it is over, and where the main thread stands."""
-        calls = (event for event in map(event_of, reversed(self._entries())) if event.group >= 0 and event.call >= 0)
+        calls = (
+            event
+            for event in map(event_of, reversed(self._entries()))
+            if event.group >= 0 and event.call >= 0
+        )
         last = next(calls, None)
         stack = where(main_stack(), _folder())
         if last is None:
@@ -169,7 +188,9 @@ class Recorder:
         what = self.numbers.text(last.what, last.group, last.call)
         return {"last": what, "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
 
-    def record(self, reason: str = "", *, is_final: bool = True, stack: Sequence[Frame] = ()) -> dict[str, Any]:
+    def record(
+        self, reason: str = "", *, is_final: bool = True, stack: Sequence[Frame] = ()
+    ) -> dict[str, Any]:
         """Return the ring and who this is, as plain data.
 
         Args:
@@ -179,7 +200,11 @@ class Recorder:
         """
         entries = self._entries()
         events = [event_of(entry) for entry in entries]
-        groups = {told.group: told.members for told in (told_of(entry) for entry in entries) if told.members}
+        groups = {
+            told.group: told.members
+            for told in (told_of(entry) for entry in entries)
+            if told.members
+        }
         return {
             "format": FORMAT,
             **self._who,
@@ -217,7 +242,11 @@ class Recorder:
             try:
                 from syncvar.evidence import write_record  # only a record that is written needs it
 
-                text = _text(self.record(reason, is_final=level != _REFUSED or folder == self._trace, stack=stack))
+                text = _text(
+                    self.record(
+                        reason, is_final=level != _REFUSED or folder == self._trace, stack=stack
+                    )
+                )
                 write_record(folder, name, text)
             except Exception as error:
                 self._report_lost(folder, name, error)
@@ -226,7 +255,9 @@ class Recorder:
             self._writing.release()
 
     def _report_lost(self, folder: str, name: str, error: Exception) -> None:
-        with contextlib.suppress(Exception):  # the failure that the record is about must stay the one that is seen
+        with contextlib.suppress(
+            Exception
+        ):  # the failure that the record is about must stay the one that is seen
             from syncvar.requested_files import EVIDENCE, LostFile, report_lost_file, why_unwritten
 
             origins = {self._trace: "SYNCVAR_TRACE", self._stats: "--stats"}
@@ -252,14 +283,20 @@ def _text(record: dict[str, Any]) -> str:
     head = json.dumps({name: value for name, value in record.items() if name != "events"}, indent=1)
     # An event begins with a text, and within a text no quotation mark follows a bracket: there it has a backslash before.
     events = json.dumps(record["events"])[1:-1].replace('], ["', '],\n  ["')
-    return f'{head[:-2]},\n "events": [\n  {events}\n ]\n}}\n' if events else f'{head[:-2]},\n "events": []\n}}\n'
+    return (
+        f'{head[:-2]},\n "events": [\n  {events}\n ]\n}}\n'
+        if events
+        else f'{head[:-2]},\n "events": []\n}}\n'
+    )
 
 
 def _threads(used: Iterable[int]) -> dict[str, dict[str, str]]:
     """Return the name of each thread, and where in the program it stands now."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
-        str(ident): {"name": names[ident], "site": call_site(ident)} for ident in sorted(used) if ident in names
+        str(ident): {"name": names[ident], "site": call_site(ident)}
+        for ident in sorted(used)
+        if ident in names
     }
 
 
@@ -271,6 +308,9 @@ def _folder() -> str:
 
 def boot_identity() -> str:
     """Return what tells this machine, since it was started, from one of the same name; empty where it says nothing."""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file,
+    ):
         return file.read().strip()
     return ""

@@ -33,7 +33,9 @@ def size_class(nbytes: int) -> int:
         >>> [size_class(nbytes) for nbytes in (0, 8, 16, 18, 5000)]
         [0, 16, 16, 256, 65536]
     """
-    return next((end for end in _CLASSES if nbytes <= end + end // 16), _CLASSES[-1]) if nbytes else 0  # a header is no matter
+    return (
+        next((end for end in _CLASSES if nbytes <= end + end // 16), _CLASSES[-1]) if nbytes else 0
+    )  # a header is no matter
 
 
 def size_of(told: Told, nbytes: int) -> int:
@@ -51,14 +53,20 @@ def size_of(told: Told, nbytes: int) -> int:
     array = _ARRAY.search(told.what)
     if array is not None:
         bits = int(array[2] or 8)  # of a bool
-        return math.prod(int(length) for length in array[3].split(",") if length.strip()) * bits // 8
+        return (
+            math.prod(int(length) for length in array[3].split(",") if length.strip()) * bits // 8
+        )
     said = _BYTES.search(told.what)
     if said is not None:
         return int(said[1])
     if told.path == "hosts":  # several plans were run, on parts of it
         return -1
     # A prepared call, which tells bytes beforehand, has the block of one rank.
-    return nbytes * len(told.members) if told.nbytes and told.what.startswith("all_gather(") else nbytes
+    return (
+        nbytes * len(told.members)
+        if told.nbytes and told.what.startswith("all_gather(")
+        else nbytes
+    )
 
 
 class Totals:
@@ -98,10 +106,19 @@ class Totals:
         """Return the totals, as plain data."""
         self._fold()
         return [
-            {"call": call, "group": group, "ranks": rank_spans(members), "size": len(members), "class": end,
-             "calls": calls, "nbytes": nbytes, "ns": ns, "failed": failed}
+            {
+                "call": call,
+                "group": group,
+                "ranks": rank_spans(members),
+                "size": len(members),
+                "class": end,
+                "calls": calls,
+                "nbytes": nbytes,
+                "ns": ns,
+                "failed": failed,
+            }
             for (call, group, members, end), (calls, nbytes, ns, failed) in self._rows.items()
-        ]  # fmt: skip
+        ]
 
     def _fold(self) -> None:
         prepared, self._prepared = self._prepared, {}
@@ -113,12 +130,18 @@ class Totals:
                 self._others.append(entry)  # its end is still to come
             elif entry.told.members:
                 is_done = entry.state == "done"
-                self._count(entry.told, 1, entry.nbytes, entry.ended - entry.began, failed=not is_done)
-        self._fold_at = _FOLD_AT + 2 * len(self._others)  # those that have not ended are not looked at again with each call
+                self._count(
+                    entry.told, 1, entry.nbytes, entry.ended - entry.began, failed=not is_done
+                )
+        self._fold_at = _FOLD_AT + 2 * len(
+            self._others
+        )  # those that have not ended are not looked at again with each call
 
     def _count(self, told: Told, calls: int, nbytes: int, ns: int, *, failed: bool = False) -> None:
         size = size_of(told, nbytes)
-        row = self._rows.setdefault((_call(told.what), told.group, told.members, size_class(max(0, size))), [0, 0, 0, 0])
+        row = self._rows.setdefault(
+            (_call(told.what), told.group, told.members, size_class(max(0, size))), [0, 0, 0, 0]
+        )
         row[0] += calls
         row[1] = row[1] + size * calls if size >= 0 and row[1] >= 0 else -1
         row[2] += ns
@@ -129,7 +152,9 @@ def _call(what: str) -> str:
     """Return what is counted together: the collective, with its op."""
     name, _, rest = what.partition("(")
     op = rest.partition(",")[0]
-    return f"{name}({op})" if re.fullmatch("[a-z]+", op) and "," in rest and name in _WITH_OP else name
+    return (
+        f"{name}({op})" if re.fullmatch("[a-z]+", op) and "," in rest and name in _WITH_OP else name
+    )
 
 
 _WITH_OP = ("all_reduce", "all_reduce_shards", "reduce", "reduce_scatter", "scan", "exscan")

@@ -29,4 +29,14 @@ from syncvar.servers.messages import Message, Outgoing, Party, frames_of, messag
 from syncvar.servers.server import Server
 from syncvar.servers.session import Session
 
-__all__ = ["Client", "Message", "Outgoing", "Party", "Server", "Session", "Ticket", "frames_of", "message_of"]
+__all__ = [
+    "Client",
+    "Message",
+    "Outgoing",
+    "Party",
+    "Server",
+    "Session",
+    "Ticket",
+    "frames_of",
+    "message_of",
+]

@@ -46,9 +46,18 @@ class Asking:
             for server, operations in self._operations.items()
         }
 
-    def create(self, server: int, key: str, spec: Spec, staleness: int | None, value: NDArray[Any]) -> Place:
+    def create(
+        self, server: int, key: str, spec: Spec, staleness: int | None, value: NDArray[Any]
+    ) -> Place:
         """Make a shard with a value, unless there is one."""
-        return self._do(server, "create", key=key, value=self._array(server, value), staleness=staleness, **_told(spec))
+        return self._do(
+            server,
+            "create",
+            key=key,
+            value=self._array(server, value),
+            staleness=staleness,
+            **_told(spec),
+        )
 
     def expect(self, server: int, key: str, spec: Spec) -> Place:
         """Wait until there is a shard, and compare what it is."""
@@ -79,7 +88,9 @@ class Asking:
 
     def pull(self, server: int, key: str, rows: NDArray[Any] | None = None) -> Place:
         """Read a shard, or the named rows of it."""
-        return self._do(server, "pull", key=key, rows=None if rows is None else self._array(server, rows))
+        return self._do(
+            server, "pull", key=key, rows=None if rows is None else self._array(server, rows)
+        )
 
     def restore(
         self,
@@ -92,11 +103,21 @@ class Asking:
     ) -> Place:
         """Make a shard, or make it what it was once, on all servers that a request names this for, or on none; see `shard.Shard.restore`."""
         told = [
-            [[name, dict(settings)], one.steps, {slot: self._array(server, array) for slot, array in one.slots.items()}]
+            [
+                [name, dict(settings)],
+                one.steps,
+                {slot: self._array(server, array) for slot, array in one.slots.items()},
+            ]
             for (name, settings), one in (rules or {}).items()
         ]
         return self._do(
-            server, "restore", key=key, value=self._array(server, value), staleness=staleness, rules=told, **_told(spec)
+            server,
+            "restore",
+            key=key,
+            value=self._array(server, value),
+            staleness=staleness,
+            rules=told,
+            **_told(spec),
         )
 
     def count(self, server: int, pushes: dict[int, int]) -> Place:
@@ -153,7 +174,9 @@ class Asking:
 
     def finish(self, server: int, task: int, value: NDArray[Any], *, failed: bool) -> Place:
         """Tell what has become of this worker's task."""
-        return self._do(server, "finish", task=task, value=self._array(server, value), failed=failed)
+        return self._do(
+            server, "finish", task=task, value=self._array(server, value), failed=failed
+        )
 
     def outcome(self, server: int, task: int) -> Place:
         """Wait until a task is over, and read what has become of it."""
@@ -192,6 +215,10 @@ class Asking:
 
 def _told(spec: Spec) -> dict[str, Any]:
     return {
-        "shape": list(spec.shape), "dtype": spec.dtype, "aggregation": spec.aggregation, "whole": list(spec.whole),
-        "start": spec.start, "shards": spec.shards,
-    }  # fmt: skip
+        "shape": list(spec.shape),
+        "dtype": spec.dtype,
+        "aggregation": spec.aggregation,
+        "whole": list(spec.whole),
+        "start": spec.start,
+        "shards": spec.shards,
+    }

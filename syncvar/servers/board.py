@@ -40,15 +40,23 @@ class Board:
     def state(self) -> dict[str, Any]:
         """Return all of it as plain data and arrays."""
         return {
-            "is_closed": self.is_closed, "given": dict(self.given), "idle": list(self._idle), "waiting": dict(self._waiting),
+            "is_closed": self.is_closed,
+            "given": dict(self.given),
+            "idle": list(self._idle),
+            "waiting": dict(self._waiting),
             "outcomes": {task: tuple(one) for task, one in self.outcomes.items()},
-        }  # fmt: skip
+        }
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Board:
         """Return the board that had this state."""
         made = cls()
-        made.is_closed, made.given, made._idle, made._waiting = state["is_closed"], state["given"], state["idle"], state["waiting"]
+        made.is_closed, made.given, made._idle, made._waiting = (
+            state["is_closed"],
+            state["given"],
+            state["idle"],
+            state["waiting"],
+        )
         made.outcomes = {task: Outcome(*one) for task, one in state["outcomes"].items()}
         return made
 

@@ -140,7 +140,7 @@ class Client:
         self.resent = 0
         self.pushes = 0  # made so far, or said by whoever knows of those before
 
-    # -- asking ---------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     def request(self, parts: Mapping[int, Part], now: float) -> tuple[Ticket, list[Outgoing]]:
         """Ask servers; what is pushed to several of them is applied on all or on none.
@@ -156,7 +156,9 @@ class Client:
         if self.broken is not None:
             ticket.fail(self.broken)
             return ticket, []
-        self.pushes += any(one["do"] == "push" for part in parts.values() for one in part.operations)
+        self.pushes += any(
+            one["do"] == "push" for part in parts.values() for one in part.operations
+        )
         self._waiting.append(ticket)
         return ticket, self._send_waiting(now)
 
@@ -189,7 +191,11 @@ class Client:
     def handle(self, sender: Party, message: Message, arrays: Arrays, now: float) -> list[Outgoing]:
         """Take one message of a server; return what is to be sent."""
         server = message["server"]
-        if not 0 <= server < self.servers or sender != self._target(server) or self.broken is not None:
+        if (
+            not 0 <= server < self.servers
+            or sender != self._target(server)
+            or self.broken is not None
+        ):
             return []
         self._patience_s = self._resend_s
         kind = message["kind"]
@@ -198,14 +204,27 @@ class Client:
                 return []
             return self._answered(server, message, arrays, now)
         if kind == "lost":
-            self.fail(PeerLost(server_number(server), "", "its copy was lost too before there was another"))
+            self.fail(
+                PeerLost(
+                    server_number(server), "", "its copy was lost too before there was another"
+                )
+            )
             return []
         if kind == "refused":
             if message["incarnation"] == self.incarnation:
-                self.fail(GroupBroken("the servers have given this worker up: another process has taken its place"))
+                self.fail(
+                    GroupBroken(
+                        "the servers have given this worker up: another process has taken its place"
+                    )
+                )
             return []
         ticket = self._snapshot
-        if ticket is None or message["id"] != ticket.id or server not in ticket.parts or server in ticket.version:
+        if (
+            ticket is None
+            or message["id"] != ticket.id
+            or server not in ticket.parts
+            or server in ticket.version
+        ):
             return []
         if kind == "marks":
             return self._marked(ticket, server, message["marks"], now)
@@ -223,7 +242,11 @@ class Client:
         before = [self._place(one) for one in range(self.servers)]
         self._gone.add(server)
         if any(self._place(one) is None for one in range(self.servers)):
-            self.fail(PeerLost(server_number(server), "", reason or "no other has a copy of its variables"))
+            self.fail(
+                PeerLost(
+                    server_number(server), "", reason or "no other has a copy of its variables"
+                )
+            )
             return []
         self.resent += 1
         made = self._again(lambda one: before[one] != self._place(one))
@@ -234,7 +257,11 @@ class Client:
     def give_up(self, ticket: Ticket, now: float) -> list[Outgoing]:
         """Wait no longer for a request that only reads; what waits behind it is sent. Others are kept: they may be executed."""
         for sent in self._sent:
-            for number in [number for number, one in sent.items() if one.ticket is ticket and not changes(one.outgoing.message)]:
+            for number in [
+                number
+                for number, one in sent.items()
+                if one.ticket is ticket and not changes(one.outgoing.message)
+            ]:
                 del sent[number]
         if self._snapshot is ticket:
             self._snapshot = None
@@ -259,7 +286,11 @@ class Client:
     def fail(self, error: SyncvarError) -> None:
         """End all requests, also later ones, with an error."""
         self.broken = error
-        for ticket in [*self.unanswered, *self._snapshots, *([] if self._snapshot is None else [self._snapshot])]:
+        for ticket in [
+            *self.unanswered,
+            *self._snapshots,
+            *([] if self._snapshot is None else [self._snapshot]),
+        ]:
             ticket.fail(error)
         self._waiting.clear()
         self._snapshots.clear()
@@ -267,7 +298,7 @@ class Client:
         for sent in self._sent:
             sent.clear()
 
-    # -- requests -------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def _place(self, server: int) -> int | None:
         """Return which process is in charge of a server's variables; None where they are lost."""
@@ -284,7 +315,9 @@ class Client:
         while self._waiting:
             if not any(self._sent):
                 self._sent_at = now
-            elif any(len(sent) >= WINDOW - 1 for sent in self._sent) or any(reads(one.outgoing.message) for sent in self._sent for one in sent.values()):
+            elif any(len(sent) >= WINDOW - 1 for sent in self._sent) or any(
+                reads(one.outgoing.message) for sent in self._sent for one in sent.values()
+            ):
                 break
             made += self._sent_off(self._waiting.popleft())
         return made
@@ -299,16 +332,28 @@ class Client:
                 self._changed[server] = self._numbers[server]
         sharing: list[int] = []
         if len(ticket.parts) > 1:
-            sharing = sorted(server for server, part in ticket.parts.items() if any(one["do"] in SHARED for one in part.operations))
+            sharing = sorted(
+                server
+                for server, part in ticket.parts.items()
+                if any(one["do"] in SHARED for one in part.operations)
+            )
         made: list[Outgoing] = []
         for server, part in ticket.parts.items():
             number = self._numbers[server]
             answered = min(self._sent[server], default=number) - 1
             message = {
-                "kind": "request", "server": server, "rank": self.rank, "incarnation": self.incarnation, "number": number,
-                "follows": before[server], "answered": answered, "transaction": ticket.transaction, "parts": sharing if server in sharing else [server],
-                "sent": list(self._changed), "operations": part.operations,
-            }  # fmt: skip
+                "kind": "request",
+                "server": server,
+                "rank": self.rank,
+                "incarnation": self.incarnation,
+                "number": number,
+                "follows": before[server],
+                "answered": answered,
+                "transaction": ticket.transaction,
+                "parts": sharing if server in sharing else [server],
+                "sent": list(self._changed),
+                "operations": part.operations,
+            }
             outgoing = Outgoing(self._target(server), message, part.arrays)
             self._sent[server][number] = _Sent(ticket, outgoing)
             made.append(outgoing)
@@ -322,7 +367,9 @@ class Client:
             for one in sent.values()
         ]
 
-    def _answered(self, server: int, message: Message, arrays: Arrays, now: float) -> list[Outgoing]:
+    def _answered(
+        self, server: int, message: Message, arrays: Arrays, now: float
+    ) -> list[Outgoing]:
         sent = self._sent[server].pop(message["number"], None)
         if sent is None:
             return []
@@ -334,7 +381,7 @@ class Client:
             ticket.finish()
         return self._send_waiting(now)
 
-    # -- snapshots ------------------------------------------------------------------------------------------------
+    # -- snapshots ---------------------------------------------------------------------------------
 
     def _next_cut(self, now: float) -> list[Outgoing]:
         if self._snapshot is not None or not self._snapshots:
@@ -363,15 +410,28 @@ class Client:
             if server in ticket.version:
                 continue
             if ticket.peeks:
-                made.append(Outgoing(self._target(server), {"kind": "peek", **about, "operations": part.operations}, part.arrays))
+                made.append(
+                    Outgoing(
+                        self._target(server),
+                        {"kind": "peek", **about, "operations": part.operations},
+                        part.arrays,
+                    )
+                )
             elif server in ticket.need:
-                take = {"kind": "take", **about, "need": ticket.need[server], "operations": part.operations}
+                take = {
+                    "kind": "take",
+                    **about,
+                    "need": ticket.need[server],
+                    "operations": part.operations,
+                }
                 made.append(Outgoing(self._target(server), take, part.arrays))
             elif server not in ticket.marks:
                 made.append(Outgoing(self._target(server), {"kind": "cut", **about}))
         return made
 
-    def _marked(self, ticket: _Snapshot, server: int, marks: dict[int, list[Any]], now: float) -> list[Outgoing]:
+    def _marked(
+        self, ticket: _Snapshot, server: int, marks: dict[int, list[Any]], now: float
+    ) -> list[Outgoing]:
         if ticket.marks.get(server) == marks and server in ticket.need:
             return []  # an earlier answer that came twice
         ticket.marks[server] = marks
@@ -382,7 +442,9 @@ class Client:
         if not changed.isdisjoint(ticket.version):
             return self._begin_cut(ticket, now)
         ticket.need = needs
-        return [one for one in self._cut_messages(ticket) if one.message["server"] in {server, *changed}]
+        return [
+            one for one in self._cut_messages(ticket) if one.message["server"] in {server, *changed}
+        ]
 
     def _taken(
         self, ticket: _Snapshot, server: int, message: Message, arrays: Arrays, now: float
@@ -395,7 +457,9 @@ class Client:
         for one, version in ticket.version.items():
             for rank, (incarnation, number) in _needed(one, ticket.version).items():
                 if version.get(rank, [0, 0])[:2] != [incarnation, number]:
-                    return self._begin_cut(ticket, now)  # one of them had to go on for another cut meanwhile
+                    return self._begin_cut(
+                        ticket, now
+                    )  # one of them had to go on for another cut meanwhile
         self._snapshot = None
         ticket.finish()
         return self._next_cut(now)

@@ -66,7 +66,11 @@ class Copying:
         if mirror is None:
             self._seed, self._copied = None, self._logged
             return
-        self._seed = Outgoing(("server", mirror), {"kind": "seed", "server": self._server, "index": self._logged}, seed_of(ledger))
+        self._seed = Outgoing(
+            ("server", mirror),
+            {"kind": "seed", "server": self._server, "index": self._logged},
+            seed_of(ledger),
+        )
         self._sent_at, self._patience_s = now, 4 * self._resend_s  # it may be large
         self._out.append(self._seed)
 
@@ -85,7 +89,11 @@ class Copying:
 
     def wake_at(self) -> float:
         """Return when `wake` has something to do at the latest; infinite for never."""
-        return self._sent_at + self._patience_s if self._log or self._seed is not None else float("inf")
+        return (
+            self._sent_at + self._patience_s
+            if self._log or self._seed is not None
+            else float("inf")
+        )
 
     def wake(self, now: float) -> None:
         """Send again what the mirror has not confirmed."""
@@ -93,7 +101,10 @@ class Copying:
             return
         self._sent_at = now
         self._patience_s = min(2 * self._patience_s, PATIENCE * self._resend_s)
-        self._out += [*([] if self._seed is None else [self._seed]), *(copy for _, copy in self._log)]
+        self._out += [
+            *([] if self._seed is None else [self._seed]),
+            *(copy for _, copy in self._log),
+        ]
 
     def said(self) -> list[Outgoing]:
         """Return what may be sent: what follows from entries that the mirror has executed, and copies for it."""
@@ -133,7 +144,11 @@ def _apart(value: Any, arrays: list[Any]) -> Any:
 
 def _together(value: Any, arrays: Arrays) -> Any:
     if isinstance(value, dict):
-        return arrays[value[None]] if None in value else {key: _together(one, arrays) for key, one in value.items()}
+        return (
+            arrays[value[None]]
+            if None in value
+            else {key: _together(one, arrays) for key, one in value.items()}
+        )
     if isinstance(value, tuple | list):
         return type(value)(_together(one, arrays) for one in value)
     return value

@@ -28,7 +28,22 @@ if TYPE_CHECKING:
 __all__ = ["SHARED", "Ledger", "Reading", "Request", "Worker", "changes", "reads"]
 
 _GIVEN_UP_MAX = 256  # others ask about the latest only: a worker has far fewer unanswered requests
-_READS = frozenset(("pull", "slots", "version", "expect", "describe", "task", "outcome", "drained", "progress", "where", "stats", "rule"))
+_READS = frozenset(
+    (
+        "pull",
+        "slots",
+        "version",
+        "expect",
+        "describe",
+        "task",
+        "outcome",
+        "drained",
+        "progress",
+        "where",
+        "stats",
+        "rule",
+    )
+)
 _UNCHECKED = _READS | {"meet", "leave", "ask", "forget", "cancel", "close"}
 
 SHARED = ("push", "restore", "count")
@@ -101,7 +116,9 @@ class Ledger:
         self.entries = 0
         self.undecided: set[int] = set()  # workers that have a part of a transaction staged
         self._in_rounds: set[Shard] = set()  # in which pushes wait for those of other workers
-        self.staleness: dict[int, int] = {}  # how many ticks reads were ahead of the slowest -> reads
+        self.staleness: dict[
+            int, int
+        ] = {}  # how many ticks reads were ahead of the slowest -> reads
         self.room: Room = np.empty  # makes the arrays of shards, and of rows that are read
 
     def worker(self, rank: int) -> Worker:
@@ -121,11 +138,17 @@ class Ledger:
 
     def state(self) -> dict[str, Any]:
         """Return all of it as plain data and arrays, which do not change any more."""
-        workers = {rank: {**vars(one), "staged": None if one.staged is None else tuple(one.staged)} for rank, one in self.workers.items()}
+        workers = {
+            rank: {**vars(one), "staged": None if one.staged is None else tuple(one.staged)}
+            for rank, one in self.workers.items()
+        }
         return {
-            "workers": workers, "shards": {key: shard.state() for key, shard in self.shards.items()}, "board": self.board.state(),
-            "entries": self.entries, "staleness": dict(self.staleness),
-        }  # fmt: skip
+            "workers": workers,
+            "shards": {key: shard.state() for key, shard in self.shards.items()},
+            "board": self.board.state(),
+            "entries": self.entries,
+            "staleness": dict(self.staleness),
+        }
 
     @classmethod
     def of_state(cls, server: int, workers: int, state: dict[str, Any], room: Room) -> Ledger:
@@ -134,14 +157,16 @@ class Ledger:
         made.room, made.entries, made.staleness = room, state["entries"], state["staleness"]
         for rank, one in state["workers"].items():
             staged = one["staged"]
-            made.workers[rank] = Worker(**{**one, "staged": None if staged is None else Request(*staged)})
+            made.workers[rank] = Worker(
+                **{**one, "staged": None if staged is None else Request(*staged)}
+            )
         made.undecided = {rank for rank, one in made.workers.items() if one.staged is not None}
         made.shards = {key: Shard.of_state(shard, room) for key, shard in state["shards"].items()}
         made.board = Board.of_state(state["board"])
         made._in_rounds = {shard for shard in made.shards.values() if shard.waits}
         return made
 
-    # -- entries --------------------------------------------------------------------------------------------------
+    # -- entries -----------------------------------------------------------------------------------
 
     def execute(self, entry: Message, arrays: Arrays) -> None:
         """Execute one entry."""
@@ -197,7 +222,11 @@ class Ledger:
 
     def _decision(self, entry: Message) -> None:
         worker = self.worker(entry["rank"])
-        incarnation, transaction, reason = entry["incarnation"], entry["transaction"], entry["reason"]
+        incarnation, transaction, reason = (
+            entry["incarnation"],
+            entry["transaction"],
+            entry["reason"],
+        )
         if entry["home"] == self.server:
             worker.decided[incarnation] = max(worker.decided.get(incarnation, 0), transaction)
             if reason:
@@ -205,7 +234,10 @@ class Ledger:
                 if len(worker.given_up) > _GIVEN_UP_MAX:
                     del worker.given_up[next(iter(worker.given_up))]
         staged = worker.staged
-        if staged is None or (staged.message["incarnation"], staged.message["transaction"]) != (incarnation, transaction):
+        if staged is None or (staged.message["incarnation"], staged.message["transaction"]) != (
+            incarnation,
+            transaction,
+        ):
             return
         worker.staged = None
         self.undecided.discard(entry["rank"])
@@ -241,10 +273,14 @@ class Ledger:
                 if message["incarnation"] == worker.incarnation:
                     worker.refusals[message["number"]] = type(error).__name__, str(error)
 
-    def _perform(self, rank: int, worker: Worker, operation: dict[str, Any], arrays: Arrays) -> None:
+    def _perform(
+        self, rank: int, worker: Worker, operation: dict[str, Any], arrays: Arrays
+    ) -> None:
         kind = operation["do"]
         if kind == "push":
-            place = (worker.clock, worker.phase) if worker.takes_part and rank < self.count else None
+            place = (
+                (worker.clock, worker.phase) if worker.takes_part and rank < self.count else None
+            )
             shard = self.shards[operation["key"]]
             shard.push(rank, place, push_of(operation, arrays))
             if shard.staleness == 0:
@@ -252,12 +288,18 @@ class Ledger:
         elif kind == "create":
             if operation["key"] not in self.shards:
                 bound = operation["staleness"]
-                self.shards[operation["key"]] = Shard(spec_of(operation), arrays[operation["value"]], bound, self.room)
+                self.shards[operation["key"]] = Shard(
+                    spec_of(operation), arrays[operation["value"]], bound, self.room
+                )
         elif kind == "restore":
             if operation["key"] not in self.shards:
                 bound = operation["staleness"]
-                self.shards[operation["key"]] = Shard(spec_of(operation), arrays[operation["value"]], bound, self.room)
-            self.shards[operation["key"]].restore(arrays[operation["value"]], slots_of(operation, arrays))
+                self.shards[operation["key"]] = Shard(
+                    spec_of(operation), arrays[operation["value"]], bound, self.room
+                )
+            self.shards[operation["key"]].restore(
+                arrays[operation["value"]], slots_of(operation, arrays)
+            )
         elif kind == "staleness":
             self.shards[operation["key"]].set_staleness(operation["staleness"])
             self._tell_failures(self.shards[operation["key"]])
@@ -282,7 +324,9 @@ class Ledger:
         elif kind == "ask":
             board.ask(rank)
         elif kind == "finish":
-            board.finish(rank, operation["task"], Outcome(operation["failed"], arrays[operation["value"]]))
+            board.finish(
+                rank, operation["task"], Outcome(operation["failed"], arrays[operation["value"]])
+            )
         elif kind == "forget":
             board.forget(operation["tasks"])
         elif kind == "cancel":
@@ -290,7 +334,7 @@ class Ledger:
         elif kind == "close":
             board.close()
 
-    # -- checks ---------------------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
 
     def refusal(self, request: Request) -> tuple[str, str] | None:
         """Return the error and the reason why a request cannot be executed, or None; nothing is changed."""
@@ -301,7 +345,10 @@ class Ledger:
         except SyncvarError as error:
             return type(error).__name__, str(error)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            return "WireError", f"an operation of a request is malformed: {type(error).__name__}: {error}"
+            return (
+                "WireError",
+                f"an operation of a request is malformed: {type(error).__name__}: {error}",
+            )
         return None
 
     def _check(self, operation: dict[str, Any], arrays: Arrays, made: set[str]) -> None:
@@ -313,7 +360,9 @@ class Ledger:
             spec, value = spec_of(operation), arrays[operation["value"]]
             made.add(operation["key"])
             if value.shape != spec.shape or value.dtype.name != spec.dtype:
-                raise WireError(f"variable {operation['key']!r}: the value is no {spec.dtype}{list(spec.shape)}")
+                raise WireError(
+                    f"variable {operation['key']!r}: the value is no {spec.dtype}{list(spec.shape)}"
+                )
             bound = operation["staleness"]
             if bound is not None and (type(bound) is not int or bound < 0):
                 raise ConfigError(f"staleness must be None or at least 0, not {bound!r}")
@@ -331,7 +380,10 @@ class Ledger:
             if not all(type(one) is int for one in operation["pushes"].values()):
                 raise WireError("pushes are counted in whole numbers")
         elif kind in ("put", "finish"):
-            if type(operation["task"]) is not int or arrays[operation["value"]].dtype.name != "uint8":
+            if (
+                type(operation["task"]) is not int
+                or arrays[operation["value"]].dtype.name != "uint8"
+            ):
                 raise WireError(f"a task to {kind} is a number and bytes")
         elif kind not in _UNCHECKED:
             raise WireError(f"servers know no operation {kind!r:.40}")
@@ -350,7 +402,7 @@ class Ledger:
                 f"{mine.dtype}{list(mine.whole)} {mine.aggregation}. All workers make the same variables in the same order"
             )
 
-    # -- reading --------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def may_read(self, rank: int, operations: Iterable[dict[str, Any]]) -> bool:
         """Return whether a worker's reads need not wait for anybody."""
@@ -358,7 +410,11 @@ class Ledger:
             kind = operation["do"]
             if kind == "pull":
                 shard = self.shards.get(operation["key"])
-                if shard is not None and shard.staleness is not None and not shard.may_read(rank, self.places()):
+                if (
+                    shard is not None
+                    and shard.staleness is not None
+                    and not shard.may_read(rank, self.places())
+                ):
                     return False
             elif kind in ("expect", "describe"):
                 if operation["key"] not in self.shards:
@@ -394,15 +450,29 @@ class Ledger:
                 made.arrays.append(value)
             elif kind == "slots":
                 steps, slots = self._shard(operation).slots(rule_key_of(operation["rule"]))
-                result = {"steps": steps, "slots": {name: len(made.arrays) + index for index, name in enumerate(slots)}}
+                result = {
+                    "steps": steps,
+                    "slots": {name: len(made.arrays) + index for index, name in enumerate(slots)},
+                }
                 made.arrays.extend(slots.values())
             elif kind == "version":
-                result = {"pushes": {rank: worker.pushes for rank, worker in self.workers.items() if worker.pushes}}
+                result = {
+                    "pushes": {
+                        rank: worker.pushes
+                        for rank, worker in self.workers.items()
+                        if worker.pushes
+                    }
+                }
             elif kind == "expect":
                 self._compare(operation["key"], spec_of(operation))
             elif kind == "describe":
                 spec = self._shard(operation).spec
-                result = {"whole": list(spec.whole), "dtype": spec.dtype, "aggregation": spec.aggregation, "shards": spec.shards}
+                result = {
+                    "whole": list(spec.whole),
+                    "dtype": spec.dtype,
+                    "aggregation": spec.aggregation,
+                    "shards": spec.shards,
+                }
             elif kind == "task":
                 result = {"closed": rank not in self.board.given}
                 if not result["closed"]:
@@ -424,7 +494,11 @@ class Ledger:
             elif kind == "rule":
                 rule_of(*operation["rule"])
             elif kind == "stats":
-                result = {"staleness": dict(self.staleness), "shards": len(self.shards), "entries": self.entries}
+                result = {
+                    "staleness": dict(self.staleness),
+                    "shards": len(self.shards),
+                    "entries": self.entries,
+                }
             made.results.append(result)
         return made
 
@@ -433,7 +507,9 @@ class Ledger:
         rows = None if operation["rows"] is None else arrays[operation["rows"]]
         size = shard.array.shape[0] if shard.array.ndim else 0
         if rows is not None and rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < size:
-            raise ConfigError(f"a lookup names rows outside 0 to {size - 1} of {operation['key']!r}")
+            raise ConfigError(
+                f"a lookup names rows outside 0 to {size - 1} of {operation['key']!r}"
+            )
         if shard.staleness is not None and rank in (places := self.places()):
             ahead = places[rank][0] - min(place[0] for place in places.values())
             self.staleness[ahead] = self.staleness.get(ahead, 0) + 1

@@ -31,7 +31,9 @@ class LocalServers:
     def __init__(self, workers: int, servers: int = 1, replicas: int = 0) -> None:
         self.count = servers
         self.heirs = [heirs_of(index, [0] * servers, replicas) for index in range(servers)]
-        self.changed = threading.Condition(threading.RLock())  # of all sessions: no two locks are ever taken
+        self.changed = threading.Condition(
+            threading.RLock()
+        )  # of all sessions: no two locks are ever taken
         self._servers = {index: Server(index, workers, self.heirs) for index in range(servers)}
         self._gone: dict[int, str] = {}
         self._sessions: dict[int, Session] = {}

@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["MESSAGE_NBYTES_MAX", "Arrays", "Message", "Outgoing", "Party", "frames_of", "message_of"]
+__all__ = [
+    "MESSAGE_NBYTES_MAX",
+    "Arrays",
+    "Message",
+    "Outgoing",
+    "Party",
+    "frames_of",
+    "message_of",
+]
 
 MESSAGE_NBYTES_MAX = 16 << 20
 _ITEMS_MAX = 1 << 20
@@ -39,10 +47,25 @@ Arrays = tuple["NDArray[Any]", ...]
 # kind -> field -> type; every field is required
 _SCHEMA: dict[str, dict[str, type]] = {
     "request": {
-        "server": int, "rank": int, "incarnation": int, "number": int, "follows": int, "answered": int, "transaction": int, "parts": list,
-        "sent": list, "operations": list,
+        "server": int,
+        "rank": int,
+        "incarnation": int,
+        "number": int,
+        "follows": int,
+        "answered": int,
+        "transaction": int,
+        "parts": list,
+        "sent": list,
+        "operations": list,
     },
-    "answer": {"server": int, "incarnation": int, "number": int, "error": str, "reason": str, "results": list},
+    "answer": {
+        "server": int,
+        "incarnation": int,
+        "number": int,
+        "error": str,
+        "reason": str,
+        "results": list,
+    },
     "refused": {"server": int, "incarnation": int},
     "peek": {"server": int, "rank": int, "id": int, "operations": list},
     "cut": {"server": int, "rank": int, "id": int},
@@ -50,14 +73,22 @@ _SCHEMA: dict[str, dict[str, type]] = {
     "take": {"server": int, "rank": int, "id": int, "need": dict, "operations": list},
     "taken": {"server": int, "id": int, "marks": dict, "results": list},
     "uncut": {"server": int, "id": int},
-    "vote": {"home": int, "server": int, "rank": int, "incarnation": int, "transaction": int, "parts": list, "reason": str},
+    "vote": {
+        "home": int,
+        "server": int,
+        "rank": int,
+        "incarnation": int,
+        "transaction": int,
+        "parts": list,
+        "reason": str,
+    },
     "decision": {"server": int, "rank": int, "incarnation": int, "transaction": int, "reason": str},
     "copy": {"server": int, "index": int, "entry": dict},
     "seed": {"server": int, "index": int},
     "copied": {"server": int, "index": int},
     "retired": {"server": int},
     "lost": {"server": int},
-}  # fmt: skip
+}
 
 
 _FIELDS = {kind: tuple(fields.items()) for kind, fields in _SCHEMA.items()}
@@ -101,7 +132,13 @@ def message_of(frames: Sequence[Any]) -> tuple[Message, Arrays]:
     if not frames or len(frames[0]) > MESSAGE_NBYTES_MAX:
         raise WireError("a message between workers and servers begins with a map of at most 16 MiB")
     try:
-        message, told = msgpack.unpackb(frames[0], strict_map_key=False, max_array_len=_ITEMS_MAX, max_map_len=_ITEMS_MAX, max_ext_len=0)
+        message, told = msgpack.unpackb(
+            frames[0],
+            strict_map_key=False,
+            max_array_len=_ITEMS_MAX,
+            max_map_len=_ITEMS_MAX,
+            max_ext_len=0,
+        )
     except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"not a message of workers and servers: {error}") from error
     check(message)
@@ -133,7 +170,9 @@ def _array(told: Any, frame: Any) -> NDArray[Any]:
         dtype, shape = dtype_from_index(told[0]), told[1:]
         array: NDArray[Any] = np.ndarray(shape, dtype, frame)
     except (TypeError, ValueError, IndexError, KeyError) as error:
-        raise WireError(f"an array between workers and servers is told by its dtype and its shape, and has their bytes: {error}") from error
+        raise WireError(
+            f"an array between workers and servers is told by its dtype and its shape, and has their bytes: {error}"
+        ) from error
     if memoryview(frame).nbytes != array.nbytes:
         raise WireError(f"an array {dtype.name}{shape} came with {memoryview(frame).nbytes} bytes")
     array.flags.writeable = False

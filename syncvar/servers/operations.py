@@ -42,6 +42,10 @@ def push_of(operation: dict[str, Any], arrays: Arrays) -> Push:
 def spec_of(operation: dict[str, Any]) -> Spec:
     """Return the shard that an operation names."""
     return Spec(
-        tuple(operation["shape"]), operation["dtype"], operation["aggregation"], tuple(operation["whole"]), operation["start"],
+        tuple(operation["shape"]),
+        operation["dtype"],
+        operation["aggregation"],
+        tuple(operation["whole"]),
+        operation["start"],
         operation.get("shards", 1),
-    )  # fmt: skip
+    )

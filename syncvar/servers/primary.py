@@ -73,11 +73,13 @@ class Primary:
         self._resend_s = resend_s
         self._held: dict[int, _Held] = {}
         self._reading: set[int] = set()  # workers that have a request that waits until it may read
-        self._votes: dict[tuple[int, int, int], dict[int, str]] = {}  # rank, incarnation, transaction -> server -> reason
+        self._votes: dict[
+            tuple[int, int, int], dict[int, str]
+        ] = {}  # rank, incarnation, transaction -> server -> reason
         self._cuts: dict[tuple[int, int], _Cut] = {}
         self.now = 0.0
 
-    # -- messages -------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
     def handle(self, message: Message, arrays: Arrays, now: float) -> list[Outgoing]:
         """Take a message for this server; return what is to be sent."""
@@ -145,7 +147,7 @@ class Primary:
                 self._send_vote(rank, self.ledger.worker(rank))
         return self._copying.said()
 
-    # -- requests -------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def _of(self, rank: int) -> _Held:
         found = self._held.get(rank)
@@ -158,13 +160,20 @@ class Primary:
         rank, incarnation, number = message["rank"], message["incarnation"], message["number"]
         worker = self.ledger.worker(rank)
         if incarnation < worker.incarnation:
-            self._say(Outgoing(("worker", rank), {"kind": "refused", "server": self.server, "incarnation": incarnation}))
+            self._say(
+                Outgoing(
+                    ("worker", rank),
+                    {"kind": "refused", "server": self.server, "incarnation": incarnation},
+                )
+            )
             return
         if incarnation > worker.incarnation:
             self._fence(rank, incarnation)
         if number > worker.done:
             early = self._of(rank).early
-            if number in early or len(early) < 2 * WINDOW:  # reads do not count as done: numbers may be far from that
+            if (
+                number in early or len(early) < 2 * WINDOW
+            ):  # reads do not count as done: numbers may be far from that
                 early[number] = request
             self._advance(rank)
         elif worker.staged is None or number < worker.staged.message["number"]:
@@ -174,7 +183,11 @@ class Primary:
         """Execute what may be executed of a worker."""
         worker, held = self.ledger.worker(rank), self._of(rank)
         while held.early and worker.staged is None:
-            numbers = [number for number, one in held.early.items() if one.message["follows"] <= worker.done]
+            numbers = [
+                number
+                for number, one in held.early.items()
+                if one.message["follows"] <= worker.done
+            ]
             if not numbers:
                 return
             number = min(numbers)
@@ -231,9 +244,14 @@ class Primary:
     ) -> None:
         error, reason = refused or ("", "")
         answer = {
-            "kind": "answer", "server": self.server, "incarnation": message["incarnation"], "number": message["number"],
-            "error": error, "reason": reason, "results": results or [],
-        }  # fmt: skip
+            "kind": "answer",
+            "server": self.server,
+            "incarnation": message["incarnation"],
+            "number": message["number"],
+            "error": error,
+            "reason": reason,
+            "results": results or [],
+        }
         self._say(Outgoing(("worker", message["rank"]), answer, arrays))
 
     def _fence(self, rank: int, incarnation: int) -> None:
@@ -247,7 +265,7 @@ class Primary:
         if staged is not None and self._home(staged.message) == self.server:
             self._decide(staged.message, "its worker was lost before all of it was sent")
 
-    # -- transactions over several servers --------------------------------------------------------------------------
+    # -- transactions over several servers ---------------------------------------------------------
 
     @staticmethod
     def _home(message: Message) -> int:
@@ -259,10 +277,15 @@ class Primary:
         self._of(rank).voted_at = self.now
         refused = self.ledger.refusal(worker.staged)
         vote = {
-            "kind": "vote", "home": self._home(message), "server": self.server, "rank": rank,
-            "incarnation": message["incarnation"], "transaction": message["transaction"], "parts": message["parts"],
+            "kind": "vote",
+            "home": self._home(message),
+            "server": self.server,
+            "rank": rank,
+            "incarnation": message["incarnation"],
+            "transaction": message["transaction"],
+            "parts": message["parts"],
             "reason": "" if refused is None else refused[1],
-        }  # fmt: skip
+        }
         if vote["home"] == self.server:
             self._vote(vote)
         else:
@@ -275,12 +298,18 @@ class Primary:
             self._tell(vote, [vote["server"]], worker.given_up.get((incarnation, transaction), ""))
             return
         staged = worker.staged
-        if incarnation < worker.incarnation and not (staged is not None and staged.message["incarnation"] == incarnation):
+        if incarnation < worker.incarnation and not (
+            staged is not None and staged.message["incarnation"] == incarnation
+        ):
             self._tell(vote, [vote["server"]], "its worker was lost before all of it was sent")
             return
         votes = self._votes.setdefault((rank, incarnation, transaction), {})
         votes[vote["server"]] = vote["reason"]
-        if set(vote["parts"]) <= set(votes) and staged is not None and self._may_decide(worker, staged):
+        if (
+            set(vote["parts"]) <= set(votes)
+            and staged is not None
+            and self._may_decide(worker, staged)
+        ):
             self._decide(vote, next((reason for reason in votes.values() if reason), ""))
 
     def _decide(self, about: Message, reason: str) -> None:
@@ -292,17 +321,22 @@ class Primary:
     def _tell(self, about: Message, servers: list[int], reason: str) -> None:
         for server in servers:
             decision = {
-                "kind": "decision", "server": server, "rank": about["rank"], "incarnation": about["incarnation"],
-                "transaction": about["transaction"], "reason": reason,
-            }  # fmt: skip
+                "kind": "decision",
+                "server": server,
+                "rank": about["rank"],
+                "incarnation": about["incarnation"],
+                "transaction": about["transaction"],
+                "reason": reason,
+            }
             self._say(Outgoing(("server", server), decision))
 
     def _decided(self, decision: Message) -> None:
         """Take what another server, the home, has decided."""
         staged = self.ledger.worker(decision["rank"]).staged
         if staged is None or (staged.message["incarnation"], staged.message["transaction"]) != (
-            decision["incarnation"], decision["transaction"],
-        ):  # fmt: skip
+            decision["incarnation"],
+            decision["transaction"],
+        ):
             return
         if self._may_decide(self.ledger.worker(decision["rank"]), staged):
             self._enter_decision({**decision, "home": -1}, decision["reason"])
@@ -317,7 +351,7 @@ class Primary:
                 self._answer(staged)
             self._advance(rank)
 
-    # -- snapshots ------------------------------------------------------------------------------------------------
+    # -- snapshots ---------------------------------------------------------------------------------
 
     def _may_change(self, rank: int, number: int | None) -> bool:
         """Return whether a request that changes something may be executed now, whatever cut is being taken."""
@@ -334,28 +368,46 @@ class Primary:
     def _may_decide(self, worker: Worker, staged: Request) -> bool:
         """Return whether a staged part may be applied or dropped now; that of a lost worker always: cuts wait for it."""
         message = staged.message
-        return message["incarnation"] < worker.incarnation or self._may_change(message["rank"], message["number"])
+        return message["incarnation"] < worker.incarnation or self._may_change(
+            message["rank"], message["number"]
+        )
 
     def _marks(self) -> dict[int, list[Any]]:
         """Return how far each worker has come: rank -> incarnation, its last change here, and those at all servers."""
-        return {rank: [one.incarnation, one.executed, *one.sent] for rank, one in self.ledger.workers.items()}
+        return {
+            rank: [one.incarnation, one.executed, *one.sent]
+            for rank, one in self.ledger.workers.items()
+        }
 
     def _peek(self, request: Request) -> None:
         """Tell what there is now, and how far each worker has come."""
         message = request.message
         if any(self._is_open(worker) for worker in map(self.ledger.worker, self.ledger.undecided)):
-            self._say(Outgoing(("worker", message["rank"]), {"kind": "uncut", "server": self.server, "id": message["id"]}))
+            self._say(
+                Outgoing(
+                    ("worker", message["rank"]),
+                    {"kind": "uncut", "server": self.server, "id": message["id"]},
+                )
+            )
         else:
             self._say_taken(request, message["id"])
 
     @staticmethod
     def _is_open(worker: Worker) -> bool:
         """Return whether a lost worker's part is staged: another server may have it already, which its marks do not say."""
-        return worker.staged is not None and worker.staged.message["incarnation"] < worker.incarnation
+        return (
+            worker.staged is not None and worker.staged.message["incarnation"] < worker.incarnation
+        )
 
     def _say_taken(self, request: Request, number: int) -> None:
         made = self.ledger.read(-1, request.message["operations"], request.arrays)
-        taken = {"kind": "taken", "server": self.server, "id": number, "marks": self._marks(), "results": made.results}
+        taken = {
+            "kind": "taken",
+            "server": self.server,
+            "id": number,
+            "marks": self._marks(),
+            "results": made.results,
+        }
         self._say(Outgoing(("worker", request.message["rank"]), taken, tuple(made.arrays)))
 
     def _cut(self, message: Message) -> None:
@@ -377,7 +429,9 @@ class Primary:
         key = message["rank"], message["id"]
         cut = self._cuts.get(key)
         if cut is None:
-            self._say(Outgoing(("worker", key[0]), {"kind": "uncut", "server": self.server, "id": key[1]}))
+            self._say(
+                Outgoing(("worker", key[0]), {"kind": "uncut", "server": self.server, "id": key[1]})
+            )
             return
         cut.take = request
         for rank, (incarnation, _) in message["need"].items():
@@ -413,7 +467,9 @@ class Primary:
         state = "there"
         for rank, worker in self.ledger.workers.items():
             incarnation, number = need.get(rank, (0, 0))
-            if worker.incarnation > incarnation or (worker.incarnation == incarnation and worker.executed > number):
+            if worker.incarnation > incarnation or (
+                worker.incarnation == incarnation and worker.executed > number
+            ):
                 return "beyond"
             if worker.incarnation < incarnation or worker.executed < number:
                 state = "yet"
@@ -421,7 +477,7 @@ class Primary:
                 state = "yet"  # that is decided soon
         return state
 
-    # -- the ledger and its mirror ----------------------------------------------------------------------------------
+    # -- the ledger and its mirror -----------------------------------------------------------------
 
     def _execute(self, entry: Message, arrays: Arrays) -> None:
         self.ledger.execute(entry, arrays)

@@ -26,9 +26,15 @@ __all__ = ["ServerRule", "Trial", "is_users", "rule_of", "slot_names"]
 _REASON_MAX = 4000  # characters of a traceback
 
 _ELEMENTWISE: dict[str, Callable[..., Rule]] = {
-    "SGD": SGD, "Momentum": Momentum, "Nesterov": Momentum, "Adagrad": Adagrad, "RMSProp": RMSProp, "Adam": Adam, "AdamW": AdamW,
+    "SGD": SGD,
+    "Momentum": Momentum,
+    "Nesterov": Momentum,
+    "Adagrad": Adagrad,
+    "RMSProp": RMSProp,
+    "Adam": Adam,
+    "AdamW": AdamW,
     "Custom": lambda rate, *, rule, **settings: Custom(rule, rate, **settings),
-}  # fmt: skip
+}
 
 
 class Trial(NamedTuple):
@@ -65,7 +71,9 @@ class ServerRule:
         self._is_half = is_half(array.dtype)
         self._names = slot_names(rule, array.dtype)
         initials = rule._initials()  # noqa: SLF001  (a rule as its variables see it)
-        self._slots = [np.full(array.shape, initial, self._compute) for initial in initials.values()]
+        self._slots = [
+            np.full(array.shape, initial, self._compute) for initial in initials.values()
+        ]
         if self._is_half:
             self._slots.insert(0, array.astype(self._compute))
         self._steps = np.zeros((), np.int64)
@@ -91,7 +99,9 @@ class ServerRule:
             if name in slots:
                 slot[...] = slots[name]
 
-    def step(self, array: NDArray[Any], gradient: NDArray[Any], rows: NDArray[Any] | None, rate: float) -> None:
+    def step(
+        self, array: NDArray[Any], gradient: NDArray[Any], rows: NDArray[Any] | None, rate: float
+    ) -> None:
         """Make one step in place.
 
         Args:
@@ -105,14 +115,20 @@ class ServerRule:
         else:
             self.put(array, rows, self.tried(array, gradient, rows, rate))
 
-    def tried(self, array: NDArray[Any], gradient: NDArray[Any], rows: NDArray[Any] | None, rate: float) -> Trial:
+    def tried(
+        self, array: NDArray[Any], gradient: NDArray[Any], rows: NDArray[Any] | None, rate: float
+    ) -> Trial:
         """Make one step beside the array, which stays as it is; see `step`.
 
         Raises:
             ConfigError: The rule of a program has raised something; with its traceback.
         """
         which = ... if rows is None else rows
-        made = Trial(np.array(array[which]), [np.array(slot[which]) for slot in self._slots], self._steps.copy())
+        made = Trial(
+            np.array(array[which]),
+            [np.array(slot[which]) for slot in self._slots],
+            self._steps.copy(),
+        )
         self._make(made.touched, made.slots, made.steps, gradient, rate)
         return made
 
@@ -125,14 +141,25 @@ class ServerRule:
         self._steps[...] = made.steps
 
     def _make(
-        self, array: NDArray[Any], slots: list[NDArray[Any]], steps: NDArray[Any], gradient: NDArray[Any], rate: float
+        self,
+        array: NDArray[Any],
+        slots: list[NDArray[Any]],
+        steps: NDArray[Any],
+        gradient: NDArray[Any],
+        rate: float,
     ) -> None:
         given = np.array(gradient, self._compute)
-        part = _Part(self._is_half, given, np.empty(given.shape if given.size <= BLOCK else BLOCK, self._compute))
+        part = _Part(
+            self._is_half,
+            given,
+            np.empty(given.shape if given.size <= BLOCK else BLOCK, self._compute),
+        )
         counter = [steps] if self._rule._counts_steps else []  # noqa: SLF001
         try:
             with quiet():
-                self._rule._change([array, *slots, *counter], part, _Room(np.empty(0)), rate, int(steps), {})  # noqa: SLF001
+                self._rule._change(  # noqa: SLF001
+                    [array, *slots, *counter], part, _Room(np.empty(0)), rate, int(steps), {}
+                )
         except SyncvarError:
             raise
         except (Exception, SystemExit) as error:
@@ -175,5 +202,7 @@ def rule_of(name: str, settings: dict[str, Any]) -> Rule:
         'Adam'
     """
     if name not in _ELEMENTWISE or not all(re.fullmatch("[a-z_0-9]+", key) for key in settings):
-        raise ConfigError(f"servers make the steps of {', '.join(_ELEMENTWISE)}, not of {name!r:.60}")
+        raise ConfigError(
+            f"servers make the steps of {', '.join(_ELEMENTWISE)}, not of {name!r:.60}"
+        )
     return _ELEMENTWISE[name](0.0, **settings)

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = ["RESEND_S", "Server"]
 
-_BETWEEN_SERVERS = ("seed", "copy", "copied", "retired")  # these are about a ledger, and for one process
+_BETWEEN_SERVERS = (
+    "seed",
+    "copy",
+    "copied",
+    "retired",
+)  # these are about a ledger, and for one process
 
 RESEND_S = 0.5
 """Seconds after which what has no answer is sent again; links that lose nothing never come to it."""
@@ -47,7 +52,12 @@ class Server:
     """
 
     def __init__(
-        self, index: int, workers: int, heirs: Sequence[Sequence[int]], *, resend_s: float = RESEND_S
+        self,
+        index: int,
+        workers: int,
+        heirs: Sequence[Sequence[int]],
+        *,
+        resend_s: float = RESEND_S,
     ) -> None:
         self.index = index
         self._workers = workers
@@ -56,17 +66,28 @@ class Server:
         self._resend_s = resend_s
         self._gone: set[int] = set()
         self.new_copies: list[int] = []  # of which the others have to be told
-        self.primaries = {index: Primary(index, Ledger(index, workers), self._mirror_of(index), resend_s)}
-        self.copies = {
-            server: Ledger(server, workers) for server, others in enumerate(self._heirs) if others[:1] == (index,)
+        self.primaries = {
+            index: Primary(index, Ledger(index, workers), self._mirror_of(index), resend_s)
         }
-        self._sources = {server: server for server in self.copies}  # who sends the entries of a copy
-        self._early: dict[int, dict[int, tuple[Message, Arrays]]] = {server: {} for server in self.copies}
+        self.copies = {
+            server: Ledger(server, workers)
+            for server, others in enumerate(self._heirs)
+            if others[:1] == (index,)
+        }
+        self._sources = {
+            server: server for server in self.copies
+        }  # who sends the entries of a copy
+        self._early: dict[int, dict[int, tuple[Message, Arrays]]] = {
+            server: {} for server in self.copies
+        }
 
     def read_into(self, room: Room) -> None:
         """Let shards, and what workers read, be put into arrays that `room` makes, by their shape and dtype; from the beginning."""
         self._room = room
-        for ledger in (*(primary.ledger for primary in self.primaries.values()), *self.copies.values()):
+        for ledger in (
+            *(primary.ledger for primary in self.primaries.values()),
+            *self.copies.values(),
+        ):
             ledger.room = room
 
     def handle(self, sender: Party, message: Message, arrays: Arrays, now: float) -> list[Outgoing]:
@@ -88,7 +109,9 @@ class Server:
         about = message["home"] if kind == "vote" else message["server"]
         primary = self.primaries.get(about)
         if primary is None:
-            if sender[0] == "worker" and self._home_of(about) == self.index:  # it would be here, if there were a copy
+            if (
+                sender[0] == "worker" and self._home_of(about) == self.index
+            ):  # it would be here, if there were a copy
                 return [Outgoing(sender, {"kind": "lost", "server": about})]
             return []  # not in charge (yet): it is sent again
         return self._settled(primary.handle(message, arrays, now), now)
@@ -149,7 +172,14 @@ class Server:
 
     def _mirror_of(self, server: int) -> int | None:
         """Return who holds the copy of a ledger in charge of which is this one: the next that lives."""
-        return next((other for other in self._heirs[server] if other not in self._gone and other != self.index), None)
+        return next(
+            (
+                other
+                for other in self._heirs[server]
+                if other not in self._gone and other != self.index
+            ),
+            None,
+        )
 
     def _settled(self, outgoing: list[Outgoing], now: float) -> list[Outgoing]:
         """Return what goes to other processes; what is for a ledger in charge of which is this one is handed over."""
@@ -162,11 +192,18 @@ class Server:
             for one in waiting:
                 target = one.target
                 if target[0] == "server":
-                    target = ("server", target[1] if one.message["kind"] in _BETWEEN_SERVERS else self._home_of(target[1]))
+                    target = (
+                        "server",
+                        target[1]
+                        if one.message["kind"] in _BETWEEN_SERVERS
+                        else self._home_of(target[1]),
+                    )
                 if target != ("server", self.index):
                     made.append(one._replace(target=target))
                     continue
-                about = one.message["home"] if one.message["kind"] == "vote" else one.message["server"]
+                about = (
+                    one.message["home"] if one.message["kind"] == "vote" else one.message["server"]
+                )
                 if about in self.primaries:
                     again += self.primaries[about].handle(one.message, one.arrays, now)
             waiting = again
@@ -197,4 +234,8 @@ class Server:
             self.copies[server] = ledger_of(server, self._workers, arrays, self._room)
             self._sources[server], self._early[server] = sender[1], {}
             self.new_copies.append(server)
-        return [Outgoing(sender, {"kind": "copied", "server": server, "index": self.copies[server].entries})]
+        return [
+            Outgoing(
+                sender, {"kind": "copied", "server": server, "index": self.copies[server].entries}
+            )
+        ]

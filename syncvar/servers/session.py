@@ -31,7 +31,9 @@ class Session:
     def __init__(self, client: Client, timeout_s: float) -> None:
         self.client = client
         self.timeout_s = timeout_s
-        self.pushes_before = 0  # that this worker had made when all were started again, where that is known
+        self.pushes_before = (
+            0  # that this worker had made when all were started again, where that is known
+        )
         self._changed = threading.Condition(threading.RLock())
 
     def send(self, outgoing: list[Outgoing]) -> None:
@@ -81,8 +83,9 @@ class Session:
         raise DeadlineExceeded(
             f"{what}: no answer of server {', '.join(map(str, waiting))} within {allowed:g} s. Another worker may not "
             f"have come so far (staleness), or the server is overloaded",
-            (), allowed,
-        )  # fmt: skip
+            (),
+            allowed,
+        )
 
     def settle(self, what: str, timeout_s: float | None = None) -> None:
         """Wait until all that was pushed so far is acknowledged.

@@ -36,7 +36,11 @@ Position = tuple[int, int]
 RuleKey = tuple[str, tuple[tuple[str, Any], ...]]
 """An optimizer as a shard knows it: its class name and its settings."""
 
-_PLAIN = {Operation.ASSIGN.value: None, Operation.ASSIGN_ADD.value: np.add, Operation.ASSIGN_SUB.value: np.subtract}
+_PLAIN = {
+    Operation.ASSIGN.value: None,
+    Operation.ASSIGN_ADD.value: np.add,
+    Operation.ASSIGN_SUB.value: np.subtract,
+}
 _SCATTERS = {one.value: one for one in Operation if one.value.startswith("scatter_")}
 _STEP = "step"
 
@@ -100,7 +104,10 @@ class Slots(NamedTuple):
 
 def check_slots(rule: RuleKey, slots: Slots, value: NDArray[Any]) -> None:
     """Raise ConfigError unless an optimizer can have such slots of a shard of this value."""
-    names, dtype = slot_names(rule_of(rule[0], dict(rule[1])), value.dtype), compute_dtype(value.dtype)
+    names, dtype = (
+        slot_names(rule_of(rule[0], dict(rule[1])), value.dtype),
+        compute_dtype(value.dtype),
+    )
     for name, slot in slots.slots.items():
         if name not in names or slot.shape != value.shape or slot.dtype != dtype:
             raise ConfigError(
@@ -118,7 +125,9 @@ class Shard:
         room: Makes arrays, by their shape and dtype.
     """
 
-    def __init__(self, spec: Spec, value: NDArray[Any], staleness: int | None, room: Room = np.empty) -> None:
+    def __init__(
+        self, spec: Spec, value: NDArray[Any], staleness: int | None, room: Room = np.empty
+    ) -> None:
         self.spec = spec
         self.array = room(value.shape, value.dtype)
         self.array[...] = value
@@ -126,8 +135,12 @@ class Shard:
         self._is_given = False  # somebody may read the array for as long as he likes
         self.staleness = staleness
         self._rules: dict[RuleKey, ServerRule] = {}
-        self._trial: tuple[Push, NDArray[Any] | None, Trial] | None = None  # a step that was made beside the array, as it is now
-        self.failures: list[tuple[list[int], str, str]] = []  # workers whose pushes have failed, the error and the reason; to be told
+        self._trial: tuple[Push, NDArray[Any] | None, Trial] | None = (
+            None  # a step that was made beside the array, as it is now
+        )
+        self.failures: list[
+            tuple[list[int], str, str]
+        ] = []  # workers whose pushes have failed, the error and the reason; to be told
         self._rounds: dict[tuple[int, int, int], dict[int, Push]] = {}
         self._counts: dict[int, tuple[Position, int]] = {}  # rank -> where it was, pushes there
         self._settled: tuple[int, int, int] = (0, 0, -1)  # the last round that was applied
@@ -135,10 +148,17 @@ class Shard:
     def state(self) -> dict[str, Any]:
         """Return all of it as plain data and arrays, which do not change any more."""
         return {
-            "spec": tuple(self.spec), "array": self.rows(None), "staleness": self.staleness, "counts": dict(self._counts), "settled": self._settled,
+            "spec": tuple(self.spec),
+            "array": self.rows(None),
+            "staleness": self.staleness,
+            "counts": dict(self._counts),
+            "settled": self._settled,
             "rules": {rule: (one.steps, one.slots()) for rule, one in self._rules.items()},
-            "rounds": {round_: {rank: tuple(push) for rank, push in brought.items()} for round_, brought in self._rounds.items()},
-        }  # fmt: skip
+            "rounds": {
+                round_: {rank: tuple(push) for rank, push in brought.items()}
+                for round_, brought in self._rounds.items()
+            },
+        }
 
     @classmethod
     def of_state(cls, state: dict[str, Any], room: Room) -> Shard:
@@ -148,7 +168,10 @@ class Shard:
         for rule, (steps, slots) in state["rules"].items():
             made._rules[rule] = ServerRule(rule_of(rule[0], dict(rule[1])), made.array)
             made._rules[rule].restore(steps, slots)
-        made._rounds = {round_: {rank: Push(*push) for rank, push in brought.items()} for round_, brought in state["rounds"].items()}
+        made._rounds = {
+            round_: {rank: Push(*push) for rank, push in brought.items()}
+            for round_, brought in state["rounds"].items()
+        }
         return made
 
     @property
@@ -156,7 +179,7 @@ class Shard:
         """Whether pushes wait for those of other workers."""
         return bool(self._rounds)
 
-    # -- writing --------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def check(self, push: Push) -> None:
         """Raise ConfigError unless a push fits."""
@@ -172,8 +195,15 @@ class Shard:
             if push.how not in _SCATTERS and push.how != _STEP:
                 raise ConfigError(f"servers know no push {push.how!r:.40} of rows")
             rows = push.rows
-            if not shape or rows.ndim != 1 or rows.dtype != np.int64 or push.value.shape != (rows.size, *shape[1:]):
-                raise ConfigError(f"rows of shape {push.value.shape} do not fit a shard of shape {shape}")
+            if (
+                not shape
+                or rows.ndim != 1
+                or rows.dtype != np.int64
+                or push.value.shape != (rows.size, *shape[1:])
+            ):
+                raise ConfigError(
+                    f"rows of shape {push.value.shape} do not fit a shard of shape {shape}"
+                )
             if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < shape[0]:
                 raise ConfigError(f"a push names rows outside 0 to {shape[0] - 1}")
         if push.how == _STEP:
@@ -268,15 +298,27 @@ class Shard:
         elif first.rows is not None:
             self._apply(pushes)
         elif first.how == _STEP:
-            self._apply([first._replace(value=tree_combined([push.value for push in pushes], first.combine))])
+            self._apply(
+                [
+                    first._replace(
+                        value=tree_combined([push.value for push in pushes], first.combine)
+                    )
+                ]
+            )
         elif aggregation == "ONLY_FIRST_REPLICA":
             self._apply([first])
         elif aggregation == "MEAN":
-            self._apply([first._replace(value=tree_combined([push.value for push in pushes], "mean"))])
-        elif (first.how == Operation.ASSIGN.value and aggregation == "NONE") or self.array.dtype.kind == "b":
+            self._apply(
+                [first._replace(value=tree_combined([push.value for push in pushes], "mean"))]
+            )
+        elif (
+            first.how == Operation.ASSIGN.value and aggregation == "NONE"
+        ) or self.array.dtype.kind == "b":
             self._apply([pushes[-1]])
         else:
-            self._apply([first._replace(value=tree_combined([push.value for push in pushes], "sum"))])
+            self._apply(
+                [first._replace(value=tree_combined([push.value for push in pushes], "sum"))]
+            )
 
     def _apply(self, pushes: list[Push]) -> None:
         """Change the array by pushes of one kind, in place unless it has been given away; several are of rows."""
@@ -289,7 +331,12 @@ class Shard:
             if first.rows is not None or first.how == _STEP:
                 np.copyto(made, array)
         with quiet():
-            if trial is not None and first.value is trial[0].value and first.kind == trial[0].kind and first.rate == trial[0].rate:
+            if (
+                trial is not None
+                and first.value is trial[0].value
+                and first.kind == trial[0].kind
+                and first.rate == trial[0].rate
+            ):
                 self._rule(first).put(made, *trial[1:])
             elif first.rows is not None:
                 self._apply_rows(pushes)
@@ -310,14 +357,18 @@ class Shard:
         rows, values = _rows_of(pushes)
         if rows.size:
             touched, which = np.unique(rows, return_inverse=True)
-            self.array[touched] = applied(_SCATTERS[first.how], self.array[touched], Rows(which.reshape(-1), values))
+            self.array[touched] = applied(
+                _SCATTERS[first.how], self.array[touched], Rows(which.reshape(-1), values)
+            )
 
     def _rule(self, push: Push) -> ServerRule:
         if push.rule not in self._rules:
-            self._rules[push.rule] = ServerRule(rule_of(push.rule[0], dict(push.rule[1])), self.array)
+            self._rules[push.rule] = ServerRule(
+                rule_of(push.rule[0], dict(push.rule[1])), self.array
+            )
         return self._rules[push.rule]
 
-    # -- reading --------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def may_read(self, rank: int, places: Mapping[int, Position]) -> bool:
         """Return whether a worker sees all that its bound of staleness lets it see.
@@ -347,13 +398,17 @@ class Shard:
             given.flags.writeable = False
             return given
         made = self._room((*rows.shape, *self.array.shape[1:]), self.array.dtype)
-        np.take(self.array, rows, axis=0, out=made, mode="clip")  # without checks once more, and without a copy in between
+        np.take(
+            self.array, rows, axis=0, out=made, mode="clip"
+        )  # without checks once more, and without a copy in between
         return made
 
 
 def _rows_of(pushes: list[Push]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the rows that pushes of one kind name, and what they bring for each."""
-    return np.concatenate([push.rows for push in pushes if push.rows is not None]), np.concatenate([push.value for push in pushes])
+    return np.concatenate([push.rows for push in pushes if push.rows is not None]), np.concatenate(
+        [push.value for push in pushes]
+    )
 
 
 def _gradient(pushes: list[Push]) -> tuple[NDArray[Any], NDArray[Any]]:

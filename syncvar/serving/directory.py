@@ -12,7 +12,6 @@ from syncvar.transports.control import ZeromqControl
 from syncvar.wire import pack_message
 
 if TYPE_CHECKING:
-
     import zmq
 
     from syncvar.config import RuntimeConfig
@@ -56,11 +55,19 @@ class Directory:
         socket: To wait for.
     """
 
-    def __init__(self, context: zmq.Context[Any], environment: RankEnvironment, config: RuntimeConfig, keys: LinkKeys | None) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        environment: RankEnvironment,
+        config: RuntimeConfig,
+        keys: LinkKeys | None,
+    ) -> None:
         self._environment = environment
         self._config = config
         number = environment.rank + (SERVER_0 if environment.role == "server" else 0)
-        self._control = ZeromqControl(context, environment.rendezvous, number, config, keys, kind=b"S")
+        self._control = ZeromqControl(
+            context, environment.rendezvous, number, config, keys, kind=b"S"
+        )
         self.socket = self._control.socket
         self.addresses: dict[int, str] = {}
         self.hosts: dict[int, str] = {}
@@ -71,20 +78,35 @@ class Directory:
         """Say where this server listens, for processes of its own host and for others, and ask for the others."""
         me = self._environment
         message = pack_message(
-            "serve", server=me.rank, job=me.job_id, generation=me.generation, address=address, outside=outside, host=me.host,
-            host_index=me.host_index, pid=os.getpid(),
-        )  # fmt: skip
+            "serve",
+            server=me.rank,
+            job=me.job_id,
+            generation=me.generation,
+            address=address,
+            outside=outside,
+            host=me.host,
+            host_index=me.host_index,
+            pid=os.getpid(),
+        )
         self._control.send(message)
 
     def say_copied(self, server: int) -> None:
         """Say that this server has a copy of another one's variables now."""
         me = self._environment
-        self._control.send(pack_message("holds", server=me.rank, job=me.job_id, generation=me.generation, of=server))
+        self._control.send(
+            pack_message(
+                "holds", server=me.rank, job=me.job_id, generation=me.generation, of=server
+            )
+        )
 
     def find(self) -> None:
         """Ask for the servers."""
         me = self._environment
-        self._control.send(pack_message("find_servers", job=me.job_id, generation=me.generation, host_index=me.host_index))
+        self._control.send(
+            pack_message(
+                "find_servers", job=me.job_id, generation=me.generation, host_index=me.host_index
+            )
+        )
 
     def changes(self) -> list[Change]:
         """Return what has changed since the last call.
@@ -95,16 +117,39 @@ class Directory:
         found: list[Change] = []
         while (message := self._control.receive()) is not None:
             if message["kind"] == "refused":
-                raise RendezvousError(f"{self._environment.role} {self._environment.rank} is refused: {message['reason']}")
+                raise RendezvousError(
+                    f"{self._environment.role} {self._environment.rank} is refused: {message['reason']}"
+                )
             if message["kind"] != "servers":
-                raise HandshakeError(f"the launcher answered with {message['kind']!r} where servers were asked for")
-            again = [number for number, count in message["incarnations"].items() if count != self._incarnations.get(number, 0)]
-            found += [Change(number, "begins", incarnation=message["incarnations"][number]) for number in again]
+                raise HandshakeError(
+                    f"the launcher answered with {message['kind']!r} where servers were asked for"
+                )
+            again = [
+                number
+                for number, count in message["incarnations"].items()
+                if count != self._incarnations.get(number, 0)
+            ]
+            found += [
+                Change(number, "begins", incarnation=message["incarnations"][number])
+                for number in again
+            ]
             for number in again:
                 self.ended.pop(number, None)
-            found += [Change(SERVER_0 + server, "serves") for server in message["addresses"] if server not in self.addresses]
-            found += [Change(number, "ended", reason) for number, reason in message["ended"].items() if number not in self.ended]
-            self.addresses, self.hosts, self.ended = message["addresses"], message["hosts"], message["ended"]
+            found += [
+                Change(SERVER_0 + server, "serves")
+                for server in message["addresses"]
+                if server not in self.addresses
+            ]
+            found += [
+                Change(number, "ended", reason)
+                for number, reason in message["ended"].items()
+                if number not in self.ended
+            ]
+            self.addresses, self.hosts, self.ended = (
+                message["addresses"],
+                message["hosts"],
+                message["ended"],
+            )
             self._incarnations = message["incarnations"]
         return found
 
@@ -119,9 +164,10 @@ class Directory:
         while True:
             found += self.changes()
             missing = [
-                server for server in range(self._environment.servers)
+                server
+                for server in range(self._environment.servers)
                 if server not in self.addresses and SERVER_0 + server not in self.ended
-            ]  # fmt: skip
+            ]
             if not missing:
                 return found
             left_s = until - time.monotonic()

@@ -55,9 +55,14 @@ class Edge(Session):
         RendezvousError: Not all servers have begun in time, or the launcher refuses this process.
     """
 
-    def __init__(self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]) -> None:
+    def __init__(
+        self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]
+    ) -> None:
         hosts = server_hosts(environment.servers, environment.host_count)
-        heirs = [heirs_of(server, hosts, environment.server_replicas) for server in range(environment.servers)]
+        heirs = [
+            heirs_of(server, hosts, environment.server_replicas)
+            for server in range(environment.servers)
+        ]
         client = Client(environment.rank, environment.incarnation, environment.servers, heirs)
         super().__init__(client, config.collective_timeout_s)
         self._config = config
@@ -66,7 +71,9 @@ class Edge(Session):
         self._is_given_up = False  # nobody waits any more for what was pushed
         self.before_end: list[Callable[[str, float | None], None]] = []
         self._ends = threading.Event()
-        self._tally = Tally(tally_path(environment.socket_directory, environment.rank), environment.generation)
+        self._tally = Tally(
+            tally_path(environment.socket_directory, environment.rank), environment.generation
+        )
         self.pushes_before = self._tally.before
         self._thread: threading.Thread | None = None
         self._context: zmq.Context[Any] = zmq.Context()
@@ -91,7 +98,7 @@ class Edge(Session):
         register_exit(self._close_at_exit)
         _edges.append(self)
 
-    # -- the session ----------------------------------------------------------------------------------------------
+    # -- the session -------------------------------------------------------------------------------
 
     def send(self, outgoing: list[Outgoing]) -> None:
         """Send messages; called with the lock held."""
@@ -101,7 +108,9 @@ class Edge(Session):
     def request(self, parts: Mapping[int, Part], *, snapshot: bool = False) -> Ticket:
         """Ask servers; returns at once."""
         if os.getpid() != self._process:
-            raise UsageError("this process was forked from one that uses servers, and cannot use them: start it afresh")
+            raise UsageError(
+                "this process was forked from one that uses servers, and cannot use them: start it afresh"
+            )
         with self._changed:
             if self._ends.is_set():
                 raise UsageError("the servers have been left")
@@ -170,10 +179,12 @@ class Edge(Session):
                 raise
 
     def _close_at_exit(self) -> None:
-        with contextlib.suppress(SyncvarError):  # `settle_all` has told, or the process fails for another reason
+        with contextlib.suppress(
+            SyncvarError
+        ):  # `settle_all` has told, or the process fails for another reason
             self.close()
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _take(self, ready: list[Any]) -> None:
         """Take what has come on some sockets; with the lock held."""

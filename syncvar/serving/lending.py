@@ -46,7 +46,11 @@ def lender_of(environment: RankEnvironment, config: RuntimeConfig) -> Lender | N
     here = [server for server, host in enumerate(hosts) if host == environment.host_index]
     if config.transport == "zmq" or not here:
         return None
-    place = here.index(environment.rank) if environment.role == "server" else len(here) + environment.local_rank
+    place = (
+        here.index(environment.rank)
+        if environment.role == "server"
+        else len(here) + environment.local_rank
+    )
     path = servers_arena_path(environment.socket_directory)
     arena = Arena.fetch(path, environment, environment.generation, place, config)
     if isinstance(arena, str):
@@ -79,7 +83,9 @@ class Lender:
         self.segment = arena.segment
         self._arena = arena
         self._lends = lends
-        self._out: collections.deque[tuple[_Reader, NDArray[np.uint8], int]] = collections.deque()  # to whom, block, word
+        self._out: collections.deque[tuple[_Reader, NDArray[np.uint8], int]] = (
+            collections.deque()
+        )  # to whom, block, word
         self._spare: dict[int, list[NDArray[np.uint8]]] = {}
         self._spare_nbytes = 0
 
@@ -87,9 +93,15 @@ class Lender:
         """Return a new array with any content; a long one lies where it can be lent as it is, once, if nobody writes it then."""
         nbytes = math.prod(shape) * dtype.itemsize
         block = self._block(nbytes) if self._lends and nbytes >= LEND_NBYTES_MIN else None
-        return np.empty(shape, dtype) if block is None else block[_WORDS_NBYTES:].view(dtype).reshape(shape)
+        return (
+            np.empty(shape, dtype)
+            if block is None
+            else block[_WORDS_NBYTES:].view(dtype).reshape(shape)
+        )
 
-    def lend(self, number: int, frames: Sequence[Any], incarnation: int = 0) -> list[tuple[int, SharedMemoryReference]]:
+    def lend(
+        self, number: int, frames: Sequence[Any], incarnation: int = 0
+    ) -> list[tuple[int, SharedMemoryReference]]:
         """Copy the long ones of some buffers to where a process can read them, unless they are there.
 
         Args:
@@ -130,8 +142,14 @@ class Lender:
         word = self._arena.resolve(reference)
         block = self._arena.refer(word // 64 * 64, _WORDS_NBYTES + reference.nbytes)
         if word % 8:
-            raise InternalError(f"another process lends {reference.nbytes} bytes at {word}, where no reader's word can be")
-        array: Any = np.asarray(_Borrowed(self._arena, word, self._arena.resolve(block) + _WORDS_NBYTES, reference.nbytes))
+            raise InternalError(
+                f"another process lends {reference.nbytes} bytes at {word}, where no reader's word can be"
+            )
+        array: Any = np.asarray(
+            _Borrowed(
+                self._arena, word, self._arena.resolve(block) + _WORDS_NBYTES, reference.nbytes
+            )
+        )
         return memoryview(array)
 
     def forget(self, number: int, incarnation: int) -> None:
@@ -157,10 +175,17 @@ class Lender:
         owner: Any = view.obj
         while isinstance(owner, np.ndarray) and isinstance(owner.base, np.ndarray):
             owner = owner.base
-        if not isinstance(owner, np.ndarray) or owner.nbytes != view.nbytes + _WORDS_NBYTES or self._arena.locate(owner) is None:
+        if (
+            not isinstance(owner, np.ndarray)
+            or owner.nbytes != view.nbytes + _WORDS_NBYTES
+            or self._arena.locate(owner) is None
+        ):
             return None
         first = self._place(owner)
-        free = next((word for word in range(first, first + _WORDS) if self._arena.words[word] != _LENT), None)
+        free = next(
+            (word for word in range(first, first + _WORDS) if self._arena.words[word] != _LENT),
+            None,
+        )
         return None if free is None else (owner, free)
 
     def _block(self, nbytes: int) -> NDArray[np.uint8] | None:
@@ -188,7 +213,10 @@ class Lender:
             block = entry[1]
             del entry
             nbytes = len(block) - _WORDS_NBYTES
-            if sys.getrefcount(block) == _ALONE and self._spare_nbytes + nbytes <= _SPARE_NBYTES_MAX:
+            if (
+                sys.getrefcount(block) == _ALONE
+                and self._spare_nbytes + nbytes <= _SPARE_NBYTES_MAX
+            ):
                 self._spare_nbytes += nbytes
                 self._spare.setdefault(nbytes, []).append(block)
 
@@ -203,9 +231,14 @@ class _Borrowed:
         self._words = arena.words
         self._word = word // 8
         self.__array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (arena.address + offset, True), "version": 3,
-        }  # fmt: skip
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (arena.address + offset, True),
+            "version": 3,
+        }
 
     def __del__(self) -> None:
-        with contextlib.suppress(ValueError):  # the arena has been closed: nobody lends from it any more
+        with contextlib.suppress(
+            ValueError
+        ):  # the arena has been closed: nobody lends from it any more
             self._words[self._word] = 0

@@ -46,7 +46,9 @@ __all__ = ["Came", "Links"]
 
 _IDENTITY = struct.Struct("<c8sIII4s")
 _KIND = b"p"
-_APART_NBYTES_MIN = 32 << 10  # in messages of ZeroMQ: below, a frame of its own is more work than a copy
+_APART_NBYTES_MIN = (
+    32 << 10
+)  # in messages of ZeroMQ: below, a frame of its own is more work than a copy
 _BORROW_NBYTES_MIN = 128 << 10  # as between ranks: below, copying is cheaper
 
 Frames = list[Any]
@@ -85,9 +87,13 @@ class Links:
     """
 
     def __init__(
-        self, context: zmq.Context[Any], environment: RankEnvironment, config: RuntimeConfig, keys: LinkKeys | None,
+        self,
+        context: zmq.Context[Any],
+        environment: RankEnvironment,
+        config: RuntimeConfig,
+        keys: LinkKeys | None,
         lender: Lender | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._context = context
         self._environment = environment
         self._config = config
@@ -96,7 +102,12 @@ class Links:
         self._number = environment.rank + (SERVER_0 if environment.role == "server" else 0)
         self._nonce = job_nonce(environment.job_id)
         self._routing = _IDENTITY.pack(
-            _KIND, self._nonce, environment.generation, self._number, environment.incarnation, os.urandom(4)
+            _KIND,
+            self._nonce,
+            environment.generation,
+            self._number,
+            environment.incarnation,
+            os.urandom(4),
         )
         self.refused = 0
         self.watching = Watching()
@@ -104,14 +115,16 @@ class Links:
         self._addresses: dict[int, str] = {}
         self._incarnations: dict[int, int] = {}
         self._routes: dict[int, Route] = {}  # to who has spoken to this server last, by number
-        self._mapped: dict[int, SegmentId | None] = {}  # by number, the shared memory that a process has said to have mapped
+        self._mapped: dict[
+            int, SegmentId | None
+        ] = {}  # by number, the shared memory that a process has said to have mapped
         self._router: Any = None
         self._door: Door | None = None
         self._pipes: list[Pipe] = []  # that others have opened
         self._gate: Gate | None = None
         self.address = self.outside = ""
 
-    # -- a server -------------------------------------------------------------------------------------------------
+    # -- a server ----------------------------------------------------------------------------------
 
     def listen(self) -> None:
         """Listen for the processes of this host, and of others where there are some.
@@ -125,12 +138,21 @@ class Links:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
-            self.address = bind_in_folder(self._router, me.socket_directory, f"s{me.rank}-{me.generation}-{me.incarnation}")
+            self.address = bind_in_folder(
+                self._router, me.socket_directory, f"s{me.rank}-{me.generation}-{me.incarnation}"
+            )
             self._door = Door(_door_of(self.address))
             if me.host_count > 1:
                 from syncvar.transports.curve import gate_for_hosts
 
-                self._gate = gate_for_hosts(self._context, self._router, self._keys, config, self._number, f"server {me.rank}")
+                self._gate = gate_for_hosts(
+                    self._context,
+                    self._router,
+                    self._keys,
+                    config,
+                    self._number,
+                    f"server {me.rank}",
+                )
                 place = tcp_endpoint(me.host_address)
                 set_family(self._router, place)
                 self.outside = f"{place}:{self._router.bind_to_random_port(place)}"
@@ -140,7 +162,7 @@ class Links:
         self.watching.add(self._router)
         self.watching.add(self._door)
 
-    # -- everybody ------------------------------------------------------------------------------------------------
+    # -- everybody ---------------------------------------------------------------------------------
 
     def connect(self, server: int, address: str) -> None:
         """Open the link to a server, or open it anew where it has moved."""
@@ -190,7 +212,10 @@ class Links:
     @property
     def is_behind(self) -> bool:
         """Whether a pipe has not taken yet all that was sent."""
-        return any(isinstance(one, Pipe) and one.is_behind for one in (*self._dealers.values(), *self._pipes))
+        return any(
+            isinstance(one, Pipe) and one.is_behind
+            for one in (*self._dealers.values(), *self._pipes)
+        )
 
     def send(self, number: int, frames: Sequence[Any], route: Route | None = None) -> bool:
         """Send a message; it is lost where the process cannot be reached now.
@@ -211,7 +236,9 @@ class Links:
         lender = self._lender
         segment = None if lender is None else lender.segment
         lent: Sequence[tuple[int, SharedMemoryReference]] = ()
-        is_to_latest = not route or to is not route or route == self._routes.get(number)  # `_mapped` is of the latest incarnation
+        is_to_latest = (
+            not route or to is not route or route == self._routes.get(number)
+        )  # `_mapped` is of the latest incarnation
         if lender is not None and is_to_latest and self._mapped.get(number) == segment:
             lent = lender.lend(number, frames, self._incarnations.get(number, 0))
         if isinstance(to, Pipe):
@@ -220,11 +247,18 @@ class Links:
                 self.watching.write(to, waits=True)
             return is_on_its_way
         message = packed(
-            frames, lent, segment=segment, has_checksum=self._is_bare(number), apart_nbytes=_APART_NBYTES_MIN
+            frames,
+            lent,
+            segment=segment,
+            has_checksum=self._is_bare(number),
+            apart_nbytes=_APART_NBYTES_MIN,
         )
         socket = self._router if isinstance(to, bytes) else to
         whole = (b"".join(message.pieces), *message.apart)
-        parts = [*([to] if isinstance(to, bytes) else ()), *(one for part in whole for one in cut(part))]
+        parts = [
+            *([to] if isinstance(to, bytes) else ()),
+            *(one for part in whole for one in cut(part)),
+        ]
         self.watching.touch(socket)
         try:
             for part in parts[:-1]:
@@ -252,7 +286,9 @@ class Links:
                 self._pipes.append(pipe)
                 self.watching.add(pipe)
             return None
-        while one.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # cheaper than the exception that an empty socket raises
+        while (
+            one.getsockopt(zmq.EVENTS) & zmq.POLLIN
+        ):  # cheaper than the exception that an empty socket raises
             came = self._came(one, deque(one.recv_multipart(zmq.NOBLOCK, copy=False)))
             if came is not None:
                 return came
@@ -272,7 +308,7 @@ class Links:
             self._gate.close()
             self._gate = None
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     @staticmethod
     def _end(one: Any, linger_s: float) -> None:
@@ -285,7 +321,9 @@ class Links:
 
     def _open(self, server: int) -> Pipe:
         """Open the pipe to a server, also again; it is over where nobody is there, which the launcher is about to say."""
-        made = self._dealers[server] = Pipe.open(_door_of(self._addresses[server]), packed([self._routing]))
+        made = self._dealers[server] = Pipe.open(
+            _door_of(self._addresses[server]), packed([self._routing])
+        )
         made.peer = SERVER_0 + server, 0
         if not made.is_over:
             self.watching.add(made)
@@ -297,8 +335,12 @@ class Links:
             pipe.flush()
             self.watching.write(pipe, waits=pipe.is_behind)
         try:
-            while (message := pipe.receive(NBYTES_MAX if pipe.peer else HELLO_NBYTES_MAX)) is not None:
-                frames, segment = unpacked(message, (), None if self._lender is None else self._lender.borrow)
+            while (
+                message := pipe.receive(NBYTES_MAX if pipe.peer else HELLO_NBYTES_MAX)
+            ) is not None:
+                frames, segment = unpacked(
+                    message, (), None if self._lender is None else self._lender.borrow
+                )
                 if pipe.peer is not None:
                     return self._from(pipe.peer, frames, b"" if pipe.is_opener else pipe, segment)
                 pipe.peer = self._who(bytes(frames[0])) if len(frames) == 1 else None
@@ -349,7 +391,10 @@ class Links:
                         self._gate.refuse(str(parts[0].get("Peer-Address")))
                 return None
         else:
-            who = next(SERVER_0 + server for server, one in self._dealers.items() if one is socket), 0
+            who = (
+                next(SERVER_0 + server for server, one in self._dealers.items() if one is socket),
+                0,
+            )
         borrow = None if self._lender is None else self._lender.borrow
         try:
             first, *apart = joined(parts.popleft().buffer for _ in range(len(parts)))
@@ -358,7 +403,9 @@ class Links:
             return None
         return self._from(who, frames, answers, segment)
 
-    def _from(self, who: tuple[int, int], frames: Frames, answers: Route, segment: SegmentId | None) -> Came:
+    def _from(
+        self, who: tuple[int, int], frames: Frames, answers: Route, segment: SegmentId | None
+    ) -> Came:
         """Return a message of a process, an incarnation of it; what is answered to that one goes back where it came from."""
         number, incarnation = who
         if incarnation >= self._incarnations.get(number, 0):

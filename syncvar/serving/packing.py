@@ -98,7 +98,9 @@ def packed(
             pieces.append(_PADS[-size % 8])
             nbytes += -size % 8
     named = _NO_SEGMENT if segment is None else segment.pack()
-    pieces[0] = _HEAD.pack(nbytes, (checksum or 1) if has_checksum else 0, len(frames), named) + struct.pack(f"<{len(table)}Q", *table)
+    pieces[0] = _HEAD.pack(
+        nbytes, (checksum or 1) if has_checksum else 0, len(frames), named
+    ) + struct.pack(f"<{len(table)}Q", *table)
     return Packed(nbytes, pieces, apart)
 
 
@@ -157,7 +159,9 @@ def length_of(start: Any, nbytes_max: int = NBYTES_MAX) -> int:
 
 
 def unpacked(
-    message: Any, apart: Sequence[Any] = (), borrow: Callable[[SharedMemoryReference], Any] | None = None
+    message: Any,
+    apart: Sequence[Any] = (),
+    borrow: Callable[[SharedMemoryReference], Any] | None = None,
 ) -> tuple[list[Any], SegmentId | None]:
     """Take a message apart; the parts are views of it.
 
@@ -188,10 +192,14 @@ def unpacked(
     for size, place in zip(table[::2], table[1::2], strict=True):
         if place >= _LENT:
             if segment is None:
-                raise ValueError("an array is lent, and the message does not say in which shared memory")
+                raise ValueError(
+                    "an array is lent, and the message does not say in which shared memory"
+                )
             reference = SharedMemoryReference(segment, place - _LENT, size)
             if borrow is None:
-                raise InternalError(f"a message refers to an array of {size} bytes in shared memory: {reference.refusal(None, 0)}")
+                raise InternalError(
+                    f"a message refers to an array of {size} bytes in shared memory: {reference.refusal(None, 0)}"
+                )
             frames.append(borrow(reference))
             continue
         if place == _APART:

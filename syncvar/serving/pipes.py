@@ -170,7 +170,9 @@ class Pipe:
                 self.is_over = True
                 return None
             self._is_full = nbytes == _CHUNK_NBYTES
-            came = bytes(self._room[:nbytes])  # a chunk of its own each time would come from the system, and go back to it
+            came = bytes(
+                self._room[:nbytes]
+            )  # a chunk of its own each time would come from the system, and go back to it
             self._chunk = memoryview(bytes(self._chunk) + came if self._chunk else came)
             if len(self._chunk) < 8:
                 return None
@@ -216,7 +218,11 @@ class Pipe:
 
     def _put(self, pieces: list[Any]) -> int:
         try:
-            return self._socket.send(pieces[0]) if len(pieces) == 1 else self._socket.sendmsg(pieces[:_PIECES_MAX])
+            return (
+                self._socket.send(pieces[0])
+                if len(pieces) == 1
+                else self._socket.sendmsg(pieces[:_PIECES_MAX])
+            )
         except BlockingIOError:
             raise
         except OSError:  # the other process has ended

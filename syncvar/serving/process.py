@@ -64,7 +64,9 @@ def main() -> None:
 def _serve(_arguments: list[str]) -> None:
     environment = RankEnvironment.from_mapping(os.environ)
     if environment is None or environment.role != "server":
-        raise ConfigError("SYNCVAR_ROLE is not server: a server is started by syncvar-launch --servers N")
+        raise ConfigError(
+            "SYNCVAR_ROLE is not server: a server is started by syncvar-launch --servers N"
+        )
     config = RuntimeConfig.from_mapping(os.environ).consistent()
     log_at(config.log_level)
     with contextlib.closing(Serving(environment, config, os.environ)) as serving:
@@ -100,21 +102,30 @@ class Serving:
         environ: `os.environ`, from which the job's secret is taken.
     """
 
-    def __init__(self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]) -> None:
+    def __init__(
+        self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]
+    ) -> None:
         self._config = config
         self._environment = environment
         self._index = environment.rank
         self._recorder = Recorder(
-            server_number(environment.rank), environment.world_size, environment.generation,
-            job=environment.job_id, host=environment.host, folder=environment.flight_dir,
-        )  # fmt: skip
+            server_number(environment.rank),
+            environment.world_size,
+            environment.generation,
+            job=environment.job_id,
+            host=environment.host,
+            folder=environment.flight_dir,
+        )
         self._tolds: dict[tuple[str, int], Told] = {}
         self._hurt = ""  # what has gone wrong first, of which a record is evidence
         self._served: Served | None = None
         if environment.stats_dir:
             self._served = Served(environment.rank)
         hosts = server_hosts(environment.servers, environment.host_count)
-        heirs = [heirs_of(server, hosts, environment.server_replicas) for server in range(environment.servers)]
+        heirs = [
+            heirs_of(server, hosts, environment.server_replicas)
+            for server in range(environment.servers)
+        ]
         self.server = Server(environment.rank, environment.world_size, heirs)
         self._incarnations: dict[int, int] = {}
         self._said = 0
@@ -134,8 +145,19 @@ class Serving:
             self.close()
             raise
         copies = f"copies on server {heirs[self._index][0]}" if heirs[self._index] else "no copies"
-        memory = "memory is shared with the workers of this host" if self._lender is not None else "no memory is shared"
-        _log.info("server %d of %d: serving %d workers, %s, %s", self._index, environment.servers, environment.world_size, copies, memory)
+        memory = (
+            "memory is shared with the workers of this host"
+            if self._lender is not None
+            else "no memory is shared"
+        )
+        _log.info(
+            "server %d of %d: serving %d workers, %s, %s",
+            self._index,
+            environment.servers,
+            environment.world_size,
+            copies,
+            memory,
+        )
 
     def end(self) -> None:
         """Let `run` return; from a signal handler."""
@@ -149,7 +171,9 @@ class Serving:
         watching.add(self._wake)
         wake_at = 0.0
         while not self._is_over:
-            for one in watching.wait(_PAUSE_S if wake_at == _NEVER else min(_PAUSE_S, wake_at - time.monotonic())):
+            for one in watching.wait(
+                _PAUSE_S if wake_at == _NEVER else min(_PAUSE_S, wake_at - time.monotonic())
+            ):
                 if one is self._directory.socket:
                     for change in self._directory.changes():
                         self._take_in(change)
@@ -159,21 +183,38 @@ class Serving:
             wake_at = self.server.wake_at()
             if wake_at != _NEVER and wake_at <= (now := time.monotonic()):
                 self._send(self.server.wake(now))
-        for change in self._directory.changes():  # told before the word to end, which came another way
+        for (
+            change
+        ) in self._directory.changes():  # told before the word to end, which came another way
             self._note(change)
 
     def failed(self, error: BaseException) -> None:
         """Write the flight record of a server that ends by an exception."""
-        self._recorder.ended(f"uncaught {type(error).__name__}: {error}", frames_before(error.__traceback__))
+        self._recorder.ended(
+            f"uncaught {type(error).__name__}: {error}", frames_before(error.__traceback__)
+        )
 
     def close(self) -> None:
         """Close everything; what was sent is flushed."""
-        shards = [shard for primary in self.server.primaries.values() for shard in primary.ledger.shards.values()]
-        _log.info("server %d: over, with %d parts of variables, %s", self._index, len(shards), bytes_in_words(sum(one.array.nbytes for one in shards)))
+        shards = [
+            shard
+            for primary in self.server.primaries.values()
+            for shard in primary.ledger.shards.values()
+        ]
+        _log.info(
+            "server %d: over, with %d parts of variables, %s",
+            self._index,
+            len(shards),
+            bytes_in_words(sum(one.array.nbytes for one in shards)),
+        )
         if self._hurt:
             self._recorder.ended(self._hurt)
         if self._served is not None:
-            self._served.write(self._environment.stats_dir, self._environment.generation, self.server.stats()["staleness"])
+            self._served.write(
+                self._environment.stats_dir,
+                self._environment.generation,
+                self.server.stats()["staleness"],
+            )
         self.links.close(self._config.shutdown_timeout_s)
         self._directory.close()
         self._context.term()
@@ -181,7 +222,7 @@ class Serving:
             self._lender.close()
         os.close(self._wake)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _receive(self, socket: Any) -> None:
         for _ in range(_AT_ONCE):
@@ -211,7 +252,9 @@ class Serving:
             for server in self.server.new_copies:
                 self._directory.say_copied(server)
             self.server.new_copies.clear()
-            self.links.watching.touch(self._directory.socket)  # what the launcher says meanwhile may have come unnoticed
+            self.links.watching.touch(
+                self._directory.socket
+            )  # what the launcher says meanwhile may have come unnoticed
         if self._served is not None:
             self._served.count(message, arrays, made, time.monotonic_ns() - began)
 
@@ -220,9 +263,13 @@ class Serving:
         key = what, number
         if key not in self._tolds and len(self._tolds) >= _TOLDS_MAX:
             self._tolds.clear()
-        return self._tolds.setdefault(key, Told(f"{what} of {process_name(number)}", -1, (), 0, 0, ""))
+        return self._tolds.setdefault(
+            key, Told(f"{what} of {process_name(number)}", -1, (), 0, 0, "")
+        )
 
-    def _send(self, made: Iterable[Outgoing], sender: Party | None = None, answers: Route = b"") -> None:
+    def _send(
+        self, made: Iterable[Outgoing], sender: Party | None = None, answers: Route = b""
+    ) -> None:
         for one in made:
             route = answers if one.target == sender and answers else None
             self.links.send(number_of(one.target), frames_of(one.message, one.arrays), route)

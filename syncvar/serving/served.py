@@ -29,7 +29,11 @@ def what_of(message: Message) -> str:
         >>> what_of({"kind": "request", "operations": [{"do": "push"}, {"do": "push"}, {"do": "tick"}]}), what_of({"kind": "cut"})
         ('push+tick', 'cut')
     """
-    return "+".join(dict.fromkeys(str(one.get("do")) for one in message["operations"])) if message["kind"] == "request" else str(message["kind"])
+    return (
+        "+".join(dict.fromkeys(str(one.get("do")) for one in message["operations"]))
+        if message["kind"] == "request"
+        else str(message["kind"])
+    )
 
 
 class Served:
@@ -49,7 +53,9 @@ class Served:
 
     def __init__(self, server: int) -> None:
         self._server = server
-        self._rows: dict[tuple[str, int], list[int]] = {}  # what was served, class of sizes -> calls, bytes, ns, refused
+        self._rows: dict[
+            tuple[str, int], list[int]
+        ] = {}  # what was served, class of sizes -> calls, bytes, ns, refused
 
     def count(self, message: Message, arrays: Arrays, made: Iterable[Outgoing], ns: int) -> None:
         """Add a message that was handled.
@@ -61,7 +67,9 @@ class Served:
             ns: How long it took, in nanoseconds, sending included.
         """
         answers = [one for one in made if one.message["kind"] in ("answer", "taken")]
-        nbytes = sum(array.nbytes for array in arrays) + sum(array.nbytes for one in answers for array in one.arrays)
+        nbytes = sum(array.nbytes for array in arrays) + sum(
+            array.nbytes for one in answers for array in one.arrays
+        )
         key = f"served {what_of(message)}", size_class(nbytes)
         if key not in self._rows and len(self._rows) >= _KINDS_MAX:
             key = _BEYOND, key[1]
@@ -79,9 +87,22 @@ class Served:
         """
         name = process_name(server_number(self._server))
         served = [(*key, *counts) for key, counts in self._rows.items()]
-        served += [(f"reads {ticks} tick{'s' * (ticks != 1)} ahead", 0, reads, -1, 0, 0) for ticks, reads in sorted((ahead or {}).items())]
+        served += [
+            (f"reads {ticks} tick{'s' * (ticks != 1)} ahead", 0, reads, -1, 0, 0)
+            for ticks, reads in sorted((ahead or {}).items())
+        ]
         return [
-            {"call": call, "group": -1, "ranks": name, "size": 1, "class": end, "calls": calls, "nbytes": nbytes, "ns": ns, "failed": failed}
+            {
+                "call": call,
+                "group": -1,
+                "ranks": name,
+                "size": 1,
+                "class": end,
+                "calls": calls,
+                "nbytes": nbytes,
+                "ns": ns,
+                "failed": failed,
+            }
             for call, end, calls, nbytes, ns, failed in served
         ]
 
@@ -89,4 +110,8 @@ class Served:
         """Leave the totals where the launcher reads them; `ahead` as in `rows`."""
         number = server_number(self._server)
         with contextlib.suppress(OSError):  # the launcher says who has told nothing
-            write_record(folder, f"stats-{number}.{generation}.json", json.dumps({"rank": number, "rows": self.rows(ahead)}))
+            write_record(
+                folder,
+                f"stats-{number}.{generation}.json",
+                json.dumps({"rank": number, "rows": self.rows(ahead)}),
+            )

@@ -54,9 +54,17 @@ class Watching:
     def wait(self, timeout_s: float) -> list[Any]:
         """Return what may have something, after at most so many seconds; what is returned may turn out to be empty."""
         if self._touched:
-            descriptors = dict.fromkeys([*self._touched, *(descriptor for descriptor, _ in self._epoll.poll(0.0))])
-            return [self._ones[descriptor] for descriptor in descriptors if descriptor in self._ones]
-        return [self._ones[descriptor] for descriptor, _ in self._epoll.poll(max(0.0, timeout_s)) if descriptor in self._ones]
+            descriptors = dict.fromkeys(
+                [*self._touched, *(descriptor for descriptor, _ in self._epoll.poll(0.0))]
+            )
+            return [
+                self._ones[descriptor] for descriptor in descriptors if descriptor in self._ones
+            ]
+        return [
+            self._ones[descriptor]
+            for descriptor, _ in self._epoll.poll(max(0.0, timeout_s))
+            if descriptor in self._ones
+        ]
 
     def close(self) -> None:
         """Let go."""

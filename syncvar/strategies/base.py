@@ -13,7 +13,12 @@ from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.joining.process import current
 from syncvar.loading import Taught
 from syncvar.strategies.contexts import ValueContext
-from syncvar.strategies.inputs import DistributedDataset, InputContext, distributed, distributed_from_function
+from syncvar.strategies.inputs import (
+    DistributedDataset,
+    InputContext,
+    distributed,
+    distributed_from_function,
+)
 from syncvar.strategies.reducing import gather_values, local_part, own_part, reduce_values
 from syncvar.strategies.scoped_models import model_ids, refuse_new_models
 from syncvar.variables import PerReplica
@@ -83,7 +88,9 @@ class Strategy(Taught):
         world = self.context.world
         # the groups whose calls inside `run` are kept aligned: this one, and the world if it has the same ranks
         is_beside = communicator is not world and communicator.members == world.members
-        self._aligned: tuple[Communicator, ...] = (communicator, world) if is_beside else (communicator,)
+        self._aligned: tuple[Communicator, ...] = (
+            (communicator, world) if is_beside else (communicator,)
+        )
         self._replica = Place(self, _REPLICA)
         if self._has_copies and communicator.rank is not None and communicator.size > 1:
             self.roster = Roster(self)
@@ -116,7 +123,9 @@ class Strategy(Taught):
     @check_every.setter
     def check_every(self, runs: int) -> None:
         if isinstance(runs, bool) or not isinstance(runs, int) or runs < 0:
-            raise ConfigError(f"check_every must be a whole number of runs of at least 0 (0 for never), not {runs!r}")
+            raise ConfigError(
+                f"check_every must be a whole number of runs of at least 0 (0 for never), not {runs!r}"
+            )
         self._check_every = runs
         if self.roster is not None:
             self.roster.look_again()
@@ -140,7 +149,9 @@ class Strategy(Taught):
         del synchronization
         return None
 
-    def _make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
+    def _make_storage(
+        self, value: NDArray[Any], synchronization: VariableSynchronization
+    ) -> Storage:
         """Return the memory for a variable's copy."""
         del synchronization
         return Storage(self.context, value)
@@ -160,7 +171,7 @@ class Strategy(Taught):
             f"same strategy in the copy, or write {instead} there"
         )
 
-    # -- contexts -------------------------------------------------------------------------------------------------
+    # -- contexts ----------------------------------------------------------------------------------
 
     def scope(self) -> Scope:
         """Return a context manager: variables made in it belong to this strategy, and code in it is in cross context.
@@ -205,7 +216,9 @@ class Strategy(Taught):
             3
         """
         if not isinstance(args, tuple | list):
-            raise ConfigError(f"args must be a tuple or list, not {type(args).__name__}: write args=(x,)")
+            raise ConfigError(
+                f"args must be a tuple or list, not {type(args).__name__}: write args=(x,)"
+            )
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ConfigError(f"kwargs must be a dict or None, not {type(kwargs).__name__}")
         stack = self.places.stack
@@ -229,7 +242,9 @@ class Strategy(Taught):
         depth = len(stack)
         stack.append(self._replica)
         try:
-            if refused is not None:  # a block of calls has begun: the replicas' numbers stay the same
+            if (
+                refused is not None
+            ):  # a block of calls has begun: the replicas' numbers stay the same
                 raise refused
             if roster is not None:
                 roster.begin_run(self._check_every)
@@ -250,7 +265,7 @@ class Strategy(Taught):
         begin_epochs(aligned)
         return result
 
-    # -- values ---------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
         """Combine a value of all replicas, and give it to all. Collective.
@@ -293,7 +308,9 @@ class Strategy(Taught):
         """Return a tuple of this process's part of a value; structures stay structures, a variable gives its copy."""
         return (local_part(value),)
 
-    def experimental_distribute_values_from_function(self, fn: Callable[[ValueContext], Any]) -> PerReplica:
+    def experimental_distribute_values_from_function(
+        self, fn: Callable[[ValueContext], Any]
+    ) -> PerReplica:
         """Return a PerReplica of what `fn` makes for this replica.
 
         Args:
@@ -301,7 +318,7 @@ class Strategy(Taught):
         """
         return PerReplica(fn(ValueContext(self._communicator.home_rank, self.num_replicas_in_sync)))
 
-    # -- input ----------------------------------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------
 
     def experimental_distribute_dataset(self, dataset: Any) -> DistributedDataset:
         """Return a dataset of this replica's part of each batch: parts differ by one row at most, the first are longer.
@@ -330,7 +347,9 @@ class Strategy(Taught):
         self._require("experimental_distribute_dataset")
         return distributed(self, dataset)
 
-    def distribute_datasets_from_function(self, fn: Callable[[InputContext], Any]) -> DistributedDataset:
+    def distribute_datasets_from_function(
+        self, fn: Callable[[InputContext], Any]
+    ) -> DistributedDataset:
         """Return a dataset of the batches that a function makes for this replica.
 
         The replicas' datasets may have different lengths: one that has ended gives arrays without rows until all have.
@@ -358,7 +377,7 @@ class Strategy(Taught):
         self._require("distribute_datasets_from_function")
         return distributed_from_function(self, fn)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _require_member(self) -> None:
         """Raise UsageError where this process is no replica of this strategy."""
@@ -387,7 +406,9 @@ class Strategy(Taught):
                 "reduce": "write sv.get_replica_context().all_reduce(op, x)",
                 "gather": "write sv.get_replica_context().all_gather(x, axis)",
             }
-            raise UsageError(f"strategy.{what} is called inside run; {instead.get(what, 'do it outside')}")
+            raise UsageError(
+                f"strategy.{what} is called inside run; {instead.get(what, 'do it outside')}"
+            )
         if place.context is Context.MERGE and what == "run":
             raise UsageError("strategy.run is called inside merge_call; call the function directly")
         return stack
@@ -429,7 +450,9 @@ class Scope:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._models: set[int] | None = None  # those that there were; None where this block is not checked
+        self._models: set[int] | None = (
+            None  # those that there were; None where this block is not checked
+        )
 
     def __enter__(self) -> Strategy:
         strategy = self._strategy

@@ -63,19 +63,29 @@ class CentralStorageStrategy(MirroredStrategy):
         if _foreign:
             raise unexpected(type(self), _foreign)
         super().__init__(
-            group, strict=strict, check_cross_writes=check_cross_writes, reproducible=reproducible, timeout=timeout
+            group,
+            strict=strict,
+            check_cross_writes=check_cross_writes,
+            reproducible=reproducible,
+            timeout=timeout,
         )
         communicator = self._communicator
         here = self.context.hosts.host_of(self.context.rank)
         self._on_host: Communicator | None = None
-        members = tuple(rank for rank in communicator.members if self.context.hosts.host_of(rank) == here)
+        members = tuple(
+            rank for rank in communicator.members if self.context.hosts.host_of(rank) == here
+        )
         if communicator.rank is not None:
-            self._on_host = self.context.communicator(fingerprint("on host", communicator.identity, here), members)
+            self._on_host = self.context.communicator(
+                fingerprint("on host", communicator.identity, here), members
+            )
 
     def _default_members(self) -> tuple[int, ...]:
         return current().world.members
 
-    def _make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
+    def _make_storage(
+        self, value: NDArray[Any], synchronization: VariableSynchronization
+    ) -> Storage:
         """Return the memory for a variable's copy; collective on the host for those that are shared."""
         if synchronization is not VariableSynchronization.ON_WRITE or self._on_host is None:
             return super()._make_storage(value, synchronization)

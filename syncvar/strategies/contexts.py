@@ -121,7 +121,9 @@ class ReplicaContext(Taught):
         stack.append(Place(strategy, Context.MERGE))
         try:
             result = merge_fn(
-                strategy, *map(_grouped, args), **{key: _grouped(one) for key, one in (kwargs or {}).items()}
+                strategy,
+                *map(_grouped, args),
+                **{key: _grouped(one) for key, one in (kwargs or {}).items()},
             )
         finally:
             stack.pop()

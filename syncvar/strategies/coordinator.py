@@ -39,9 +39,7 @@ _REMEDY = (
 class RemoteValue:
     """What a scheduled function will have returned; made by `ClusterCoordinator.schedule`."""
 
-    def __init__(
-        self, wait: Callable[[int, float | None], tuple[bool, Any]], task: int
-    ) -> None:
+    def __init__(self, wait: Callable[[int, float | None], tuple[bool, Any]], task: int) -> None:
         self._wait, self._task = wait, task
         self._outcome: tuple[bool, Any] | None = None
 
@@ -137,7 +135,9 @@ class ClusterCoordinator:
         self._cancelled: set[int] = set()
         self._reported: set[int] = set()
         self._iterators: dict[int, Iterator[Any]] = {}
-        self._alone: dict[int, tuple[bool, Any]] | None = {} if strategy.num_replicas_in_sync == 1 else None
+        self._alone: dict[int, tuple[bool, Any]] | None = (
+            {} if strategy.num_replicas_in_sync == 1 else None
+        )
         self._place = _checked_order(sys._getframe(1))  # noqa: SLF001
         if strategy.replica_id != 0:
             self._serve()
@@ -153,7 +153,9 @@ class ClusterCoordinator:
         """
         self._raise_first()
         if not isinstance(args, tuple | list):
-            raise ConfigError(f"args must be a tuple or list, not {type(args).__name__}: write args=(x,)")
+            raise ConfigError(
+                f"args must be a tuple or list, not {type(args).__name__}: write args=(x,)"
+            )
         positional = [_sendable(one) for one in args]
         named = {key: _sendable(one) for key, one in dict(kwargs or {}).items()}
         call = pack_object([_name_of(fn), positional, named])
@@ -219,13 +221,19 @@ class ClusterCoordinator:
                 self._strategy.servers.push(asking, "fetch")
                 return (True, _error_of(*value)) if told["failed"] else (False, value)
             self._cancelled.add(task)
-        return True, UsageError("the function was taken back before it began, because another one had failed")
+        return True, UsageError(
+            "the function was taken back before it began, because another one had failed"
+        )
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _ask(self, asking: Asking, what: str, timeout: float | None = None) -> Ticket:
         session = self._strategy.here.session
-        return session.wait(session.request(asking.parts()), what, self._strategy.timeout if timeout is None else timeout)
+        return session.wait(
+            session.request(asking.parts()),
+            what,
+            self._strategy.timeout if timeout is None else timeout,
+        )
 
     def _progress(self) -> dict[str, Any]:
         asking = Asking()
@@ -234,7 +242,11 @@ class ClusterCoordinator:
 
     def _raise_first(self) -> None:
         """Raise what the first function has raised of which nobody was told, and take back those that have not begun."""
-        failed = [task for task, (bad, _) in self._alone.items() if bad] if self._alone is not None else self._progress()["failed"]
+        failed = (
+            [task for task, (bad, _) in self._alone.items() if bad]
+            if self._alone is not None
+            else self._progress()["failed"]
+        )
         task = min((one for one in failed if one not in self._reported), default=None)
         if task is None:
             return

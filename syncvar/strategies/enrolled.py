@@ -80,7 +80,9 @@ class Enrolled:
         """
         channel = self.communicator.channel
         if channel is not None:
-            channel.is_settled = False  # so calls that have been prepared take the long way, and the roll
+            channel.is_settled = (
+                False  # so calls that have been prepared take the long way, and the roll
+            )
         self._home = self._beside("calls")
         self._take(self._home)
 
@@ -106,7 +108,9 @@ class Enrolled:
         if len(self.working) > 1:
             said = f"{name} inside sv.uneven", _DIGEST
             try:
-                left = agree(self._rolls_now(), _ROLL, "or", self._nobody(), timeout, said)  # a bit for each that has left
+                left = agree(
+                    self._rolls_now(), _ROLL, "or", self._nobody(), timeout, said
+                )  # a bit for each that has left
             except MismatchError as error:
                 self._heed(error)
                 raise
@@ -117,7 +121,9 @@ class Enrolled:
                 self._rolls = None
                 self._take(self._beside("calls"))
                 if self._block.stops_at_first:
-                    raise OneHasLeft(f"{rank_list(gone)} left sv.uneven, and this block ends with the first")
+                    raise OneHasLeft(
+                        f"{rank_list(gone)} left sv.uneven, and this block ends with the first"
+                    )
         self.calls += 1
 
     def require_all(self, what: str, instead: str = "") -> None:
@@ -140,7 +146,9 @@ class Enrolled:
         place = rolls.member_rank
         left[place >> 6] = np.uint64(1) << np.uint64(place & 63)
         said = "sv.uneven: its own loop has ended", _DIGEST
-        work: Work = rolls.perform(_ROLL, lambda: agreement_request(rolls, _ROLL, "or", left, said), timeout, async_op=True)
+        work: Work = rolls.perform(
+            _ROLL, lambda: agreement_request(rolls, _ROLL, "or", left, said), timeout, async_op=True
+        )
         work._operation.report_at = float("inf")  # noqa: SLF001  (it may wait long, and the end of the block tells whom this rank waits for)
         return work
 
@@ -157,7 +165,9 @@ class Enrolled:
         engine = self.communicator.engine
         if engine is not None and len(self.working) > 1:
             following = 0 if self._rolls is None else self._rolls.next_call
-            engine.left_run(self._identity_of("rolls"), self.working, following - 1, following + _LAST, reason)
+            engine.left_run(
+                self._identity_of("rolls"), self.working, following - 1, following + _LAST, reason
+            )
 
     def give_back(self) -> None:
         """Let the communicator be what it was, if it has become another."""
@@ -171,7 +181,10 @@ class Enrolled:
             if made is not None and made is not self.communicator:
                 made.destroy()
                 made.uneven = None
-        self._home, self._rolls = self.communicator, None  # so that these need not wait for the collector of garbage
+        self._home, self._rolls = (
+            self.communicator,
+            None,
+        )  # so that these need not wait for the collector of garbage
 
     def _heed(self, error: MismatchError) -> None:
         """End the block here if another rank has."""

@@ -29,7 +29,9 @@ def checked_modules(modules: Sequence[Any], call: str) -> tuple[Any, ...]:
     """
     for one in modules:
         if isinstance(one, Group):
-            raise ConfigError(f"{call} takes modules by position, and a group by its keyword: write {call}(group=group)")
+            raise ConfigError(
+                f"{call} takes modules by position, and a group by its keyword: write {call}(group=group)"
+            )
         if isinstance(one, Variable):
             raise ConfigError(
                 f"{call} got the variable {one.name!r}: leave it out, for {call} brings all variables up to date by itself"
@@ -67,7 +69,9 @@ def update_modules(
                 module.set_weights(weights)
             continue
         state = module.state_dict()
-        is_of_arrays = not hasattr(module, "param_groups") and all(library_of(one) is not None for one in state.values())
+        is_of_arrays = not hasattr(module, "param_groups") and all(
+            library_of(one) is not None for one in state.values()
+        )
         newest = broadcast(state, **how) if is_of_arrays else broadcast_object(state, **how)
         if rank != root:
             module.load_state_dict(newest)

@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
     from syncvar.strategies.base import Strategy
 
-__all__ = ["DistributedDataset", "DistributedIterator", "InputContext", "distributed", "distributed_from_function"]
+__all__ = [
+    "DistributedDataset",
+    "DistributedIterator",
+    "InputContext",
+    "distributed",
+    "distributed_from_function",
+]
 
 _NEXT = "next batch of a distributed dataset"
 
@@ -139,7 +145,9 @@ class DistributedDataset:
 
     def __len__(self) -> int:
         if not self._feed.is_global:
-            raise TypeError("the number of steps is that of the longest dataset, which only reading them tells")
+            raise TypeError(
+                "the number of steps is that of the longest dataset, which only reading them tells"
+            )
         return len(self._feed.dataset)
 
     def __bool__(self) -> bool:
@@ -203,7 +211,9 @@ class DistributedIterator(Taught):
         Cost: an all-reduce of 96 bytes, and one more exchange while the replicas' offers differ; with one replica nothing.
         """
         if self._failure is not None:
-            raise UsageError(f"this iterator failed earlier ({self._failure}); make another one with iter(dataset)")
+            raise UsageError(
+                f"this iterator failed earlier ({self._failure}); make another one with iter(dataset)"
+            )
         if self._is_over:
             raise StopIteration
         try:
@@ -229,7 +239,12 @@ class DistributedIterator(Taught):
     def state_dict(self) -> dict[str, int | str]:
         """Return where it is: the kind of input, epoch, position (batches handed out of it) and seed."""
         feed = self._feed
-        return {"input": feed.what, "epoch": self._epoch, "position": self._position, "seed": feed.seed}
+        return {
+            "input": feed.what,
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": feed.seed,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a place that `state_dict` told; the next epoch of the dataset is the one after it.
@@ -254,7 +269,7 @@ class DistributedIterator(Taught):
         if close is not None:
             close()
 
-    # -- one step -------------------------------------------------------------------------------------------------
+    # -- one step ----------------------------------------------------------------------------------
 
     def _read(self) -> tuple[Any, Exception | None]:
         """Return the next batch, _END, or what reading raised; before the call, since reading may make calls itself."""
@@ -331,16 +346,22 @@ class DistributedIterator(Taught):
         communicator = strategy.communicator
 
         def check() -> Request:
-            return Request(_NEXT, fingerprint(_NEXT, is_global), exchange(communicator, mine.record()))
+            return Request(
+                _NEXT, fingerprint(_NEXT, is_global), exchange(communicator, mine.record())
+            )
 
-        offers = [Offer.from_record(one) for one in communicator.perform(_NEXT, check, strategy.timeout)]
+        offers = [
+            Offer.from_record(one) for one in communicator.perform(_NEXT, check, strategy.timeout)
+        ]
         decided = verdict(offers, is_global=is_global)
         if decided.disagreement:
             self._disagree(decided.disagreement, batch, offers)
         if decided.differs:
             self._differ(offers)
         if decided.teacher is not None:
-            known = gather_objects(communicator, _NEXT, lambda: self._known(batch), strategy.timeout)
+            known = gather_objects(
+                communicator, _NEXT, lambda: self._known(batch), strategy.timeout
+            )
             if batch is _END:
                 self._kind = Kind.from_plain(known[decided.teacher])
                 self._no_rows, self._no_rows_of = self._kind.no_rows(), self._kind
@@ -355,7 +376,8 @@ class DistributedIterator(Taught):
         mine = "its end" if batch is _END or self._kind is None else self._kind.describe()
         kinds = gather_objects(strategy.communicator, _NEXT, lambda: mine, strategy.timeout)
         table = {
-            rank: f"epoch {offer.epoch}, batch {offer.position}: {kind}" + (f", {offer.rows} rows" if offer.has_batch else "")
+            rank: f"epoch {offer.epoch}, batch {offer.position}: {kind}"
+            + (f", {offer.rows} rows" if offer.has_batch else "")
             for rank, offer, kind in zip(strategy.communicator.members, offers, kinds, strict=True)
         }
         remedy = (
@@ -390,7 +412,9 @@ def distributed(strategy: Strategy, dataset: Any) -> DistributedDataset:
     return _announced(strategy, "experimental_distribute_dataset", dataset, None, is_global=True)
 
 
-def distributed_from_function(strategy: Strategy, fn: Callable[[InputContext], Any]) -> DistributedDataset:
+def distributed_from_function(
+    strategy: Strategy, fn: Callable[[InputContext], Any]
+) -> DistributedDataset:
     """Return a DistributedDataset of what a function makes for this replica."""
     replicas = strategy.num_replicas_in_sync
     dataset, error = None, None
@@ -400,24 +424,31 @@ def distributed_from_function(strategy: Strategy, fn: Callable[[InputContext], A
         dataset = fn(InputContext(replicas, strategy.communicator.home_rank, replicas))
     except Exception as raised:
         error = raised
-    return _announced(strategy, "distribute_datasets_from_function", dataset, error, is_global=False)
+    return _announced(
+        strategy, "distribute_datasets_from_function", dataset, error, is_global=False
+    )
 
 
 def _announced(
     strategy: Strategy, what: str, dataset: Any, error: Exception | None, *, is_global: bool
 ) -> DistributedDataset:
     """Meet the other replicas, so that what is wrong on one of them is known to all."""
+
     def check() -> None:
         if error is not None:
             raise error
         if isinstance(dataset, str | bytes) or not hasattr(dataset, "__iter__"):
-            raise ConfigError(f"strategy.{what} takes an iterable of batches, not {type(dataset).__name__}")
+            raise ConfigError(
+                f"strategy.{what} takes an iterable of batches, not {type(dataset).__name__}"
+            )
 
     try:
         meet(strategy.communicator, f"strategy.{what}", (what,), strategy.timeout, check)
     except SyncvarError:
         if error is None:
             raise
-    if error is not None:  # this rank's own error, also where another rank has failed before it came here
+    if (
+        error is not None
+    ):  # this rank's own error, also where another rank has failed before it came here
         raise error
     return DistributedDataset(Feed(strategy, dataset, is_global=is_global))

@@ -48,7 +48,12 @@ class Offer(NamedTuple):
 
     def record(self) -> Record:
         """Return it as a record that can be exchanged."""
-        return Record(ARRAY, int(self.has_batch), (self.rows, self.epoch, self.position, self.content), self.kind)
+        return Record(
+            ARRAY,
+            int(self.has_batch),
+            (self.rows, self.epoch, self.position, self.content),
+            self.kind,
+        )
 
     @staticmethod
     def from_record(record: Record) -> Offer:
@@ -86,7 +91,9 @@ def is_unanimous(largest: NDArray[Any]) -> bool:
     """
     numbers = largest.tolist()
     half = len(numbers) // 2
-    return all(high + low == _LARGEST for high, low in zip(numbers[:half], numbers[half:], strict=True))
+    return all(
+        high + low == _LARGEST for high, low in zip(numbers[:half], numbers[half:], strict=True)
+    )
 
 
 def verdict(offers: Sequence[Offer], *, is_global: bool) -> Verdict:

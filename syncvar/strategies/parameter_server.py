@@ -94,9 +94,17 @@ class ParameterServerStrategy(Strategy):
                 )
         self.staleness = checked_staleness(staleness)
         self.timeout = None if timeout is None else checked_timeout(timeout)
-        self.strict, self.check_cross_writes, self.reproducible, self.is_default = False, False, True, False
+        self.strict, self.check_cross_writes, self.reproducible, self.is_default = (
+            False,
+            False,
+            True,
+            False,
+        )
         self._check_every = 0
-        self._aligned, self._replica = (), Place(self, Context.REPLICA)  # `run` is no meeting: each worker goes at its own pace
+        self._aligned, self._replica = (
+            (),
+            Place(self, Context.REPLICA),
+        )  # `run` is no meeting: each worker goes at its own pace
         self.queue = self.roster = None
         self.here = _servers_here()
         self.places = stacks_here()
@@ -109,7 +117,7 @@ class ParameterServerStrategy(Strategy):
             return self.__dict__[name]
         return super().__getattr__(name)  # type: ignore[misc]
 
-    # -- what variables need ----------------------------------------------------------------------------------------
+    # -- what variables need -----------------------------------------------------------------------
 
     @property
     def is_chief(self) -> bool:
@@ -134,9 +142,13 @@ class ParameterServerStrategy(Strategy):
     def _kind_of_variable(self, synchronization: Any) -> type[Any] | None:
         """Return the class of its variables: those that are each worker's own are the usual ones."""
         name = getattr(synchronization, "name", synchronization)
-        return None if isinstance(name, str) and name.upper() in [one.name for one in _APART] else ServerVariable
+        return (
+            None
+            if isinstance(name, str) and name.upper() in [one.name for one in _APART]
+            else ServerVariable
+        )
 
-    # -- what programs call -----------------------------------------------------------------------------------------
+    # -- what programs call ------------------------------------------------------------------------
 
     def read_all(self, variables: Iterable[Variable | tuple[Variable, Any]]) -> list[NDArray[Any]]:
         """Pull several variables, or rows of them, in one round trip.
@@ -249,7 +261,7 @@ class ParameterServerStrategy(Strategy):
         """
         return self.servers.transaction()
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _require_member(self) -> None:
         """Do nothing: every worker is a member."""
@@ -258,14 +270,24 @@ class ParameterServerStrategy(Strategy):
         """Do nothing: no write of these variables waits in a queue."""
 
     def _checked(self, variables: Iterable[Any], what: str) -> list[tuple[ServerVariable, Any]]:
-        chosen = [one if isinstance(one, tuple) and len(one) == 2 else (one, None) for one in variables]
+        chosen = [
+            one if isinstance(one, tuple) and len(one) == 2 else (one, None) for one in variables
+        ]
         for one, _ in chosen:
             if not isinstance(one, ServerVariable) or one.strategy.here is not self.here:
-                raise ConfigError(f"{what} takes variables on servers that this strategy has made, not {one!r:.80}")
+                raise ConfigError(
+                    f"{what} takes variables on servers that this strategy has made, not {one!r:.80}"
+                )
         return chosen
 
-    def _read(self, chosen: list[tuple[ServerVariable, Any]], *, snapshot: bool) -> list[NDArray[Any]]:
-        what = "snapshot" if snapshot else f"reading {', '.join(repr(one.name) for one, _ in chosen[:3])}"
+    def _read(
+        self, chosen: list[tuple[ServerVariable, Any]], *, snapshot: bool
+    ) -> list[NDArray[Any]]:
+        what = (
+            "snapshot"
+            if snapshot
+            else f"reading {', '.join(repr(one.name) for one, _ in chosen[:3])}"
+        )
         self.servers.require_place(what)
         asking = Asking()
         reads = Reads(asking)
@@ -276,7 +298,7 @@ class ParameterServerStrategy(Strategy):
         return reads.arrays(self.here.session.wait(ticket, what, self.timeout) if parts else ticket)
 
 
-# -- the way to the servers -----------------------------------------------------------------------------------------
+# -- the way to the servers ------------------------------------------------------------------------
 
 _of_process: dict[int, ServersHere] = {}  # by the id of the process: one that is forked has none
 _making = threading.Lock()
@@ -290,7 +312,9 @@ def _servers_here() -> ServersHere:
         made: ServersHere | None = context.extras.get("servers_here")
         if made is None:
             session = local.session(context.rank, context.config.collective_timeout_s)
-            made = context.extras["servers_here"] = ServersHere(session, context.rank, context.world_size)
+            made = context.extras["servers_here"] = ServersHere(
+                session, context.rank, context.world_size
+            )
             _look_at_calls(context, made)
         return made
     environment = environment_here()

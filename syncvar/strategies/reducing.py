@@ -96,11 +96,19 @@ class _Brought(NamedTuple):
     arrays: list[NDArray[Any]]
     finish: Callable[[list[NDArray[Any]]], Any]  # of what has been combined
 
-    def request(self, communicator: Communicator, reproducible: bool, *, is_finished: bool = True) -> Reducing:
+    def request(
+        self, communicator: Communicator, reproducible: bool, *, is_finished: bool = True
+    ) -> Reducing:
         """Return the request that combines the arrays; its result is the value's, or a list of theirs."""
-        request = reduce_request(communicator, self.arrays, self.op, reproducible=reproducible, name=self.name)
-        whole = _structured(request, self.finish if is_finished else list, self.structure, self.name, self.arrays)
-        return Reducing(whole.what, whole.digest, whole.body, self.op, is_entered=request.is_entered)
+        request = reduce_request(
+            communicator, self.arrays, self.op, reproducible=reproducible, name=self.name
+        )
+        whole = _structured(
+            request, self.finish if is_finished else list, self.structure, self.name, self.arrays
+        )
+        return Reducing(
+            whole.what, whole.digest, whole.body, self.op, is_entered=request.is_entered
+        )
 
 
 def reduce_values(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
@@ -113,22 +121,31 @@ def reduce_values(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> 
         axis: int, tuple of ints, or None for elementwise over the replicas.
     """
     if axis is None:
-        return (_elementwise if strategy.reproducible else _elementwise_entered)(value, reduce_op, group=strategy, timeout=strategy.timeout)
+        return (_elementwise if strategy.reproducible else _elementwise_entered)(
+            value, reduce_op, group=strategy, timeout=strategy.timeout
+        )
     communicator, reproducible = strategy.communicator, strategy.reproducible
     brought: _Brought | None = None
     if communicator.channel is not None:
-        with contextlib.suppress(Exception), quiet():  # whatever it is: the general way raises it again, and tells the others
+        with (
+            contextlib.suppress(Exception),
+            quiet(),
+        ):  # whatever it is: the general way raises it again, and tells the others
             brought = _brought(reduce_op, value, axis)
     form = None if brought is None else form_of(brought.arrays)
     if brought is not None and form is not None:
         key = (brought.name, brought.structure, reproducible, form.dtype, form.shape)
         make = partial(brought.request, communicator, reproducible, is_finished=False)
-        made = call_prepared(communicator, key, form, None, strategy.timeout, lambda _x, _out: make())
+        made = call_prepared(
+            communicator, key, form, None, strategy.timeout, lambda _x, _out: make()
+        )
         if made is not None:
             with quiet():
                 return brought.finish(made)
     return communicator.perform(
-        "strategy.reduce", lambda: _brought(reduce_op, value, axis).request(communicator, reproducible), strategy.timeout
+        "strategy.reduce",
+        lambda: _brought(reduce_op, value, axis).request(communicator, reproducible),
+        strategy.timeout,
     )
 
 
@@ -139,11 +156,15 @@ def _elementwise(value: Any, reduce_op: Any, *, group: Strategy, timeout: float 
     def request_of(_value: Any = None, _out: Any = None) -> Reducing:
         return _brought(reduce_op, value, None).request(communicator, reproducible)
 
-    form = form_of(value) if communicator.channel is not None and isinstance(reduce_op, str) else None
+    form = (
+        form_of(value) if communicator.channel is not None and isinstance(reduce_op, str) else None
+    )
     if form is not None:
         key = ("strategy.reduce", reduce_op, reproducible, form.dtype, form.shape)
         public = None if reproducible else _elementwise_entered
-        result = call_prepared(communicator, key, form, None, timeout, request_of, public=public, how=(reduce_op,))
+        result = call_prepared(
+            communicator, key, form, None, timeout, request_of, public=public, how=(reduce_op,)
+        )
         if result is not None:
             return result
     return communicator.perform("strategy.reduce", request_of, timeout)
@@ -169,18 +190,24 @@ def _brought(reduce_op: Any, value: Any, axis: Any) -> _Brought:
     places = [_normalized(axes, array.ndim) for array in arrays]
     parts = [_along(op.value, array, place) for array, place in zip(arrays, places, strict=True)]
     if op is not ReduceOp.MEAN:
-        return _Brought(op.value, name, structure, parts, lambda made: together(_as_asked(made, op, arrays)))
+        return _Brought(
+            op.value, name, structure, parts, lambda made: together(_as_asked(made, op, arrays))
+        )
     counts = [np.asarray(_count(array, place)) for array, place in zip(arrays, places, strict=True)]
 
     def means(made: list[NDArray[Any]]) -> Any:
         totals, numbers = made[: len(parts)], made[len(parts) :]
-        divided = [np.asarray(total / number) for total, number in zip(totals, numbers, strict=True)]  # NaN of no element
+        divided = [
+            np.asarray(total / number) for total, number in zip(totals, numbers, strict=True)
+        ]  # NaN of no element
         return together(_as_asked(divided, op, arrays))
 
     return _Brought("sum", name, structure, [*parts, *counts], means)
 
 
-def gather_values(communicator: Communicator, value: Any, axis: Any, timeout: float | None, name: str) -> Any:
+def gather_values(
+    communicator: Communicator, value: Any, axis: Any, timeout: float | None, name: str
+) -> Any:
     """Concatenate a value or structure over replicas, in their order; lengths along `axis` may differ.
 
     Args:
@@ -209,7 +236,9 @@ def gather_values(communicator: Communicator, value: Any, axis: Any, timeout: fl
     return communicator.perform(name, check, timeout)
 
 
-def _structured(request: Request, finish: Any, structure: Any, name: str, parts: list[NDArray[Any]]) -> Request:
+def _structured(
+    request: Request, finish: Any, structure: Any, name: str, parts: list[NDArray[Any]]
+) -> Request:
     """Return the request with its result put together, and the structure among what is compared and told."""
     body = request.body
 
@@ -217,7 +246,9 @@ def _structured(request: Request, finish: Any, structure: Any, name: str, parts:
         return finish((yield from body))
 
     digest = request.digest ^ (hash_of(structure) & ((1 << 64) - 1))
-    kinds = ", ".join(f"{part.dtype.name}{list(part.shape)}" for part in parts[:4]) + (", …" if len(parts) > 4 else "")
+    kinds = ", ".join(f"{part.dtype.name}{list(part.shape)}" for part in parts[:4]) + (
+        ", …" if len(parts) > 4 else ""
+    )
     inside = "" if structure.kind == "leaf" else f" in {describe(structure)}"
     return Request(f"{name} of {kinds}{inside}", digest, run())
 
@@ -249,7 +280,9 @@ def _normalized(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
             )
     places = tuple(axis % ndim for axis in axes)
     if len(set(places)) != len(places):
-        raise ConfigError(f"axis {axes} names a dimension twice; write axis={tuple(sorted(set(places)))}")
+        raise ConfigError(
+            f"axis {axes} names a dimension twice; write axis={tuple(sorted(set(places)))}"
+        )
     return places
 
 
@@ -271,7 +304,9 @@ def _count(array: NDArray[Any], axes: tuple[int, ...]) -> int:
     return count
 
 
-def _as_asked(parts: list[NDArray[Any]], op: ReduceOp, arrays: list[NDArray[Any]]) -> list[NDArray[Any]]:
+def _as_asked(
+    parts: list[NDArray[Any]], op: ReduceOp, arrays: list[NDArray[Any]]
+) -> list[NDArray[Any]]:
     return [
         np.asarray(part, reduction(op.value, array.dtype).result)
         for part, array in zip(parts, arrays, strict=True)
@@ -284,5 +319,6 @@ def _is_nested(value: Any) -> bool:
 
 def _holds(items: Any) -> bool:
     return any(
-        isinstance(item, DistributedValues) or (_is_nested(item) and _holds(parts_of(item))) for item in items
+        isinstance(item, DistributedValues) or (_is_nested(item) and _holds(parts_of(item)))
+        for item in items
     )

@@ -63,7 +63,9 @@ def rule_key(name: str, settings: dict[str, Any]) -> RuleKey:
     return name, tuple(sorted(settings.items()))
 
 
-def take(variables: Sequence[tuple[ServerVariable, Sequence[RuleKey]]], timeout: float | None) -> ServerState:
+def take(
+    variables: Sequence[tuple[ServerVariable, Sequence[RuleKey]]], timeout: float | None
+) -> ServerState:
     """Take one snapshot of variables, and of what optimizers keep of them, while workers go on.
 
     Args:
@@ -77,7 +79,16 @@ def take(variables: Sequence[tuple[ServerVariable, Sequence[RuleKey]]], timeout:
     for variable, _ in variables:
         reads.add(variable)
     asked = [
-        [(rule, [asking.slots(variable.server_of(index), variable.key_of(index), rule) for index in range(variable.num_shards)]) for rule in rules]
+        [
+            (
+                rule,
+                [
+                    asking.slots(variable.server_of(index), variable.key_of(index), rule)
+                    for index in range(variable.num_shards)
+                ],
+            )
+            for rule in rules
+        ]
         for variable, rules in variables
     ]
     versions = [asking.version(server) for server in range(strategy.server_count)]
@@ -86,7 +97,10 @@ def take(variables: Sequence[tuple[ServerVariable, Sequence[RuleKey]]], timeout:
     for (variable, _), value, slots in zip(variables, reads.arrays(ticket), asked, strict=True):
         kept = Kept(variable, value, {})
         for rule, places in slots:
-            told, arrays = [ticket.results[server][place] for server, place in places], [ticket.arrays[server] for server, _ in places]
+            told, arrays = (
+                [ticket.results[server][place] for server, place in places],
+                [ticket.arrays[server] for server, _ in places],
+            )
             kept.slots[rule] = _joined(rule, kept, told, arrays)
         made.append(kept)
     pushes: dict[int, int] = {}
@@ -142,18 +156,32 @@ def give_back(
             def part(array: NDArray[Any], start: int = start, stop: int = stop) -> NDArray[Any]:
                 return array[start:stop] if array.ndim else array
 
-            rules = {rule: Slots(one.steps, {name: part(slot) for name, slot in one.slots.items()}) for rule, one in slots.items()}
+            rules = {
+                rule: Slots(one.steps, {name: part(slot) for name, slot in one.slots.items()})
+                for rule, one in slots.items()
+            }
             spec = variable.spec_of(index)
-            asking.restore(variable.server_of(index), variable.key_of(index), spec, variable.staleness, part(value), rules)
+            asking.restore(
+                variable.server_of(index),
+                variable.key_of(index),
+                spec,
+                variable.staleness,
+                part(value),
+                rules,
+            )
     if pushes is not None:
         for server in range(strategy.server_count):
             asking.count(server, pushes if server == _HOME else {})
     said = np.frombuffer(pack_object(says), np.uint8)
-    asking.restore(_HOME, _key(number), Spec(said.shape, "uint8", "NONE", said.shape, 0), None, said)
+    asking.restore(
+        _HOME, _key(number), Spec(said.shape, "uint8", "NONE", said.shape, 0), None, said
+    )
     strategy.servers.ask(asking, "restoring", timeout=timeout)
 
 
-def recall(strategy: ParameterServerStrategy, number: int, *, waits: bool, timeout: float | None) -> Any:
+def recall(
+    strategy: ParameterServerStrategy, number: int, *, waits: bool, timeout: float | None
+) -> Any:
     """Return what rank 0 has said of a restoring; None where it has not come so far, and this does not wait for it.
 
     Raises:
@@ -170,8 +198,10 @@ def recall(strategy: ParameterServerStrategy, number: int, *, waits: bool, timeo
     except DeadlineExceeded as error:
         raise DeadlineExceeded(
             "restoring: rank 0 has not come to it in time. What is on servers is restored by rank 0, and the others wait for it: every "
-            "worker makes this call", error.missing, error.timeout_s,
-        ) from None  # fmt: skip
+            "worker makes this call",
+            error.missing,
+            error.timeout_s,
+        ) from None
     return unpack_object(ticket.array(*place).tobytes())
 
 

@@ -41,7 +41,9 @@ class Reads:
 
     def __init__(self, asking: Asking) -> None:
         self._asking = asking
-        self._found: list[tuple[ServerVariable, list[Place], NDArray[Any] | None, tuple[int, ...]]] = []
+        self._found: list[
+            tuple[ServerVariable, list[Place], NDArray[Any] | None, tuple[int, ...]]
+        ] = []
 
     def add(self, variable: ServerVariable, indices: Any = None) -> None:
         """Read a variable, or the named rows of it.
@@ -49,12 +51,16 @@ class Reads:
         Raises:
             ConfigError: They cannot be rows of it.
         """
-        rows, shape = (None, variable.shape) if indices is None else variable.checked_indices(indices)
+        rows, shape = (
+            (None, variable.shape) if indices is None else variable.checked_indices(indices)
+        )
         places = []
         for index, (start, stop) in enumerate(variable.row_ranges):
             inside = None if rows is None else rows[(rows >= start) & (rows < stop)] - start
             if inside is None or inside.size:
-                places.append(self._asking.pull(variable.server_of(index), variable.key_of(index), inside))
+                places.append(
+                    self._asking.pull(variable.server_of(index), variable.key_of(index), inside)
+                )
         self._found.append((variable, places, rows, shape))
 
     def arrays(self, ticket: Ticket) -> list[NDArray[Any]]:
@@ -85,7 +91,9 @@ class ServerVariable(Variable):
     ) -> None:
         owner: Any = current_owner()
         if getattr(owner, "servers", None) is None:
-            raise UsageError("variables on servers are made by sv.Variable(…) in the scope of an sv.ParameterServerStrategy")
+            raise UsageError(
+                "variables on servers are made by sv.Variable(…) in the scope of an sv.ParameterServerStrategy"
+            )
         self._requested = as_member(VariableSynchronization, synchronization, "synchronization")
         self._aggregation = as_member(VariableAggregation, aggregation, "aggregation")
         self._synchronization, _ = resolve(self._requested)
@@ -95,7 +103,9 @@ class ServerVariable(Variable):
         lengths, by_shards = checked_shape(base, shape), takes_shard_info(initial_value)
         known, value = require_shape(base, lengths, wanted) if by_shards else None, None
         if known is None:
-            value = checked_value(base, initial_value, wanted, self._aggregation, calls=owner.is_chief, shape=lengths)
+            value = checked_value(
+                base, initial_value, wanted, self._aggregation, calls=owner.is_chief, shape=lengths
+            )
             known = None if value is None else (value.shape, value.dtype)
         self._name = owner.here.names.take(base)
         self._owner: ParameterServerStrategy = owner
@@ -115,7 +125,7 @@ class ServerVariable(Variable):
         if self.num_shards > 1:
             self.__class__ = ShardedVariable
 
-    # -- what it is -----------------------------------------------------------------------------------------------
+    # -- what it is --------------------------------------------------------------------------------
 
     @property
     def stepper(self) -> ServerAccess:  # type: ignore[override]
@@ -167,8 +177,18 @@ class ServerVariable(Variable):
         """Return where its parts are and its bound of staleness; sends nothing."""
         bound = "any" if self._staleness is None else str(self._staleness)
         servers = ", ".join(str(self.server_of(index)) for index in range(self.num_shards))
-        numbers: dict[str, Any] = {"shards": self.num_shards, "nbytes": int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize}
-        return Explanation("on servers", self._requested.name, self._rule, numbers, [], f"servers {servers}; staleness {bound}")
+        numbers: dict[str, Any] = {
+            "shards": self.num_shards,
+            "nbytes": int(np.prod(self._shape, dtype=np.int64)) * self._dtype.itemsize,
+        }
+        return Explanation(
+            "on servers",
+            self._requested.name,
+            self._rule,
+            numbers,
+            [],
+            f"servers {servers}; staleness {bound}",
+        )
 
     def pin(self, mode: str | None) -> None:
         """Refuse: a variable on servers has no pace.
@@ -176,7 +196,9 @@ class ServerVariable(Variable):
         Raises:
             UsageError: Always.
         """
-        raise UsageError(f"variable {self._name!r} is on servers: its pushes travel at once; write v.set_staleness(k) to bound what reads miss")
+        raise UsageError(
+            f"variable {self._name!r} is on servers: its pushes travel at once; write v.set_staleness(k) to bound what reads miss"
+        )
 
     def __repr__(self) -> str:
         kind = "ShardedVariable" if self.num_shards > 1 else "Variable"
@@ -185,12 +207,16 @@ class ServerVariable(Variable):
     def __deepcopy__(self, memo: dict[int, Any]) -> ServerVariable:
         with self._owner.scope():
             made: Any = Variable(
-                self.read_value(), trainable=self._trainable, name=self._name, synchronization=self._requested, aggregation=self._aggregation
+                self.read_value(),
+                trainable=self._trainable,
+                name=self._name,
+                synchronization=self._requested,
+                aggregation=self._aggregation,
             )
         memo[id(self)] = made
         return made  # type: ignore[no-any-return]
 
-    # -- reading --------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def read_value(self, copy: bool = True) -> NDArray[Any]:
         """Pull the value, read-only. It has all pushes of this worker, and of the others what the bound of staleness says.
@@ -229,8 +255,14 @@ class ServerVariable(Variable):
         Raises:
             ConfigError: There is no such worker.
         """
-        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < self._owner.num_replicas_in_sync:
-            raise ConfigError(f"read_from: there is no worker {rank!r}: write 0 to {self._owner.num_replicas_in_sync - 1}")
+        if (
+            isinstance(rank, bool)
+            or not isinstance(rank, int | np.integer)
+            or not 0 <= rank < self._owner.num_replicas_in_sync
+        ):
+            raise ConfigError(
+                f"read_from: there is no worker {rank!r}: write 0 to {self._owner.num_replicas_in_sync - 1}"
+            )
         return self.read_value()
 
     def lookup(self, indices: Any) -> NDArray[Any]:
@@ -258,7 +290,7 @@ class ServerVariable(Variable):
         """
         return self._owner.read_all([(self, indices)])[0]
 
-    # -- writing --------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def _assign(self, operation: Operation, x: Any, done: int = 0) -> Variable:
         del done
@@ -274,7 +306,14 @@ class ServerVariable(Variable):
             self.add_push(asking, operation.value, rows.values, rows.indices)
         return self
 
-    def add_push(self, asking: Asking, how: str, value: NDArray[Any], rows: NDArray[Any] | None = None, **step: Any) -> None:
+    def add_push(
+        self,
+        asking: Asking,
+        how: str,
+        value: NDArray[Any],
+        rows: NDArray[Any] | None = None,
+        **step: Any,
+    ) -> None:
         """Add a push of the value, or of rows, to a request; what is pushed is copied. Of use to this package only."""
         for index, (start, stop) in enumerate(self._ranges):
             server, key = self.server_of(index), self.key_of(index)
@@ -286,7 +325,7 @@ class ServerVariable(Variable):
             if inside.any():
                 asking.push(server, key, how, value[inside], rows[inside] - start, **step)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _cut(self, parts: int) -> None:
         rows = self._shape[0] if self._shape else 1
@@ -296,15 +335,26 @@ class ServerVariable(Variable):
         """Return what a part is; of use to this package only."""
         start, stop = self._ranges[shard]
         shape = (stop - start, *self._shape[1:]) if self._shape else ()
-        return Spec(shape, self._dtype.name, self._aggregation.name, self._shape, start, self.num_shards)
+        return Spec(
+            shape, self._dtype.name, self._aggregation.name, self._shape, start, self.num_shards
+        )
 
     def _make_by_shards(self, make: Callable[..., Any]) -> None:
         """Let the servers make it, from parts of which one at a time is here; on the chief."""
         for index, (start, _) in enumerate(self._ranges):
             spec = self.spec_of(index)
-            info = ShardInfo(spec.shape, (start, *(0 for _ in spec.shape[1:])) if spec.shape else ())
+            info = ShardInfo(
+                spec.shape, (start, *(0 for _ in spec.shape[1:])) if spec.shape else ()
+            )
             asking = Asking()
-            value = checked_value(self._name, partial(make, shard_info=info), self._dtype, self._aggregation, calls=True, shape=spec.shape)
+            value = checked_value(
+                self._name,
+                partial(make, shard_info=info),
+                self._dtype,
+                self._aggregation,
+                calls=True,
+                shape=spec.shape,
+            )
             assert value is not None
             asking.create(self.server_of(index), self.key_of(index), spec, self._staleness, value)
             self._owner.servers.ask(asking, f"making variable {self._name!r}")
@@ -315,7 +365,13 @@ class ServerVariable(Variable):
         for index, (start, stop) in enumerate(self._ranges):
             server, key, spec = self.server_of(index), self.key_of(index), self.spec_of(index)
             if value is not None and self._owner.is_chief:
-                asking.create(server, key, spec, self._staleness, value if not self._shape else value[start:stop])
+                asking.create(
+                    server,
+                    key,
+                    spec,
+                    self._staleness,
+                    value if not self._shape else value[start:stop],
+                )
             else:
                 asking.expect(server, key, spec)
         self._owner.servers.ask(asking, f"making variable {self._name!r}")
@@ -324,12 +380,18 @@ class ServerVariable(Variable):
         """Learn from a server what the chief has made of a callable; it must have the given shape, if there is one."""
         asking = Asking()
         server, number = asking.describe(self._first, self.key_of(0))
-        told = self._owner.servers.ask(asking, f"making variable {self._name!r}").results[server][number]
+        told = self._owner.servers.ask(asking, f"making variable {self._name!r}").results[server][
+            number
+        ]
         if told["aggregation"] != self._aggregation.name:
-            raise ConfigError(f"variable {self._name!r} has aggregation {told['aggregation']} on the chief, {self._aggregation.name} here")
+            raise ConfigError(
+                f"variable {self._name!r} has aggregation {told['aggregation']} on the chief, {self._aggregation.name} here"
+            )
         self._shape, self._dtype = tuple(told["whole"]), np.dtype(told["dtype"])
         if lengths not in (None, self._shape):
-            raise ConfigError(f"variable {self._name!r} has shape {self._shape} on the chief, and shape= says {lengths} here")
+            raise ConfigError(
+                f"variable {self._name!r} has shape {self._shape} on the chief, and shape= says {lengths} here"
+            )
         self._cut(told["shards"])
 
     def checked_indices(self, indices: Any) -> tuple[NDArray[Any], tuple[int, ...]]:
@@ -342,7 +404,12 @@ class ServerVariable(Variable):
         shape = np.shape(plain_array(indices, f"lookup in variable {self._name!r}: indices"))
         values = np.broadcast_to(np.zeros((), self._dtype), (*shape, *self._shape[1:]))
         rows = checked_rows(
-            Operation.SCATTER_UPDATE, indices, values, self._shape, self._dtype, f"lookup in variable {self._name!r}"
+            Operation.SCATTER_UPDATE,
+            indices,
+            values,
+            self._shape,
+            self._dtype,
+            f"lookup in variable {self._name!r}",
         )
         return rows.indices, (*shape, *self._shape[1:])
 
@@ -369,7 +436,10 @@ class ShardedVariable(ServerVariable):
 
 
 def _joined(
-    variable: ServerVariable, parts: list[NDArray[Any]], rows: NDArray[Any] | None, shape: tuple[int, ...]
+    variable: ServerVariable,
+    parts: list[NDArray[Any]],
+    rows: NDArray[Any] | None,
+    shape: tuple[int, ...],
 ) -> NDArray[Any]:
     if rows is None:
         made = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -385,5 +455,3 @@ def _joined(
     made = made.reshape(shape)
     made.flags.writeable = False
     return made
-
-

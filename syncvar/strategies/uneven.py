@@ -30,7 +30,10 @@ _END = "end of sv.uneven"
 
 
 def uneven(
-    *modules: Any, group: Group | None = None, stop_at_first: bool = False, timeout: float | None = None
+    *modules: Any,
+    group: Group | None = None,
+    stop_at_first: bool = False,
+    timeout: float | None = None,
 ) -> Uneven:
     """Return a context manager for a loop that may have another number of steps on each rank. Collective over the group.
 
@@ -99,7 +102,11 @@ class Uneven:
     """
 
     def __init__(
-        self, modules: tuple[Any, ...], group: Group | None, stop_at_first: bool, timeout: float | None
+        self,
+        modules: tuple[Any, ...],
+        group: Group | None,
+        stop_at_first: bool,
+        timeout: float | None,
     ) -> None:
         self._modules = modules
         self._group = group
@@ -132,16 +139,25 @@ class Uneven:
 
         everyone = gather_objects(communicator, _WHAT, bring, self._timeout)
         if any((one[0], one[2]) != (everyone[0][0], everyone[0][2]) for one in everyone):
-            table = {rank: f"stop_at_first={one[0]}, {one[2]} modules" for rank, one in zip(communicator.members, everyone, strict=True)}
+            table = {
+                rank: f"stop_at_first={one[0]}, {one[2]} modules"
+                for rank, one in zip(communicator.members, everyone, strict=True)
+            }
             raise MismatchError("the ranks do not enter the same block of sv.uneven", table)
-        self._communicator, self._main, self.number = communicator, communicator.identity, communicator.next_call
+        self._communicator, self._main, self.number = (
+            communicator,
+            communicator.identity,
+            communicator.next_call,
+        )
         # A group that a member has let go of already makes no calls any more.
         held = {rank: set(one[1]) for rank, one in zip(communicator.members, everyone, strict=True)}
         found = [one for one in found if all(one.identity in held[rank] for rank in one.members)]
         self._enrolled = {one.identity: Enrolled(self, one) for one in found}
         try:
             self._begin()
-        except BaseException as error:  # the others are in the block already, and nobody calls __exit__
+        except (
+            BaseException
+        ) as error:  # the others are in the block already, and nobody calls __exit__
             self.__exit__(type(error), error, None)
             raise
         return self
@@ -157,7 +173,9 @@ class Uneven:
         for one in self._enrolled.values():
             one.begin()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
         del trace
         context = self.context
         is_caught_up = False
@@ -168,7 +186,9 @@ class Uneven:
                 return False
             if self.is_over:
                 self._abandon()
-                raise UsageError(f"{self.is_over}. The program has gone on, but the block of sv.uneven had no more calls from there")
+                raise UsageError(
+                    f"{self.is_over}. The program has gone on, but the block of sv.uneven had no more calls from there"
+                )
             self._leave()
             is_caught_up = True
         finally:
@@ -191,7 +211,9 @@ class Uneven:
         everyone = gather_objects(communicator, "modules of sv.uneven", lambda: mine, self._timeout)
         if any(one != everyone[0] for one in everyone):
             newest = everyone.index(max(everyone))
-            update_modules(self._modules, newest, self._group, communicator.member_rank, self._timeout)
+            update_modules(
+                self._modules, newest, self._group, communicator.member_rank, self._timeout
+            )
 
     def end(self, reason: str, why: str = "") -> None:
         """Make no more calls in the block, and tell the others; waits for nobody.
@@ -242,7 +264,11 @@ class Uneven:
         assert communicator is not None
         members = set(communicator.whole)
         for one in strategies_of(self.context):
-            if one.roster is not None and one.roster not in self._rosters and set(one.communicator.whole) <= members:
+            if (
+                one.roster is not None
+                and one.roster not in self._rosters
+                and set(one.communicator.whole) <= members
+            ):
                 self._rosters[one.roster] = one
         return list(self._rosters)
 
@@ -250,7 +276,11 @@ class Uneven:
 def _refuse_inside(context: Context) -> None:
     """Raise UsageError where no block can begin."""
     if context.uneven is not None:
-        raise UsageError("`with sv.uneven():` is inside another one; one block around the loops is enough, for all groups within its group")
+        raise UsageError(
+            "`with sv.uneven():` is inside another one; one block around the loops is enough, for all groups within its group"
+        )
     place = current_place()
     if place is not None and place.context is not Where.CROSS:
-        raise UsageError("`with sv.uneven():` is inside strategy.run; put it around the loop that calls strategy.run")
+        raise UsageError(
+            "`with sv.uneven():` is inside strategy.run; put it around the loop that calls strategy.run"
+        )

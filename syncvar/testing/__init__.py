@@ -8,4 +8,13 @@ from syncvar.testing.transport_check import TRANSPORT_CHECKS, TransportFactory, 
 from syncvar.testing.world import run_ranks
 from syncvar.transports.memory import Faults
 
-__all__ = ["TRANSPORT_CHECKS", "Ask", "Cluster", "Faults", "Simulation", "TransportFactory", "check_transport", "run_ranks"]
+__all__ = [
+    "TRANSPORT_CHECKS",
+    "Ask",
+    "Cluster",
+    "Faults",
+    "Simulation",
+    "TransportFactory",
+    "check_transport",
+    "run_ranks",
+]

@@ -110,7 +110,8 @@ class Cluster:
         self._digest = hashlib.blake2b(digest_size=16)
         self._heirs = [heirs_of(index, [0] * servers, replicas) for index in range(servers)]
         self.servers: dict[int, Server] = {
-            index: Server(index, workers, self._heirs, resend_s=_RESEND_S) for index in range(servers)
+            index: Server(index, workers, self._heirs, resend_s=_RESEND_S)
+            for index in range(servers)
         }
         self._server_count = servers
         self.lost: list[int] = []
@@ -120,7 +121,7 @@ class Cluster:
             self._at(self._random.uniform(0, delay_s), partial(self._start, rank, 0))
         self._wakes: dict[Party, float] = {}
 
-    # -- what a test does with it -----------------------------------------------------------------------------------
+    # -- what a test does with it ------------------------------------------------------------------
 
     def kill_worker(self, rank: int, at: float, back_s: float = 0.2) -> None:
         """Kill a worker at a time, and start it again later; one that has ended is left alone."""
@@ -139,7 +140,9 @@ class Cluster:
         while self._events and (self._awaited_starts or self._unfinished()):
             at, _, act = heapq.heappop(self._events)
             self.now = at
-            assert at < limit_s, f"workers {self._unfinished()} have not ended after {limit_s:g} s of virtual time"
+            assert at < limit_s, (
+                f"workers {self._unfinished()} have not ended after {limit_s:g} s of virtual time"
+            )
             act()
             if self.errors:
                 raise next(iter(self.errors.values()))
@@ -149,7 +152,9 @@ class Cluster:
         """Return what a server holds."""
         place = next(one for one in (server, *self._heirs[server]) if one in self.servers)
         there = self.servers[place]
-        ledger = there.primaries[server].ledger if server in there.primaries else there.copies[server]
+        ledger = (
+            there.primaries[server].ledger if server in there.primaries else there.copies[server]
+        )
         return ledger.shards[key].array
 
     @property
@@ -157,7 +162,7 @@ class Cluster:
         """What stands for all that happened so far."""
         return self._digest.hexdigest()
 
-    # -- events ---------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def _at(self, when: float, act: Callable[[], None]) -> None:
         self._count += 1
@@ -196,7 +201,10 @@ class Cluster:
         for one in outgoing:
             for _ in range(2 if rng.random() < self._double else 1):
                 if rng.random() >= self._loss:
-                    self._at(self.now + rng.uniform(0, self._delay_s), partial(self._deliver, sender, one))
+                    self._at(
+                        self.now + rng.uniform(0, self._delay_s),
+                        partial(self._deliver, sender, one),
+                    )
 
     def _deliver(self, sender: Party, outgoing: Outgoing) -> None:
         kind, index = outgoing.target
@@ -208,7 +216,9 @@ class Cluster:
             message, arrays = message_of([bytes(frame) for frame in frames_of(message, arrays)])
         if kind == "server":
             if index in self.servers:
-                self._send(("server", index), self.servers[index].handle(sender, message, arrays, self.now))
+                self._send(
+                    ("server", index), self.servers[index].handle(sender, message, arrays, self.now)
+                )
                 self._wake_later(outgoing.target, self.servers[index].wake_at())
             return
         process = self._workers.get(index)
@@ -234,9 +244,11 @@ class Cluster:
             return
         machine = one if kind == "server" else one.client
         self._send(who, machine.wake(self.now))
-        self._wake_later(who, machine.wake_at() if machine.wake_at() > self.now else self.now + _RESEND_S)
+        self._wake_later(
+            who, machine.wake_at() if machine.wake_at() > self.now else self.now + _RESEND_S
+        )
 
-    # -- crashes --------------------------------------------------------------------------------------------------
+    # -- crashes -----------------------------------------------------------------------------------
 
     def _soon(self) -> float:
         return self.now + self._random.uniform(0, self._notice_s)
@@ -256,11 +268,16 @@ class Cluster:
 
     def _tell_worker_lost(self, server: int, rank: int, incarnation: int) -> None:
         if server in self.servers:
-            self._send(("server", server), self.servers[server].worker_lost(rank, incarnation, self.now))
+            self._send(
+                ("server", server), self.servers[server].worker_lost(rank, incarnation, self.now)
+            )
 
     def _kill_server(self, server: int) -> None:
         others = [one for index, one in self.servers.items() if index != server]
-        if not all(any(ledger in one.primaries or ledger in one.copies for one in others) for ledger in range(self._server_count)):
+        if not all(
+            any(ledger in one.primaries or ledger in one.copies for one in others)
+            for ledger in range(self._server_count)
+        ):
             if len(self.servers) > 1 and self._unfinished():
                 self._at(self.now + _RESEND_S, partial(self._kill_server, server))
             return

@@ -46,7 +46,13 @@ class Simulation:
     """
 
     def __init__(
-        self, world_size: int, seed: int, *, overtake_max: int = 0, segment_bytes: int = 1 << 20, async_depth: int = 1
+        self,
+        world_size: int,
+        seed: int,
+        *,
+        overtake_max: int = 0,
+        segment_bytes: int = 1 << 20,
+        async_depth: int = 1,
     ) -> None:
         self.world_size = world_size
         self.steps = 0
@@ -54,7 +60,9 @@ class Simulation:
         self._random = random.Random(seed)  # noqa: S311  (a schedule, not a secret)
         self._overtake_max = overtake_max
         self._async_depth = async_depth
-        self._groups = [_Recorder(_GROUP, range(world_size), rank, None) for rank in range(world_size)]
+        self._groups = [
+            _Recorder(_GROUP, range(world_size), rank, None) for rank in range(world_size)
+        ]
         for rank, communicator in enumerate(self._groups):
             communicator.outlet = _Outlet(self, rank, segment_bytes)
         self._calls: list[list[Operation]] = [[] for _ in range(world_size)]
@@ -84,7 +92,9 @@ class Simulation:
             AssertionError: A call did not end, a frame was left over, or credit was lost.
         """
         while True:
-            choices: list[tuple[int, int]] = [link for link, flying in self._links.items() if flying]
+            choices: list[tuple[int, int]] = [
+                link for link, flying in self._links.items() if flying
+            ]
             choices += [(rank, -1) for rank in range(self.world_size) if self._may_start(rank)]
             if not choices:
                 break
@@ -96,9 +106,12 @@ class Simulation:
                 self._deliver((rank, target))
         self._check_end()
         numbers = range(len(self._calls[0]))
-        return [[self._calls[rank][number].result for rank in range(self.world_size)] for number in numbers]
+        return [
+            [self._calls[rank][number].result for rank in range(self.world_size)]
+            for number in numbers
+        ]
 
-    # -- steps ----------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def _may_start(self, rank: int) -> bool:
         started = self._started[rank]
@@ -119,7 +132,9 @@ class Simulation:
         flying = self._links[link]
         last = min(self._overtake_max, len(flying) - 1)
         item = flying.pop(self._random.randint(0, last) if last else 0)
-        frame = Frame(parse_header(item.header), bytes(item.payload) if item.payload is not None else b"")
+        frame = Frame(
+            parse_header(item.header), bytes(item.payload) if item.payload is not None else b""
+        )
         item.is_read = True
         sender = self._calls[link[0]][item.call]
         if sender.state == State.DRAINING:
@@ -132,7 +147,9 @@ class Simulation:
             self._hand(target, self._calls[target][number], frame)
 
     def _hand(self, rank: int, operation: Operation, frame: Frame) -> None:
-        assert frame.header.fingerprint == operation.fingerprint, f"{operation.what}: a frame of another call"
+        assert frame.header.fingerprint == operation.fingerprint, (
+            f"{operation.what}: a frame of another call"
+        )
         assert not operation.is_over, f"{operation.what}: a frame came after the end on rank {rank}"
         operation.accept(frame)
         if operation.state == State.DRAINING:
@@ -146,7 +163,9 @@ class Simulation:
                 assert operation.state == State.DONE, (
                     f"rank {rank} stands in {operation.what} (call {operation.call + 1}), waiting for {operation.awaiting}"
                 )
-                assert not operation.unused_frames(), f"{operation.what}: frames were left over on rank {rank}"
+                assert not operation.unused_frames(), (
+                    f"{operation.what}: frames were left over on rank {rank}"
+                )
         assert not any(self._early), "frames of calls that were never made"
         lost = {link: nbytes for link, nbytes in self._unused.items() if nbytes}
         assert not lost, f"bytes whose use was not told: {lost}"

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["TRANSPORT_CHECKS", "TransportFactory", "check_transport"]
 
 _PATIENCE_S = 20.0
-_QUIET_S = 0.1  # what has been sent on one machine has arrived, and what must not come would have come
+_QUIET_S = (
+    0.1  # what has been sent on one machine has arrived, and what must not come would have come
+)
 _SOON_S = 2.0
 _GENERATION = 7
-
-
 
 
 class TransportFactory:
@@ -73,7 +73,7 @@ def check_transport(factory: TransportFactory) -> None:
             raise AssertionError(f"{name.replace('_', ' ')}: {error}") from error
 
 
-# -- what arrives -------------------------------------------------------------------------------------------------
+# -- what arrives ----------------------------------------------------------------------------------
 
 
 def _links_keep_order_lose_nothing_and_double_nothing(factory: TransportFactory) -> None:
@@ -89,7 +89,10 @@ def _links_keep_order_lose_nothing_and_double_nothing(factory: TransportFactory)
                         _send(world, source, target, number, nbytes, borrow=number % 2 == 0)
             if number % 16 == 0:
                 seen.take()
-        seen.until(lambda: all(len(seen.frames[rank]) >= 2 * count for rank in range(3)), "every frame to arrive")
+        seen.until(
+            lambda: all(len(seen.frames[rank]) >= 2 * count for rank in range(3)),
+            "every frame to arrive",
+        )
         seen.quietly()
         for target in range(3):
             for source in range(3):
@@ -113,7 +116,9 @@ def _payloads_of_every_size_arrive_whole(factory: TransportFactory) -> None:
                 _send(world, 0, 1, number, nbytes, borrow=borrow)
                 number += 1
         seen.until(lambda: len(seen.frames[1]) == number, "all sizes to arrive")
-        assert [len(one.payload) for one in seen.frames[1]] == [nbytes for nbytes in sizes for _ in range(2)]
+        assert [len(one.payload) for one in seen.frames[1]] == [
+            nbytes for nbytes in sizes for _ in range(2)
+        ]
         for one in seen.frames[1]:
             _check_payload(one)
 
@@ -143,15 +148,21 @@ def _many_peers_hear_each_other(factory: TransportFactory) -> None:
                 if source != target:
                     for number in range(3):
                         _send(world, source, target, number, 10 * source + target)
-        seen.until(lambda: all(len(got) == 3 * (size - 1) for got in seen.frames), "all peers to be heard")
+        seen.until(
+            lambda: all(len(got) == 3 * (size - 1) for got in seen.frames), "all peers to be heard"
+        )
         for target in range(size):
             for source in range(size):
-                numbers = [one.header.call for one in seen.frames[target] if one.header.source == source]
-                assert numbers == ([] if source == target else [0, 1, 2]), f"rank {source} to {target}: {numbers}"
+                numbers = [
+                    one.header.call for one in seen.frames[target] if one.header.source == source
+                ]
+                assert numbers == ([] if source == target else [0, 1, 2]), (
+                    f"rank {source} to {target}: {numbers}"
+                )
         seen.check_nobody_lost()
 
 
-# -- who owns memory ----------------------------------------------------------------------------------------------
+# -- who owns memory -------------------------------------------------------------------------------
 
 
 def _borrowed_memory_may_be_reused_when_its_loan_is_done(factory: TransportFactory) -> None:
@@ -167,7 +178,9 @@ def _borrowed_memory_may_be_reused_when_its_loan_is_done(factory: TransportFacto
             memory[:] = bytes(len(memory))
         seen.until(lambda: len(seen.frames[1]) == 6, "the frames to arrive")
         for number, one in enumerate(seen.frames[1]):
-            assert bytes(one.payload) == bytes([number + 1]) * len(memory), f"frame {number} was overwritten"
+            assert bytes(one.payload) == bytes([number + 1]) * len(memory), (
+                f"frame {number} was overwritten"
+            )
 
 
 def _memory_that_is_not_borrowed_may_be_reused_at_once(factory: TransportFactory) -> None:
@@ -182,7 +195,9 @@ def _memory_that_is_not_borrowed_may_be_reused_at_once(factory: TransportFactory
         memory[:] = bytes(len(memory))
         seen.until(lambda: len(seen.frames[1]) == 6, "the frames to arrive")
         for number, one in enumerate(seen.frames[1]):
-            assert bytes(one.payload) == bytes([number + 1]) * len(memory), f"frame {number} was overwritten"
+            assert bytes(one.payload) == bytes([number + 1]) * len(memory), (
+                f"frame {number} was overwritten"
+            )
 
 
 def _a_received_payload_stays_as_it_was(factory: TransportFactory) -> None:
@@ -199,7 +214,7 @@ def _a_received_payload_stays_as_it_was(factory: TransportFactory) -> None:
             _check_payload(one)
 
 
-# -- waiting ------------------------------------------------------------------------------------------------------
+# -- waiting ---------------------------------------------------------------------------------------
 
 
 def _wait_ends_at_an_arrival(factory: TransportFactory) -> None:
@@ -212,7 +227,9 @@ def _wait_ends_at_an_arrival(factory: TransportFactory) -> None:
         while len(seen.frames[1]) < 2 and time.monotonic() - began < _PATIENCE_S:
             world[1].wait(_PATIENCE_S)
             seen.take()
-        assert time.monotonic() - began < _SOON_S, f"the frame was seen after {time.monotonic() - began:.1f} s"
+        assert time.monotonic() - began < _SOON_S, (
+            f"the frame was seen after {time.monotonic() - began:.1f} s"
+        )
 
 
 def _wait_ends_at_a_wake_from_another_thread(factory: TransportFactory) -> None:
@@ -233,7 +250,9 @@ def _wait_ends_at_its_timeout(factory: TransportFactory) -> None:
                 wait(0.1)
                 returns += 1
             assert time.monotonic() - began < 0.3 + _SOON_S
-            assert returns < 100, f"waiting for nothing returned {returns} times in 0.3 s: it does not wait"
+            assert returns < 100, (
+                f"waiting for nothing returned {returns} times in 0.3 s: it does not wait"
+            )
 
 
 def _wait_idle_ends_at_a_wake_beside_a_driver(factory: TransportFactory) -> None:
@@ -272,14 +291,18 @@ def _wait_idle_ends_at_an_arrival(factory: TransportFactory) -> None:
             world[1].wait_idle(_PATIENCE_S)
             seen.take([1])
         sender.join()
-        assert time.monotonic() - began < _SOON_S, f"the frame was seen after {time.monotonic() - began:.1f} s"
+        assert time.monotonic() - began < _SOON_S, (
+            f"the frame was seen after {time.monotonic() - began:.1f} s"
+        )
 
 
 def _what_could_not_go_at_once_goes_while_the_sender_waits_idle(factory: TransportFactory) -> None:
     for has_driven in (False, True):
         with factory.connect(2, _GENERATION) as world:
             seen = _Seen(world)
-            _send(world, 0, 1, 0, 10)  # its link is opened by this: the frame may have to wait for that
+            _send(
+                world, 0, 1, 0, 10
+            )  # its link is opened by this: the frame may have to wait for that
             if has_driven:
                 world[0].wait_idle(0.0)
                 world[0].wait(0.5)
@@ -297,14 +320,16 @@ def _what_could_not_go_at_once_goes_while_the_sender_waits_idle(factory: Transpo
                 while not seen.frames[1] and time.monotonic() - began < _PATIENCE_S:
                     world[1].wait(0.05)
                     seen.take([1])
-                assert time.monotonic() - began < _SOON_S, f"the frame came after {time.monotonic() - began:.1f} s"
+                assert time.monotonic() - began < _SOON_S, (
+                    f"the frame came after {time.monotonic() - began:.1f} s"
+                )
             finally:
                 stop.set()
                 world[0].wake()
                 thread.join()
 
 
-# -- ends ---------------------------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 
 def _an_orderly_close_is_no_loss_and_loses_nothing(factory: TransportFactory) -> None:
@@ -334,7 +359,9 @@ def _an_abrupt_loss_is_told_once_and_after_all_that_had_arrived(factory: Transpo
         seen = _Seen(world)
         for source, target in ((0, 1), (1, 0), (0, 2), (2, 0)):
             _send(world, source, target, 0, 10)
-        seen.until(lambda: len(seen.frames[0]) == 2 and len(seen.frames[1]) == 1, "the links to open")
+        seen.until(
+            lambda: len(seen.frames[0]) == 2 and len(seen.frames[1]) == 1, "the links to open"
+        )
         for number in range(1, 31):
             _send(world, 1, 0, number, 1000)
         time.sleep(_QUIET_S)  # they arrive, and nobody takes them
@@ -347,7 +374,12 @@ def _an_abrupt_loss_is_told_once_and_after_all_that_had_arrived(factory: Transpo
         assert numbers == list(range(31)), f"before the loss arrived {numbers}"
         assert len(seen.order[0]) == 33, f"the loss was told before a frame: {seen.order[0]}"
         for number in range(5):
-            loan = world[0].send(1, pack_header(Kind.DATA, 0, _GENERATION, 1, number, nbytes=9), memoryview(bytes(9)), borrow=True)
+            loan = world[0].send(
+                1,
+                pack_header(Kind.DATA, 0, _GENERATION, 1, number, nbytes=9),
+                memoryview(bytes(9)),
+                borrow=True,
+            )
             assert loan is None or loan.is_done(), "memory is lent to a link that is gone"
         _send(world, 0, 2, 1, 10)
         seen.until(lambda: len(seen.frames[2]) == 2, "another link to go on", [0, 2])
@@ -361,7 +393,9 @@ def _loans_of_a_lost_link_end(factory: TransportFactory) -> None:
         seen = _Seen(world)
         _send(world, 0, 1, 0, 10)
         _send(world, 1, 0, 0, 10)
-        seen.until(lambda: len(seen.frames[0]) == 1 and len(seen.frames[1]) == 1, "the link to open")
+        seen.until(
+            lambda: len(seen.frames[0]) == 1 and len(seen.frames[1]) == 1, "the link to open"
+        )
         memory = memoryview(bytearray(factory.nbytes_max))
         loans = []
         factory.lose(world, 1)
@@ -369,7 +403,9 @@ def _loans_of_a_lost_link_end(factory: TransportFactory) -> None:
             header = pack_header(Kind.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
             loans.append(world[0].send(1, header, memory, borrow=True))
         seen.until(lambda: bool(seen.lost[0]), "the loss to be told", [0])
-        seen.until(lambda: all(loan is None or loan.is_done() for loan in loans), "the loans to end", [0])
+        seen.until(
+            lambda: all(loan is None or loan.is_done() for loan in loans), "the loans to end", [0]
+        )
 
 
 def _close_may_be_repeated(factory: TransportFactory) -> None:
@@ -406,7 +442,7 @@ TRANSPORT_CHECKS: Mapping[str, Callable[[TransportFactory], None]] = {
 """Every check by its name."""
 
 
-# -- inside -------------------------------------------------------------------------------------------------------
+# -- inside ----------------------------------------------------------------------------------------
 
 
 class _Seen:
@@ -427,7 +463,9 @@ class _Seen:
                 else:
                     self.frames[rank].append(arrival)
 
-    def until(self, condition: Callable[[], bool], what: str, ranks: Sequence[int] | None = None) -> None:
+    def until(
+        self, condition: Callable[[], bool], what: str, ranks: Sequence[int] | None = None
+    ) -> None:
         """Drive `ranks` until a condition holds."""
         ranks = range(len(self.world)) if ranks is None else ranks
         deadline = time.monotonic() + _PATIENCE_S
@@ -452,14 +490,24 @@ def _pattern(number: int, nbytes: int) -> bytes:
     return (bytes((number + step) % 251 for step in range(256)) * (nbytes // 256 + 1))[:nbytes]
 
 
-def _send(world: Sequence[Transport], source: int, target: int, number: int, nbytes: int, *, borrow: bool = False) -> None:
+def _send(
+    world: Sequence[Transport],
+    source: int,
+    target: int,
+    number: int,
+    nbytes: int,
+    *,
+    borrow: bool = False,
+) -> None:
     header = pack_header(Kind.DATA, source, _GENERATION, 1, number, nbytes=nbytes)
     world[source].send(target, header, memoryview(_pattern(number, nbytes)), borrow=borrow)
 
 
 def _check_payload(frame: Frame) -> None:
     header, payload = frame
-    assert bytes(payload) == _pattern(header.call, header.nbytes), f"the payload of {header} differs"
+    assert bytes(payload) == _pattern(header.call, header.nbytes), (
+        f"the payload of {header} differs"
+    )
 
 
 def _wakes_soon(transport: Transport, wait: Callable[[], object], delay_s: float) -> None:
@@ -468,4 +516,6 @@ def _wakes_soon(transport: Transport, wait: Callable[[], object], delay_s: float
     waker.start()
     wait()
     waker.join()
-    assert time.monotonic() - began < _SOON_S, f"a wake was heard after {time.monotonic() - began:.1f} s"
+    assert time.monotonic() - began < _SOON_S, (
+        f"a wake was heard after {time.monotonic() - began:.1f} s"
+    )

@@ -82,18 +82,33 @@ def run_ranks(
     network = MemoryNetwork(world_size, faults, Coordinator(world_size, "memory", config))
     results: list[Any] = [None] * world_size
     places = HostMap(divided(world_size, hosts))
-    arenas = [_make_arena(arena_bytes, size) if shared and size > 1 else None for size in places.sizes]
+    arenas = [
+        _make_arena(arena_bytes, size) if shared and size > 1 else None for size in places.sizes
+    ]
 
     def body(rank: int) -> None:
         host, local = places.host_of(rank), places.local_rank(rank)
         me = RankEnvironment(
-            rank, world_size, local, places.sizes[host], host, hosts, 0, "memory://", "memory",
+            rank,
+            world_size,
+            local,
+            places.sizes[host],
+            host,
+            hosts,
+            0,
+            "memory://",
+            "memory",
             host=f"host{host}" if hosts > 1 else "localhost",
         )
         context: Context | None = None
         try:
             links = MemoryTransport(network, rank), MemoryControl(network, rank)
-            context = Context(me, config, *links, arena=_attach(arenas[host], local, checks=config.check_arena == "on"))
+            context = Context(
+                me,
+                config,
+                *links,
+                arena=_attach(arenas[host], local, checks=config.check_arena == "on"),
+            )
             if servers is not None:
                 context.extras["servers"] = servers
             if context.engine is not None:
@@ -110,7 +125,10 @@ def run_ranks(
             if context is not None:
                 context.close(orderly=False)
 
-    threads = [threading.Thread(target=body, args=(rank,), name=f"syncvar-rank-{rank}", daemon=True) for rank in range(world_size)]
+    threads = [
+        threading.Thread(target=body, args=(rank,), name=f"syncvar-rank-{rank}", daemon=True)
+        for rank in range(world_size)
+    ]
     try:
         with _no_crowd(), _short_turns(needed=any(arena is not None for arena in arenas)):
             for thread in threads:
@@ -130,7 +148,9 @@ def run_ranks(
 @contextlib.contextmanager
 def _no_crowd() -> Iterator[None]:
     """Whoever waits for the ranks here is not what `crowd` means; several worlds may live at the same time."""
-    beside = int(threading.current_thread() is not threading.main_thread())  # the main thread counts already
+    beside = int(
+        threading.current_thread() is not threading.main_thread()
+    )  # the main thread counts already
     with _counting:
         crowd.usual_threads += beside
     try:

@@ -13,6 +13,19 @@ from syncvar.topology.hosts import HostMap, divided
 from syncvar.topology.ranks import process_list, rank_list, rank_spans, ranks_of
 
 __all__ = [
-    "ADDRESS", "FOLDER", "MPI", "PMI", "HostMap", "Told", "divided", "is_meant_alone", "process_list", "rank_list", "rank_spans", "ranks_of", "started_with_others",
-    "told_elsewhere", "why_not_alone",
-]  # fmt: skip
+    "ADDRESS",
+    "FOLDER",
+    "MPI",
+    "PMI",
+    "HostMap",
+    "Told",
+    "divided",
+    "is_meant_alone",
+    "process_list",
+    "rank_list",
+    "rank_spans",
+    "ranks_of",
+    "started_with_others",
+    "told_elsewhere",
+    "why_not_alone",
+]

@@ -58,7 +58,13 @@ def told_elsewhere(environ: Mapping[str, str], own: RankEnvironment | None = Non
         _compare(found[0].source, found[0], found[1].source, found[1], ("rank", "world_size"))
     if own is not None:
         for told in found:
-            _compare(told.source, told, "SYNCVAR_RANK and its like, of syncvar-launch,", own, ("rank", "world_size"))
+            _compare(
+                told.source,
+                told,
+                "SYNCVAR_RANK and its like, of syncvar-launch,",
+                own,
+                ("rank", "world_size"),
+            )
         return found[0] if found else None
     outer = next((one for one in around if one not in by_hand), None)
     if found and outer is not None:
@@ -98,14 +104,20 @@ def why_not_alone(environ: Mapping[str, str]) -> str:
     seen = started_with_others(environ)
     own = environ.get(_OWN_SIZE)
     if own and (seen is None or not seen[2]):
-        return "" if own == "1" else (
-            f"{_OWN_SIZE}={own} is set and SYNCVAR_RANK is not: syncvar-launch has not started this process. Start it with "
-            f"syncvar-launch --workers {own} script.py; or set {_OWN_SIZE}=1 where it is alone on purpose"
+        return (
+            ""
+            if own == "1"
+            else (
+                f"{_OWN_SIZE}={own} is set and SYNCVAR_RANK is not: syncvar-launch has not started this process. Start it with "
+                f"syncvar-launch --workers {own} script.py; or set {_OWN_SIZE}=1 where it is alone on purpose"
+            )
         )
     if seen is not None:
         return "" if own == "1" else _refusal(*seen)
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
-    if rank.isdecimal() and size.isdecimal() and int(size) > 1:  # RANK alone is set by many programs
+    if (
+        rank.isdecimal() and size.isdecimal() and int(size) > 1
+    ):  # RANK alone is set by many programs
         missing = " and ".join(name for name in _TORCH if name not in environ)
         return (
             f"RANK={rank} and WORLD_SIZE={size} are set, as torchrun sets them, and {missing or 'the rest'} not: set MASTER_ADDR and MASTER_PORT "
@@ -141,7 +153,10 @@ def _present(environ: Mapping[str, str]) -> list[Engine]:
 
 
 def _refusal(seen: str, workers: str, remedy: str) -> str:
-    others = remedy or f"Or, on several hosts, give each process what torchrun gives ({', '.join((*_TORCH, 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'))})"
+    others = (
+        remedy
+        or f"Or, on several hosts, give each process what torchrun gives ({', '.join((*_TORCH, 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'))})"
+    )
     return (
         f"{seen}, and it is not said how they meet: each would be a world of one, with numbers of its own. Start them instead with\n"
         f"    syncvar-launch --workers {workers} script.py\n"
@@ -165,7 +180,9 @@ def _compare_with_outer(inner: Engine, told: Told, outer: Engine) -> None:
         _compare(told.source, told, outer.source(), said, ("rank",))
 
 
-def _compare(one_source: str, one: Any, other_source: str, other: Any, names: tuple[str, ...]) -> None:
+def _compare(
+    one_source: str, one: Any, other_source: str, other: Any, names: tuple[str, ...]
+) -> None:
     for name in names:
         if getattr(one, name) != getattr(other, name):
             raise ConfigError(

@@ -28,7 +28,9 @@ def divided(workers: int, hosts: int) -> tuple[int, ...]:
         (3, 2)
     """
     if not 1 <= hosts <= workers:
-        raise ConfigError(f"{workers} workers cannot be divided over {hosts} hosts: each host needs a worker at least")
+        raise ConfigError(
+            f"{workers} workers cannot be divided over {hosts} hosts: each host needs a worker at least"
+        )
     each, more = divmod(workers, hosts)
     return tuple(each + (host < more) for host in range(hosts))
 

@@ -37,7 +37,9 @@ def process_list(numbers: Iterable[int]) -> str:
     servers = {number for number in distinct if is_server(number)}
     words = [rank_list(distinct - servers)] if distinct - servers else []
     if servers:
-        words.append(f"server{'s' * (len(servers) > 1)} {rank_spans(number - SERVER_0 for number in servers)}")
+        words.append(
+            f"server{'s' * (len(servers) > 1)} {rank_spans(number - SERVER_0 for number in servers)}"
+        )
     return " and ".join(words)
 
 
@@ -56,7 +58,9 @@ def rank_spans(ranks: Iterable[int]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in spans)
+    return ", ".join(
+        str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in spans
+    )
 
 
 def ranks_of(text: str, most: int) -> frozenset[int]:
@@ -76,12 +80,18 @@ def ranks_of(text: str, most: int) -> frozenset[int]:
     ranks: set[int] = set()
     for span in text.split(","):
         ends = [end.strip() for end in span.split("-")]
-        if len(ends) > 2 or not all(end.isascii() and end.isdigit() and len(end) < 100 for end in ends):
-            raise ConfigError(f"{span.strip()!r} is no rank, such as 3, and no span of ranks, such as 0-3")
+        if len(ends) > 2 or not all(
+            end.isascii() and end.isdigit() and len(end) < 100 for end in ends
+        ):
+            raise ConfigError(
+                f"{span.strip()!r} is no rank, such as 3, and no span of ranks, such as 0-3"
+            )
         first, last = int(ends[0]), int(ends[-1])
         if first > last:
             raise ConfigError(f"the span {span.strip()} begins above its end")
         if last >= most:
-            raise ConfigError(f"there is no rank {last} among {most} ({'the only rank is 0' if most == 1 else f'ranks are 0 to {most - 1}'})")
+            raise ConfigError(
+                f"there is no rank {last} among {most} ({'the only rank is 0' if most == 1 else f'ranks are 0 to {most - 1}'})"
+            )
         ranks.update(range(first, last + 1))
     return frozenset(ranks)

@@ -56,7 +56,9 @@ def resolved(address: str, timeout_s: float) -> str:
             return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
         except OSError as error:
             if time.monotonic() > until or "." not in address or error.errno not in _NOT_YET:
-                raise RendezvousError(f"the address of rank 0, {address!r}, cannot be found: {error}") from error
+                raise RendezvousError(
+                    f"the address of rank 0, {address!r}, cannot be found: {error}"
+                ) from error
         time.sleep(_PAUSE_S)
 
 
@@ -91,4 +93,6 @@ def address_towards_any(names: list[str]) -> str:
             address = address_towards(name)
             if name in names or not address.startswith("127."):
                 return address
-    raise RendezvousError(f"rank 0 has no address by which {', '.join(names)} could reach it; set MASTER_ADDR and MASTER_PORT, and SYNCVAR_KEY_FILE")
+    raise RendezvousError(
+        f"rank 0 has no address by which {', '.join(names)} could reach it; set MASTER_ADDR and MASTER_PORT, and SYNCVAR_KEY_FILE"
+    )

@@ -75,7 +75,9 @@ class Transport(Protocol):
     def open(self, addresses: Mapping[int, str], generation: int) -> None:
         """Learn where the peers are. Links open when they are first used."""
 
-    def send(self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False) -> Loan | None:
+    def send(
+        self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False
+    ) -> Loan | None:
         """Send a frame; returns a loan when the payload was borrowed and is still being read."""
 
     def receive(self) -> Arrival | None:

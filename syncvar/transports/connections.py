@@ -35,11 +35,15 @@ class Connections:
         self.gate: Gate | None = None
         self.socket: Any = context.socket(zmq.ROUTER)
         try:
-            self.monitor = monitor_of(context, self.socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            self.monitor = monitor_of(
+                context, self.socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+            )
         except BaseException:
             self.socket.close(linger=0)  # else its context would never end
             raise
-        self._peers: dict[int, tuple[bytes, ConnectionCopy | None]] = {}  # by the descriptor of its connection
+        self._peers: dict[
+            int, tuple[bytes, ConnectionCopy | None]
+        ] = {}  # by the descriptor of its connection
         self._balance = 0  # of connections that have ended, less those that had been proved
 
     def joined(self, identity: bytes, first: zmq.Frame) -> None:

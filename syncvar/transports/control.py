@@ -30,7 +30,11 @@ __all__ = ["ZeromqControl", "control_identity", "parse_control_identity"]
 
 _IDENTITY = struct.Struct("<cI8s")
 _POLLIN = int(zmq.POLLIN)  # to combine flags of pyzmq takes a microsecond
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _REFUSALS_MAX = 5
 
 
@@ -122,16 +126,24 @@ class ZeromqControl:
         Raises:
             HandshakeError: Who listens there does not take this process for a member.
         """
-        if self.monitor is not None:  # first: what had come before the end is still there to be taken
+        if (
+            self.monitor is not None
+        ):  # first: what had come before the end is still there to be taken
             self._watch()
         if self.socket.getsockopt(zmq.EVENTS) & _POLLIN:
             return parse_message(self.socket.recv(zmq.NOBLOCK))
         if self._end and not self._has_told:
             self._has_told = True
             return {
-                "kind": "abort", "rank": self.keeper, "host": "", "kind_of_break": "lost", "reason": self._end,
-                "group": -1, "call": -1, "missing": [],
-            }  # fmt: skip
+                "kind": "abort",
+                "rank": self.keeper,
+                "host": "",
+                "kind_of_break": "lost",
+                "reason": self._end,
+                "group": -1,
+                "call": -1,
+                "missing": [],
+            }
         return None
 
     def close(self, linger_s: float) -> None:
@@ -166,7 +178,10 @@ class ZeromqControl:
         if self._is_up:
             return
         self._refusals += 1
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+        if (
+            event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+        ):
             raise HandshakeError(
                 f"{self._endpoint} has another mode of encryption than this process: give all ranks the same setting "
                 f"(SYNCVAR_ENCRYPTION)"

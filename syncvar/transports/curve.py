@@ -112,7 +112,12 @@ def link_keys(secret: bytes, job_id: str = "") -> LinkKeys:
 
 
 def gate_for_hosts(
-    context: zmq.Context[Any], socket: Any, keys: LinkKeys | None, config: RuntimeConfig, number: int, who: str
+    context: zmq.Context[Any],
+    socket: Any,
+    keys: LinkKeys | None,
+    config: RuntimeConfig,
+    number: int,
+    who: str,
 ) -> Gate:
     """Make the tcp addresses that a socket binds from now on accept the processes of other hosts; return the gate.
 
@@ -152,13 +157,22 @@ class Gate:
     """
 
     def __init__(
-        self, context: zmq.Context[Any], keys: LinkKeys | None, clock: Callable[[], float] = time.monotonic, *, rank: int | None = None
+        self,
+        context: zmq.Context[Any],
+        keys: LinkKeys | None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        rank: int | None = None,
     ) -> None:
         self.refused_peers = 0
-        self._asked = self._ended = 0  # of those: refused here, and ended without having come so far
+        self._asked = self._ended = (
+            0  # of those: refused here, and ended without having come so far
+        )
         self._keys = keys
         self._rank = rank
-        self._unproved_nbytes = UNPROVED_NBYTES if keys is not None and rank is None else UNPROVED_PLAIN_NBYTES
+        self._unproved_nbytes = (
+            UNPROVED_NBYTES if keys is not None and rank is None else UNPROVED_PLAIN_NBYTES
+        )
         self._clock = clock
         self._said, self._said_peers = float("-inf"), 0
         self._counting = threading.Lock()
@@ -172,7 +186,9 @@ class Gate:
         except zmq.ZMQError as error:
             for one in (self._socket, self._end, self._told):
                 one.close(0)
-            raise HandshakeError(f"no gate can be set up for links between hosts: {error}") from error
+            raise HandshakeError(
+                f"no gate can be set up for links between hosts: {error}"
+            ) from error
         self._end.bind(place)
         self._told.connect(place)
         self._thread = threading.Thread(target=self._serve, name="syncvar-gate", daemon=True)
@@ -235,7 +251,11 @@ class Gate:
         try:
             while True:
                 now = time.monotonic()
-                ready = dict(poller.poll(None if look_at == float("inf") else int(max(0.0, look_at - now) * 1000) + 1))
+                ready = dict(
+                    poller.poll(
+                        None if look_at == float("inf") else int(max(0.0, look_at - now) * 1000) + 1
+                    )
+                )
                 if self._socket in ready:
                     with contextlib.suppress(zmq.ZMQError):
                         self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
@@ -247,7 +267,11 @@ class Gate:
                     if guarded[-1].listener is not None:
                         poller.register(guarded[-1].listener, zmq.POLLIN)
                 now = time.monotonic()
-                if guarded and (now >= look_at or any(isinstance(item, int) for item in ready) or self._told in ready):
+                if guarded and (
+                    now >= look_at
+                    or any(isinstance(item, int) for item in ready)
+                    or self._told in ready
+                ):
                     look_at = now + min(one.look(now) for one in guarded)
         finally:
             for one in guarded:
@@ -257,7 +281,12 @@ class Gate:
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         number = request[1] if len(request) > 1 else b""
-        if len(request) > 6 and request[0] == _VERSION and request[2] == _DOMAIN and self._is_member(request[5], request[6:]):
+        if (
+            len(request) > 6
+            and request[0] == _VERSION
+            and request[2] == _DOMAIN
+            and self._is_member(request[5], request[6:])
+        ):
             return [_VERSION, number, b"200", b"OK", b"member", b""]
         self._asked += 1
         self.refuse(request[3].decode("ascii", "replace")[:64] if len(request) > 3 else "nowhere")
@@ -267,13 +296,28 @@ class Gate:
         if self._keys is None:
             return False
         if self._rank is None:
-            return mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], z85.decode(self._keys.member[0]))
-        if mechanism != b"PLAIN" or len(credentials) != 2 or not credentials[0].isdigit() or len(credentials[0]) > _DIGITS_MAX:
+            return (
+                mechanism == b"CURVE"
+                and len(credentials) == 1
+                and hmac.compare_digest(credentials[0], z85.decode(self._keys.member[0]))
+            )
+        if (
+            mechanism != b"PLAIN"
+            or len(credentials) != 2
+            or not credentials[0].isdigit()
+            or len(credentials[0]) > _DIGITS_MAX
+        ):
             return False
-        return hmac.compare_digest(credentials[1], self._keys.ticket(int(credentials[0]), self._rank))
+        return hmac.compare_digest(
+            credentials[1], self._keys.ticket(int(credentials[0]), self._rank)
+        )
 
     def _test(self, context: zmq.Context[Any], keys: LinkKeys) -> None:
-        mine = [b"CURVE", z85.decode(keys.member[0])] if self._rank is None else [b"PLAIN", b"0", keys.ticket(0, self._rank)]
+        mine = (
+            [b"CURVE", z85.decode(keys.member[0])]
+            if self._rank is None
+            else [b"PLAIN", b"0", keys.ticket(0, self._rank)]
+        )
         with context.socket(zmq.REQ) as asks:
             asks.setsockopt(zmq.LINGER, 0)
             asks.setsockopt(zmq.RCVTIMEO, _TEST_MS)
@@ -284,4 +328,6 @@ class Gate:
             except zmq.Again:
                 answer = []
         if answer[:3] != [_VERSION, b"test", b"200"]:
-            raise HandshakeError("the gate for links between hosts does not answer: nothing may listen")
+            raise HandshakeError(
+                "the gate for links between hosts does not answer: nothing may listen"
+            )

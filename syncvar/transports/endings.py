@@ -83,7 +83,9 @@ class ConnectionCopy:
             state, retransmits, probes, idle_ms = _INFO.unpack(info)
             is_late = idle_ms >= 1000 * config.lost_after_s
             if is_late and (state == _ESTABLISHED or (state == _CLOSE and (retransmits or probes))):
-                reason = f"silent for {idle_ms / 1000:.1f} s: nothing came from it on its connection"
+                reason = (
+                    f"silent for {idle_ms / 1000:.1f} s: nothing came from it on its connection"
+                )
             elif state == _ESTABLISHED:  # the other end has not closed it
                 reason = _ENDED_HERE
         self.close()

@@ -62,15 +62,23 @@ class MemoryNetwork:
         coordinator: Decisions of the launcher; None for a bare network.
     """
 
-    def __init__(self, world_size: int, faults: Faults | None = None, coordinator: Coordinator | None = None) -> None:
+    def __init__(
+        self, world_size: int, faults: Faults | None = None, coordinator: Coordinator | None = None
+    ) -> None:
         self.world_size = world_size
         self.faults = faults or Faults()
         self.coordinator = coordinator
         self.lock = threading.RLock()
         self.arrived = [threading.Condition(self.lock) for _ in range(world_size)]
-        self.flying: list[collections.deque[_Flying]] = [collections.deque() for _ in range(world_size)]
-        self.control: list[collections.deque[bytes]] = [collections.deque() for _ in range(world_size)]
-        self.events: list[collections.deque[Lost]] = [collections.deque() for _ in range(world_size)]
+        self.flying: list[collections.deque[_Flying]] = [
+            collections.deque() for _ in range(world_size)
+        ]
+        self.control: list[collections.deque[bytes]] = [
+            collections.deque() for _ in range(world_size)
+        ]
+        self.events: list[collections.deque[Lost]] = [
+            collections.deque() for _ in range(world_size)
+        ]
         self.looks = [0] * world_size
         self.woken = [False] * world_size  # for `wait`
         self.woken_idle = [False] * world_size
@@ -118,7 +126,11 @@ class MemoryNetwork:
         if draw is None:
             text = f"{faults.seed}/{source}/{target}/{is_data}"
             draw = self._random[source, target, is_data] = random.Random(text)  # noqa: S311  (faults, not secrets)
-        return draw.randint(0, faults.delay_max), draw.random() < faults.reorder, draw.random() < faults.loss
+        return (
+            draw.randint(0, faults.delay_max),
+            draw.random() < faults.reorder,
+            draw.random() < faults.loss,
+        )
 
     def open(self, generation: int) -> None:
         """Begin a generation when its first rank opens; all ranks have left the one before."""
@@ -170,7 +182,9 @@ class MemoryNetwork:
         """Wait until something may have arrived for a rank."""
         with self.lock:
             self.tick()
-            if not (self.flying[rank] or self.events[rank] or self.control[rank] or self.woken[rank]):
+            if not (
+                self.flying[rank] or self.events[rank] or self.control[rank] or self.woken[rank]
+            ):
                 self.arrived[rank].wait(min(timeout_s, 0.05))
             self.woken[rank] = False
             return True
@@ -178,7 +192,12 @@ class MemoryNetwork:
     def wait_idle(self, rank: int, timeout_s: float) -> None:
         """Wait for a rank beside its driver."""
         with self.lock:
-            if not (self.flying[rank] or self.events[rank] or self.control[rank] or self.woken_idle[rank]):
+            if not (
+                self.flying[rank]
+                or self.events[rank]
+                or self.control[rank]
+                or self.woken_idle[rank]
+            ):
                 self.arrived[rank].wait(timeout_s)
             self.woken_idle[rank] = False
 
@@ -222,7 +241,9 @@ class MemoryNetwork:
             elif isinstance(action, Fail):
                 self.said.append(action.reason)
             elif isinstance(action, Mute):
-                self.said.append(f"rank {action.rank}: no Python thread answers since {action.seconds:.0f} s")
+                self.said.append(
+                    f"rank {action.rank}: no Python thread answers since {action.seconds:.0f} s"
+                )
             else:
                 self.control[action.rank].append(action.data)
                 self.arrived[action.rank].notify_all()
@@ -251,7 +272,9 @@ class MemoryTransport:
         del addresses
         self._network.open(generation)
 
-    def send(self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False) -> Loan | None:
+    def send(
+        self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False
+    ) -> Loan | None:
         """Copy a frame over."""
         del borrow
         data = bytes(payload) if payload is not None else b""

@@ -109,16 +109,22 @@ class Fabric:
         self.comm = comm
         self.lock = threading.Lock()
         self.is_broken = False
-        self._abandoned: list[_Sending] = []  # of links that have ended: MPI may read them as long as it likes
+        self._abandoned: list[
+            _Sending
+        ] = []  # of links that have ended: MPI may read them as long as it likes
         self._finishing: list[threading.Thread] = []
 
     def abandon(self, sendings: Iterable[_Sending]) -> None:
         """Keep messages that nobody waits for any more until MPI has done with them; with the lock held."""
-        self._abandoned = [one for one in (*self._abandoned, *sendings) if not self.is_complete(one)]
+        self._abandoned = [
+            one for one in (*self._abandoned, *sendings) if not self.is_complete(one)
+        ]
 
     def finish(self, sendings: Iterable[_Sending]) -> None:
         """Let MPI send what a transport that has closed in order leaves behind: without calls it would not go on."""
-        thread = threading.Thread(target=self._finish, args=(list(sendings),), name="syncvar-mpi-farewell", daemon=True)
+        thread = threading.Thread(
+            target=self._finish, args=(list(sendings),), name="syncvar-mpi-farewell", daemon=True
+        )
         self._finishing.append(thread)
         thread.start()
 
@@ -137,7 +143,9 @@ class Fabric:
             self._finishing.pop().join()
         with self.lock, contextlib.suppress(self.mpi.Exception):
             status = self.mpi.Status()
-            while (message := self.comm.Improbe(self.mpi.ANY_SOURCE, self.mpi.ANY_TAG, status)) is not None:
+            while (
+                message := self.comm.Improbe(self.mpi.ANY_SOURCE, self.mpi.ANY_TAG, status)
+            ) is not None:
                 message.Irecv([bytearray(status.Get_count(self.mpi.BYTE)), self.mpi.BYTE]).Test()
 
     def is_complete(self, sending: _Sending) -> bool:
@@ -162,7 +170,14 @@ class MpiTransport:
         refused_frames: How many messages were not what they should be.
     """
 
-    def __init__(self, fabric: Fabric, rank: int, tag: int, segment_bytes: int, control: ZeromqControl | None = None) -> None:
+    def __init__(
+        self,
+        fabric: Fabric,
+        rank: int,
+        tag: int,
+        segment_bytes: int,
+        control: ZeromqControl | None = None,
+    ) -> None:
         self.refused_frames = 0
         self._fabric = fabric
         self._comm = fabric.comm
@@ -174,7 +189,9 @@ class MpiTransport:
         self._generation = 0
         self._is_open = False
         self._targets: dict[int, int] = {}  # rank -> rank in the communicator
-        self._incoming: dict[int, _Incoming] = {}  # rank in the communicator -> what comes from there
+        self._incoming: dict[
+            int, _Incoming
+        ] = {}  # rank in the communicator -> what comes from there
         self._pending: set[int] = set()  # those of which a matched message is not there yet
         self._sending: collections.deque[_Sending] = collections.deque()
         self._linked: set[int] = set()
@@ -197,7 +214,7 @@ class MpiTransport:
         """The same: MPI knows the way to other hosts."""
         return self.address
 
-    # -- the contract ---------------------------------------------------------------------------------------------
+    # -- the contract ------------------------------------------------------------------------------
 
     def open(self, addresses: Mapping[int, str], generation: int) -> None:
         """Learn where the peers are."""
@@ -213,7 +230,9 @@ class MpiTransport:
             self._incoming[int(number)] = _Incoming(rank)
         self._is_open = True  # not before: what a peer that has opened earlier sends is left to MPI
 
-    def send(self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False) -> Loan | None:
+    def send(
+        self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False
+    ) -> Loan | None:
         """Hand a frame to MPI."""
         if peer in self._lost or peer in self._departed:
             return None
@@ -224,7 +243,9 @@ class MpiTransport:
         with self._fabric.lock:
             self._linked.add(peer)
             if payload is None or nbytes <= _JOINED_NBYTES_MAX:
-                self._post(peer, target, header + payload if payload is not None and nbytes else header)
+                self._post(
+                    peer, target, header + payload if payload is not None and nbytes else header
+                )
                 return None
             self._post(peer, target, header)
             loan = _Loan() if borrow else None
@@ -250,7 +271,9 @@ class MpiTransport:
                 return False
             left, pause = began + timeout_s - now, pause_after(now - began)
             whole = pause >= _PAUSE_MAX_S  # a poll counts in milliseconds
-            signals = self._wakeup.arrivals.poll(int(1000 * _PAUSE_MAX_S) if whole and left > 0 else 0)
+            signals = self._wakeup.arrivals.poll(
+                int(1000 * _PAUSE_MAX_S) if whole and left > 0 else 0
+            )
             if signals:
                 self._wakeup.take()
                 return True
@@ -313,7 +336,7 @@ class MpiTransport:
             self._sending.clear()
         self._wakeup.close()
 
-    # -- inside; the lock is held ---------------------------------------------------------------------------------
+    # -- inside; the lock is held ------------------------------------------------------------------
 
     def _post(self, peer: int, target: int, data: Any, loan: _Loan | None = None) -> None:
         if peer in self._lost:
@@ -321,7 +344,9 @@ class MpiTransport:
                 loan.done = True
             return
         try:
-            sending = _Sending(self._comm.Isend([data, self._bytes], target, self._tag), peer, data, loan)
+            sending = _Sending(
+                self._comm.Isend([data, self._bytes], target, self._tag), peer, data, loan
+            )
             if not sending.request.Test():
                 self._sending.append(sending)
             elif loan is not None:
@@ -393,12 +418,16 @@ class MpiTransport:
             header = parse_header(bytes(payload[:HEADER_NBYTES]), self._nbytes_max)
             payload = payload[HEADER_NBYTES:]
             if header.source != one.rank or header.generation != self._generation:
-                raise WireError(f"a frame of rank {one.rank} claims rank {header.source}, generation {header.generation}")
+                raise WireError(
+                    f"a frame of rank {one.rank} claims rank {header.source}, generation {header.generation}"
+                )
             if header.kind in CARRIERS and header.nbytes > _JOINED_NBYTES_MAX and not payload:
                 one.header = header
                 return
         if header.kind in CARRIERS and header.nbytes != len(payload):
-            raise WireError(f"a frame of rank {one.rank} announces {header.nbytes} bytes and has {len(payload)}")
+            raise WireError(
+                f"a frame of rank {one.rank} announces {header.nbytes} bytes and has {len(payload)}"
+            )
         self._linked.add(one.rank)
         if header.kind != Kind.BYE:
             self._ready.append(Frame(header, payload))

@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["Outgoing"]
 
 _JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message part with its header
-_BORROW_NBYTES_MIN = 128 << 10  # below, copying was measured cheaper than pyzmq's bookkeeping of borrowed memory
+_BORROW_NBYTES_MIN = (
+    128 << 10
+)  # below, copying was measured cheaper than pyzmq's bookkeeping of borrowed memory
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine flags of pyzmq takes a microsecond
 _DONE = zmq.MessageTracker()
-_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+_EVENTS = (
+    zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+)
 
 
 class _Loan:
@@ -57,7 +61,16 @@ class Outgoing:
         ZMQError: The system refuses.
     """
 
-    __slots__ = ("_copy", "is_answered", "is_connected", "is_remote", "monitor", "opened", "outbox", "socket")
+    __slots__ = (
+        "_copy",
+        "is_answered",
+        "is_connected",
+        "is_remote",
+        "monitor",
+        "opened",
+        "outbox",
+        "socket",
+    )
 
     def __init__(self, context: zmq.Context[Any], socket: Any, address: str) -> None:
         self.socket = socket
@@ -66,7 +79,9 @@ class Outgoing:
         self.is_connected = self.is_answered = False
         self._copy: ConnectionCopy | None = None
         self.is_remote = address.startswith("tcp://")
-        self.outbox: collections.deque[tuple[bytes, memoryview | None, _Loan | None]] = collections.deque()
+        self.outbox: collections.deque[tuple[bytes, memoryview | None, _Loan | None]] = (
+            collections.deque()
+        )
         socket.connect(address)
 
     def send(self, header: bytes, payload: memoryview | None, *, borrow: bool) -> _Loan | None:

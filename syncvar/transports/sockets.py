@@ -18,9 +18,18 @@ if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
 
 __all__ = [
-    "ask_for_signs_of_life", "bind_in_folder", "bound_messages", "close_monitor", "events_of", "job_nonce", "limit_frames", "look_for_silence", "milliseconds",
-    "monitor_of", "set_family",
-]  # fmt: skip
+    "ask_for_signs_of_life",
+    "bind_in_folder",
+    "bound_messages",
+    "close_monitor",
+    "events_of",
+    "job_nonce",
+    "limit_frames",
+    "look_for_silence",
+    "milliseconds",
+    "monitor_of",
+    "set_family",
+]
 
 _MONITORED = struct.Struct("=Hi")  # zmq_socket_monitor(3): event, and its value
 _UNIX_PATH_MAX = 107
@@ -52,7 +61,9 @@ def bind_in_folder(socket: Any, folder: str, name: str) -> str:
             f"set XDG_RUNTIME_DIR or TMPDIR to a shorter directory"
         )
     socket.bind(f"ipc://{path}")
-    os.chmod(path, 0o600)  # a umask would be that of all threads; until now the folder, 0700, has kept others out
+    os.chmod(
+        path, 0o600
+    )  # a umask would be that of all threads; until now the folder, 0700, has kept others out
     return f"ipc://{path}"
 
 
@@ -121,9 +132,12 @@ def look_for_silence(socket: Any, config: RuntimeConfig) -> None:
     silence = milliseconds(config.link_silence_s)
     if silence:
         for option, value in (
-            (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 1), (zmq.TCP_KEEPALIVE_INTVL, 1),
-            (zmq.TCP_KEEPALIVE_CNT, 1 + silence // 1000), (zmq.TCP_MAXRT, silence),
-        ):  # fmt: skip
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 1),
+            (zmq.TCP_KEEPALIVE_INTVL, 1),
+            (zmq.TCP_KEEPALIVE_CNT, 1 + silence // 1000),
+            (zmq.TCP_MAXRT, silence),
+        ):
             socket.setsockopt(option, value)
 
 

@@ -25,7 +25,9 @@ WAITING_MAX = 16
 PROVE_S = 1.0
 LOOK_EVERY_S = 1.0  # where there are no strangers
 _BUSY_S = 0.1
-_DESCRIPTORS_SHARE = 4  # one part in so many of all descriptors may be those of strangers, however new they are
+_DESCRIPTORS_SHARE = (
+    4  # one part in so many of all descriptors may be those of strangers, however new they are
+)
 
 # What a listener sends before a client has proved itself: greeting 64 bytes, WELCOME 170 (RFC 26), or at most 20 of refusal.
 # READY, which a member alone is sent, is longer than what is left up to this number.
@@ -33,7 +35,9 @@ UNPROVED_NBYTES = 256
 
 # Where nothing is encrypted: greeting 64 bytes, at most 20 of refusal. With READY a member has been sent 107 at least.
 UNPROVED_PLAIN_NBYTES = 96
-_COUNTERS = struct.Struct("=120xQQ")  # tcp_info: tcpi_bytes_acked and tcpi_bytes_received, since Linux 4.1
+_COUNTERS = struct.Struct(
+    "=120xQQ"
+)  # tcp_info: tcpi_bytes_acked and tcpi_bytes_received, since Linux 4.1
 
 
 class Strangers:
@@ -78,11 +82,16 @@ class Strangers:
         oldest_first = sorted(self._since, key=lambda inode: self._since[inode])
         late = [inode for inode in oldest_first if now - self._since[inode] >= PROVE_S]
         room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _DESCRIPTORS_SHARE
-        ending = talkative | {*late[: max(0, len(late) - WAITING_MAX)], *oldest_first[: max(0, len(oldest_first) - room)]}
+        ending = talkative | {
+            *late[: max(0, len(late) - WAITING_MAX)],
+            *oldest_first[: max(0, len(oldest_first) - room)],
+        }
         for inode, one in unproved.items():
             if inode in ending:
                 with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)  # ZeroMQ sees the end and closes its own descriptor
+                    one.shutdown(
+                        socket.SHUT_RDWR
+                    )  # ZeroMQ sees the end and closes its own descriptor
             one.close()
         self.closed += len(ending)
         return _BUSY_S if unproved else LOOK_EVERY_S
@@ -117,7 +126,9 @@ class Strangers:
     def _is_here(self, descriptor: int) -> bool:
         one = socket.socket(fileno=descriptor)
         try:
-            is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+            is_tcp = (
+                one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+            )
             return is_tcp and bool(one.getsockname()[1] == self._port)
         finally:
             one.detach()

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 __all__ = ["ZeromqTransport"]
 
 _IDENTITY = struct.Struct("<c8sII8s")
-_CHECKSUM = struct.Struct("<I")  # of a payload, behind the header, where nothing else would notice a change
+_CHECKSUM = struct.Struct(
+    "<I"
+)  # of a payload, behind the header, where nothing else would notice a change
 _POLLIN = int(zmq.POLLIN)  # to combine flags of pyzmq takes a microsecond
 _BRIEF_MS = 2
 _FLUSH_LOOK_S = 0.01
@@ -93,16 +95,24 @@ class ZeromqTransport:
         self._addresses: Mapping[int, str] = {}
         self._links: dict[int, Outgoing] = {}
         self._sources: dict[bytes, int] = {}
-        self._checksummed: frozenset[int] = frozenset()  # peers whose payloads nothing else protects
+        self._checksummed: frozenset[int] = (
+            frozenset()
+        )  # peers whose payloads nothing else protects
         self._lost: set[int] = set()
-        self._departed: set[int] = set()  # peers that have said goodbye, on one of the two connections of a pair
+        self._departed: set[int] = (
+            set()
+        )  # peers that have said goodbye, on one of the two connections of a pair
         self._complete: set[int] = set()  # those that said it behind their frames
         self._ended: set[int] = set()  # peers whose frames come no more: that connection has ended
-        self._closing: dict[int, float] = {}  # peer that disconnected -> when to judge it, once the ROUTER is empty
+        self._closing: dict[
+            int, float
+        ] = {}  # peer that disconnected -> when to judge it, once the ROUTER is empty
         self._ends: dict[int, str] = {}  # peer that disconnected -> why, in words
         self._pending_losses: collections.deque[Lost] = collections.deque()
         self._watched = 0.0
-        self._unsent: dict[int, int] = {}  # peer whose link does not take frames yet -> descriptor that tells when it does
+        self._unsent: dict[
+            int, int
+        ] = {}  # peer whose link does not take frames yet -> descriptor that tells when it does
         self._is_open = False
         self._closed = False
         self.refused_frames = 0
@@ -123,7 +133,9 @@ class ZeromqTransport:
             if outside:
                 from syncvar.transports.curve import gate_for_hosts
 
-                self._connections.gate = gate = gate_for_hosts(context, self._router, keys, config, rank, f"rank {rank}")
+                self._connections.gate = gate = gate_for_hosts(
+                    context, self._router, keys, config, rank, f"rank {rank}"
+                )
                 self._configure(self._router, outside)
                 self._router.setsockopt(zmq.HEARTBEAT_IVL, 0)
                 self.outside = self._bind(outside)
@@ -138,20 +150,24 @@ class ZeromqTransport:
             watched = [one for one in (control.socket, control.monitor) if one is not None]
             self._control_items = (*watched, *map(self._wait_for, watched))
 
-    # -- the contract ---------------------------------------------------------------------------------------------
+    # -- the contract ------------------------------------------------------------------------------
 
     def open(self, addresses: Mapping[int, str], generation: int) -> None:
         """Learn where the peers are."""
         self._addresses = addresses
         self._generation = generation
         if self.outside and self._config.encryption != "required":
-            self._checksummed = frozenset(peer for peer, address in addresses.items() if address.startswith("tcp://"))
+            self._checksummed = frozenset(
+                peer for peer, address in addresses.items() if address.startswith("tcp://")
+            )
         # Not before: a peer may have opened earlier, and what nobody takes yet would keep waits from waiting.
         if not self._is_open:
             self._is_open = True
             self._wait_for(self._router)
 
-    def send(self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False) -> Loan | None:
+    def send(
+        self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False
+    ) -> Loan | None:
         """Send a frame to a peer; opens the link when it is the first."""
         if peer in self._lost or peer in self._departed:
             return None
@@ -201,7 +217,9 @@ class ZeromqTransport:
         if self._control is not None and self._control.may_have_more():
             return True
         now = time.monotonic()
-        if now - self._watched >= _WATCH_EVERY_S:  # also a driver whose waits are all short must see losses
+        if (
+            now - self._watched >= _WATCH_EVERY_S
+        ):  # also a driver whose waits are all short must see losses
             self._watch_links(now)
         if self._closing:
             timeout_s = min(timeout_s, min(self._closing.values()) - now)
@@ -252,10 +270,12 @@ class ZeromqTransport:
         for link in self._links.values():
             link.close(linger_ms)
         self._links.clear()
-        self._connections.close(min(linger_ms, _GOODBYE_MS))  # its ROUTER sends nothing but goodbyes
+        self._connections.close(
+            min(linger_ms, _GOODBYE_MS)
+        )  # its ROUTER sends nothing but goodbyes
         self._wakeup.close()
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     @property
     def refused_peers(self) -> int:
@@ -290,7 +310,9 @@ class ZeromqTransport:
         scheme, _, place = endpoint.partition("://")
         try:
             if scheme == "ipc":
-                return bind_in_folder(self._router, place, f"r{self._rank}-{self._incarnation[:4].hex()}")
+                return bind_in_folder(
+                    self._router, place, f"r{self._rank}-{self._incarnation[:4].hex()}"
+                )
             port = self._router.bind_to_random_port(f"tcp://{place}")
         except zmq.ZMQError as error:
             raise TransportError(f"cannot listen on {endpoint}: {error}") from error
@@ -305,7 +327,10 @@ class ZeromqTransport:
         if self._keys is not None and address.startswith("tcp://"):
             self._keys.connect_host(socket, self._config, self._rank, peer)
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.ROUTING_ID, _IDENTITY.pack(b"s", self._nonce, self._generation, self._rank, self._incarnation))
+        socket.setsockopt(
+            zmq.ROUTING_ID,
+            _IDENTITY.pack(b"s", self._nonce, self._generation, self._rank, self._incarnation),
+        )
         try:
             self._links[peer] = Outgoing(self._context, socket, address)
         except zmq.ZMQError as error:
@@ -359,9 +384,13 @@ class ZeromqTransport:
         try:
             header = parse_header(data, self._config.segment_bytes)
             if header.source != source or header.generation != self._generation:
-                raise WireError(f"a frame of rank {source} claims rank {header.source}, generation {header.generation}")
+                raise WireError(
+                    f"a frame of rank {source} claims rank {header.source}, generation {header.generation}"
+                )
             if header.kind in CARRIERS and header.nbytes != len(payload):
-                raise WireError(f"a frame of rank {source} announces {header.nbytes} bytes and has {len(payload)}")
+                raise WireError(
+                    f"a frame of rank {source} announces {header.nbytes} bytes and has {len(payload)}"
+                )
             if checksum is not None and checksum != _CHECKSUM.pack(zlib.crc32(payload)):
                 raise WireError(f"the checksum of a payload of rank {source} is wrong")
         except WireError as error:
@@ -372,7 +401,9 @@ class ZeromqTransport:
             self._departed.add(source)
             self._complete.add(source)
             return None
-        if self._closing.get(source):  # what it sent before it left may be long: its goodbye comes behind that
+        if self._closing.get(
+            source
+        ):  # what it sent before it left may be long: its goodbye comes behind that
             self._closing[source] = time.monotonic() + _MORE_S
         return Frame(header, payload)
 
@@ -381,9 +412,16 @@ class ZeromqTransport:
         if len(identity) != _IDENTITY.size:
             return None
         kind, nonce, generation, rank, _ = _IDENTITY.unpack(identity)
-        if kind != b"s" or nonce != self._nonce or generation != self._generation or rank not in self._addresses:
+        if (
+            kind != b"s"
+            or nonce != self._nonce
+            or generation != self._generation
+            or rank not in self._addresses
+        ):
             return None
-        if rank in self._sources.values():  # a link opens once: whoever comes again is somebody else
+        if (
+            rank in self._sources.values()
+        ):  # a link opens once: whoever comes again is somebody else
             return None
         # Disconnections already reported concern earlier users of this descriptor number: handle them first.
         self._watch_router()
@@ -453,7 +491,9 @@ class ZeromqTransport:
         while awaited and (now := time.monotonic()) < moved + patience_s:
             self._watch_links(now)
             self._judge_closing()
-            for peer in awaited.keys() - (self._links.keys() - self._closing.keys() - self._departed):
+            for peer in awaited.keys() - (
+                self._links.keys() - self._closing.keys() - self._departed
+            ):
                 del awaited[peer]
             looks = [one.look() for one in awaited.values()]
             if any(looks):
@@ -464,7 +504,9 @@ class ZeromqTransport:
 
     def _say_goodbye(self, linger_s: float) -> None:
         header = pack_header(Kind.BYE, self._rank, self._generation, 0)
-        while self.receive() is not None:  # so that peers whose frames nobody took are known, and told
+        while (
+            self.receive() is not None
+        ):  # so that peers whose frames nobody took are known, and told
             pass
         deadline = time.monotonic() + self._patience_s(linger_s)
         while self._unsent and time.monotonic() < deadline:
@@ -476,7 +518,10 @@ class ZeromqTransport:
         for peer, link in self._links.items():
             if peer not in self._departed:
                 with contextlib.suppress(zmq.ZMQError):
-                    link.socket.send(self._with_checksum(header) if peer in self._checksummed else header, zmq.NOBLOCK)
+                    link.socket.send(
+                        self._with_checksum(header) if peer in self._checksummed else header,
+                        zmq.NOBLOCK,
+                    )
         for identity, peer in self._sources.items():
             if peer in self._departed or peer in self._lost:
                 continue  # it has closed; what is sent to it would only hold up our own end

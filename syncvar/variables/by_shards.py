@@ -62,22 +62,30 @@ def checked_shape(base: str, shape: Any) -> tuple[int, ...] | None:
     if shape is None:
         return None
     try:
-        lengths = tuple(operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,)))
+        lengths = tuple(
+            operator.index(one) for one in (shape if isinstance(shape, tuple | list) else (shape,))
+        )
     except TypeError:
-        raise ConfigError(f"variable {base!r}: shape must be an integer or a tuple of integers, not {shape!r}") from None
+        raise ConfigError(
+            f"variable {base!r}: shape must be an integer or a tuple of integers, not {shape!r}"
+        ) from None
     if any(length < 0 for length in lengths):
         raise ConfigError(f"variable {base!r}: no length of a shape may be negative: {shape!r}")
     return lengths
 
 
-def require_shape(base: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def require_shape(
+    base: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any] | None
+) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return shape and dtype of a variable that a function makes part by part.
 
     Raises:
         ConfigError: One of them was not given.
     """
     if shape is None or dtype is None:
-        missing = " and ".join(name for name, given in (("shape=", shape), ("dtype=", dtype)) if given is None)
+        missing = " and ".join(
+            name for name, given in (("shape=", shape), ("dtype=", dtype)) if given is None
+        )
         raise ConfigError(
             f"variable {base!r}: an initial_value that takes shard_info makes parts of a variable, so {missing} must say what the whole is: "
             f"sv.Variable(fn, shape=(1000000, 64), dtype='float32')"

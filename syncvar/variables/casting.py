@@ -17,9 +17,18 @@ from syncvar.wire.arrays import as_array
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["checked_dtype", "digest_of", "initial_array", "number_array", "operand_array", "plain_array"]
+__all__ = [
+    "checked_dtype",
+    "digest_of",
+    "initial_array",
+    "number_array",
+    "operand_array",
+    "plain_array",
+]
 
-_SHORT_BYTES = 4096  # of longer arrays the digests of blocks are digested, which are made ten times as fast
+_SHORT_BYTES = (
+    4096  # of longer arrays the digests of blocks are digested, which are made ten times as fast
+)
 _PYTHON_NUMBERS = (bool, int, float, complex)
 _PLAIN_NUMBERS = frozenset(_PYTHON_NUMBERS)
 _ORDER = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
@@ -34,7 +43,9 @@ def checked_dtype(dtype: Any) -> np.dtype[Any]:
     try:
         made: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
-        raise ConfigError(f"dtype must name a NumPy dtype, not {dtype!r} ({error}). Write dtype='float32', for instance") from None
+        raise ConfigError(
+            f"dtype must name a NumPy dtype, not {dtype!r} ({error}). Write dtype='float32', for instance"
+        ) from None
     if not made.isnative:
         made = made.newbyteorder("=")
     dtype_index(made)
@@ -51,11 +62,15 @@ def initial_array(value: Any, dtype: np.dtype[Any] | None, what: str) -> NDArray
     """
     array = plain_array(value, f"{what}: the value")
     if dtype is None:
-        dtype = np.dtype(np.float32) if _is_weak(value) and array.dtype == np.float64 else array.dtype
+        dtype = (
+            np.dtype(np.float32) if _is_weak(value) and array.dtype == np.float64 else array.dtype
+        )
     return _cast(array, dtype, what, weak=_is_weak(value))
 
 
-def operand_array(value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> NDArray[Any]:
+def operand_array(
+    value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what: str
+) -> NDArray[Any]:
     """Return an operand as an array of exactly this shape and dtype.
 
     Arrays are cast by NumPy's same_kind; Python numbers (and lists of them) are weak: they take the dtype if it can
@@ -89,7 +104,10 @@ def number_array(value: Any, dtype: np.dtype[Any]) -> NDArray[Any] | None:
         return None
     try:
         return np.asarray(value).astype(dtype, copy=False)
-    except (FloatingPointError, Warning):  # the program has told NumPy to raise what is rounded to nothing
+    except (
+        FloatingPointError,
+        Warning,
+    ):  # the program has told NumPy to raise what is rounded to nothing
         return None
 
 
@@ -110,7 +128,9 @@ def digest_of(array: NDArray[Any]) -> int:
     """Return the 64-bit digest of dtype, shape and bytes."""
     made = _begun(array.dtype, array.shape).copy()
     flat = np.ascontiguousarray(array)
-    made.update(block_digests(flat) if flat.nbytes > _SHORT_BYTES else flat.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    short = flat.nbytes <= _SHORT_BYTES
+    data = flat.reshape(-1).view(np.uint8) if short else block_digests(flat)
+    made.update(data)  # type: ignore[arg-type]
     return int.from_bytes(made.digest(), "little")
 
 
@@ -137,7 +157,9 @@ def plain_array(value: Any, what: str) -> NDArray[Any]:
             f"where a replica has nothing to bring"
         )
     if isinstance(value, str | bytes):
-        raise ConfigError(f"{what} must be an array or a number, not {value!r:.80}: write 0.0, or np.zeros(shape)")
+        raise ConfigError(
+            f"{what} must be an array or a number, not {value!r:.80}: write 0.0, or np.zeros(shape)"
+        )
     return as_array(value.values[0] if isinstance(value, Mirrored) else value, what)
 
 
@@ -175,7 +197,9 @@ def _cast(array: NDArray[Any], dtype: np.dtype[Any], what: str, *, weak: bool) -
             )
     with np.errstate(over="ignore"):
         made = array.astype(dtype)
-    if dtype.kind not in "biu" and bool(np.any(np.isinf(made.astype(np.complex128)) & np.isfinite(array))):
+    if dtype.kind not in "biu" and bool(
+        np.any(np.isinf(made.astype(np.complex128)) & np.isfinite(array))
+    ):
         raise ConfigError(
             f"{what}: {dtype.name} cannot hold {array.tolist()!s:.120}. Make the variable with "
             f"dtype='{'complex128' if dtype.kind == 'c' else 'float64'}'"

@@ -42,7 +42,9 @@ def catch_up(owner: Owner, roster: Roster, calls: int) -> None:
         return
     newest = ages.index(max(ages))
     _, _, roster.runs, theirs = everyone[newest]
-    shared = [(name, one) for name, one in variables.items() if all(name in told[3] for told in everyone)]
+    shared = [
+        (name, one) for name, one in variables.items() if all(name in told[3] for told in everyone)
+    ]
     for part in _batches(shared):
         together = np.concatenate([_bytes_of(one) for _, one in part])
 

@@ -60,7 +60,9 @@ class Parted(NamedTuple):
     values: list[bytes]
 
 
-def compare(owner: Owner, pairs: Sequence[Pair], now: str, *, good: str | None = None, before: str = "") -> None:
+def compare(
+    owner: Owner, pairs: Sequence[Pair], now: str, *, good: str | None = None, before: str = ""
+) -> None:
     """Compare the copies of variables. Collective.
 
     Args:
@@ -83,7 +85,14 @@ def compare(owner: Owner, pairs: Sequence[Pair], now: str, *, good: str | None =
     digests = _digests(pairs)
     mine = combined(digests)
     # Of equal numbers, and of none else, the largest is the smallest.
-    most, least = agree(communicator, _WHAT, "max", np.array([mine, mine ^ _MASK], np.uint64), owner.timeout, (what, fingerprint(what))).tolist()
+    most, least = agree(
+        communicator,
+        _WHAT,
+        "max",
+        np.array([mine, mine ^ _MASK], np.uint64),
+        owner.timeout,
+        (what, fingerprint(what)),
+    ).tolist()
     if most != least ^ _MASK:
         what += ", part by part"
 
@@ -102,7 +111,9 @@ def _digests(pairs: Sequence[Pair]) -> NDArray[np.uint64]:
     return np.concatenate([block_digests(_copy(variable)) for _, variable in pairs])
 
 
-def _body(communicator: Communicator, pairs: Sequence[Pair], digests: NDArray[np.uint64]) -> Generator[Stage, None, Parted]:
+def _body(
+    communicator: Communicator, pairs: Sequence[Pair], digests: NDArray[np.uint64]
+) -> Generator[Stage, None, Parted]:
     everyone = yield from exchange_bytes(communicator, digests.tobytes())
     table = np.array([np.frombuffer(one, np.uint64) for one in everyone])
     differs = (table != table[0]).any(axis=0)
@@ -117,12 +128,18 @@ def _body(communicator: Communicator, pairs: Sequence[Pair], digests: NDArray[np
         if not differs[here].any():
             continue
         if found is None:
-            found, rows, blocks = (entry, variable), table[:, here], np.flatnonzero(differs[here]).tolist()
+            found, rows, blocks = (
+                (entry, variable),
+                table[:, here],
+                np.flatnonzero(differs[here]).tolist(),
+            )
         else:
             others.append(entry.name)
     assert found is not None  # the combination of equal digests is equal
     counts = Counter(row.tobytes() for row in rows)
-    usual, count = counts.most_common(1)[0]  # of equally many: the one that is met first, that is, by lower ranks
+    usual, count = counts.most_common(1)[
+        0
+    ]  # of equally many: the one that is met first, that is, by lower ranks
     strangers = [replica for replica, row in enumerate(rows) if row.tobytes() != usual]
     copy = _copy(found[1])
     size = copy.dtype.itemsize
@@ -150,11 +167,25 @@ def _error(communicator: Communicator, found: Parted, now: str) -> MismatchError
     ranks = [communicator.members[replica] for replica in found.strangers]
     table = {}
     for replica, member in enumerate(communicator.members):
-        value = np.frombuffer(found.values[replica], dtype)[0] if len(found.values[replica]) == dtype.itemsize else "?"
+        value = (
+            np.frombuffer(found.values[replica], dtype)[0]
+            if len(found.values[replica]) == dtype.itemsize
+            else "?"
+        )
         is_stranger = replica in found.strangers
-        table[member] = f"element {found.first} is {value!s} (bytes {found.values[replica].hex()}){', differs' if is_stranger else ''}"
-    which = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} differ"
-    whom = "from the majority" if found.has_majority else "from the lowest rank (no majority can tell who is right)"
+        table[member] = (
+            f"element {found.first} is {value!s} (bytes {found.values[replica].hex()}){', differs' if is_stranger else ''}"
+        )
+    which = (
+        f"rank {ranks[0]} differs"
+        if len(ranks) == 1
+        else f"ranks {', '.join(map(str, ranks))} differ"
+    )
+    whom = (
+        "from the majority"
+        if found.has_majority
+        else "from the lowest rank (no majority can tell who is right)"
+    )
     names = ", ".join(map(repr, found.others[:8])) + (", …" if len(found.others) > 8 else "")
     more = f" Further variables that differ: {names}." if found.others else ""
     return MismatchError(

@@ -79,7 +79,9 @@ def fetch(owner: Owner, namespace: Any, name: str, replica: int, what: str) -> N
     return made
 
 
-def with_absent(owner: Owner, namespace: Any, name: str, mine: NDArray[Any], travel: Travel, what: str) -> NDArray[Any]:
+def with_absent(
+    owner: Owner, namespace: Any, name: str, mine: NDArray[Any], travel: Travel, what: str
+) -> NDArray[Any]:
     """Return the aggregate of all replicas' copies where some have left a block of sv.uneven: theirs are read from them.
 
     Collective over those that work.
@@ -119,7 +121,9 @@ def checked_replica(rank: Any, count: int, what: str) -> int:
     except TypeError:
         raise ConfigError(f"{what}: rank must be an integer, not {rank!r}") from None
     if isinstance(rank, bool | np.bool_) or not 0 <= replica < count:
-        raise ConfigError(f"{what}: rank must be 0 to {count - 1} (a replica of the variable's strategy), not {rank!r}")
+        raise ConfigError(
+            f"{what}: rank must be 0 to {count - 1} (a replica of the variable's strategy), not {rank!r}"
+        )
     return replica
 
 
@@ -134,6 +138,8 @@ def _finder(published: weakref.WeakValueDictionary[int, Any]) -> Any:
             return None
         storage: Storage = variable._storage  # noqa: SLF001  (the other half of the variable)
         copy = storage.expose().copy()  # it may be under way for longer than the memory is mapped
-        return pack_object([dtype_index(copy.dtype), list(copy.shape)]), copy.reshape(-1).view(np.uint8).data
+        return pack_object([dtype_index(copy.dtype), list(copy.shape)]), copy.reshape(-1).view(
+            np.uint8
+        ).data
 
     return find

@@ -115,7 +115,10 @@ def make_on_replicas(owner: Owner, wish: Wish, *, own: bool = False, stacklevel:
     """
     communicator = owner.communicator
     if not _is_apart(wish.synchronization):
-        communicator.require_all("making a variable", "for the slots of an optimizer write optimizer.build([v, …]) before the block")
+        communicator.require_all(
+            "making a variable",
+            "for the slots of an optimizer write optimizer.build([v, …]) before the block",
+        )
     checked: _Checked | None = None
     failure: Exception | None = None
     try:
@@ -132,21 +135,32 @@ def make_on_replicas(owner: Owner, wish: Wish, *, own: bool = False, stacklevel:
         return _create_request(owner, names.free(checked.base), checked, own=own)
 
     value: Any
-    value, differ = (None, []) if apart else communicator.perform("create variable", check, owner.timeout)
+    value, differ = (
+        (None, []) if apart else communicator.perform("create variable", check, owner.timeout)
+    )
     if checked is None:
         raise failure or InternalError("a wish was neither checked nor refused")
     value = checked.value if apart else value
     name = names.take(checked.base)
     roster = owner.roster
     if roster is not None and resolve(checked.requested)[0] is VariableSynchronization.ON_WRITE:
-        combines = checked.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN) and value.dtype.kind != "b"
-        roster.enter(name, value.nbytes, is_auto=combines and checked.requested is VariableSynchronization.AUTO)
+        combines = (
+            checked.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN)
+            and value.dtype.kind != "b"
+        )
+        roster.enter(
+            name,
+            value.nbytes,
+            is_auto=combines and checked.requested is VariableSynchronization.AUTO,
+        )
     if checked.action.effect is Effect.SHARE and not own:
         value = share_of(value, communicator.size, communicator.member_rank)
     if differ and communicator.rank == 0:
         _warn_of_differences(name, differ, stacklevel + 1)
     start = np.array(value, copy=True)
-    return Made(owner, namespace, name, start, checked.trainable, checked.requested, checked.aggregation)
+    return Made(
+        owner, namespace, name, start, checked.trainable, checked.requested, checked.aggregation
+    )
 
 
 def _is_apart(synchronization: Any) -> bool:
@@ -164,7 +178,10 @@ def _checked(owner: Owner, wish: Wish) -> _Checked:
     dtype = None if wish.dtype is None else checked_dtype(wish.dtype)
     trainable = checked_trainable(wish.trainable, requested is not VariableSynchronization.ON_READ)
     action = decide(
-        resolve(requested)[0], aggregation, context_of(owner, f"variable {base!r}"), Operation.CREATE
+        resolve(requested)[0],
+        aggregation,
+        context_of(owner, f"variable {base!r}"),
+        Operation.CREATE,
     )
     calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
     given, shape = wish.initial_value, checked_shape(base, wish.shape)
@@ -183,12 +200,20 @@ def checked_trainable(trainable: Any, usual: bool) -> bool:
     if trainable is None:
         return usual
     if not isinstance(trainable, bool | np.bool_):
-        raise ConfigError(f"trainable must be True, False or None, not {trainable!r}: write trainable=True")
+        raise ConfigError(
+            f"trainable must be True, False or None, not {trainable!r}: write trainable=True"
+        )
     return bool(trainable)
 
 
 def checked_value(
-    base: str, given: Any, dtype: np.dtype[Any] | None, aggregation: VariableAggregation, *, calls: bool, shape: tuple[int, ...] | None = None
+    base: str,
+    given: Any,
+    dtype: np.dtype[Any] | None,
+    aggregation: VariableAggregation,
+    *,
+    calls: bool,
+    shape: tuple[int, ...] | None = None,
 ) -> NDArray[Any] | None:
     """Return a new variable's first value as an array, or None where a function makes it and is not called here.
 
@@ -210,7 +235,9 @@ def checked_value(
     given = given.read_value() if isinstance(given, ArrayProtocol) else given
     value = initial_array(given, dtype, f"variable {base!r}: initial_value")
     if shape is not None and value.shape != shape:
-        raise ConfigError(f"variable {base!r}: initial_value has shape {value.shape}, and shape= says {shape}; give what is meant")
+        raise ConfigError(
+            f"variable {base!r}: initial_value has shape {value.shape}, and shape= says {shape}; give what is meant"
+        )
     if aggregation is VariableAggregation.MEAN and value.dtype.kind not in "fcV":
         raise ConfigError(
             f"variable {base!r}: MEAN of {value.dtype.name} is no {value.dtype.name}; use a floating dtype "
@@ -271,9 +298,13 @@ def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) ->
     def body() -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
         records = yield from exchange(communicator, Record(BYTES, nbytes=len(packed)))
         counts = tuple(record.nbytes for record in records)
-        flat = (yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), counts)).tobytes()
+        flat = (
+            yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), counts)
+        ).tobytes()
         ends = list(accumulate(counts))
-        everyone = [unpack_object(flat[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+        everyone = [
+            unpack_object(flat[end - count : end]) for end, count in zip(ends, counts, strict=True)
+        ]
         if roster is not None:
             roster.forget(name for _, _, told in everyone for name in told)
         manifests = [_manifest(fields) for fields, _, _ in everyone]
@@ -286,7 +317,9 @@ def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) ->
             communicator, value if communicator.rank == 0 else None, shape, _dtype(dtype), 0
         )
         digests = [digest for _, digest, _ in everyone]
-        differ = [replica for replica, digest in enumerate(digests) if digest not in (None, digests[0])]
+        differ = [
+            replica for replica, digest in enumerate(digests) if digest not in (None, digests[0])
+        ]
         if differ and owner.strict:
             table = {
                 communicator.members[replica]: f"initial value with digest {digest:016x}"

@@ -61,11 +61,17 @@ def append(path: str, strategy: int, changes: list[Change], *, begins: bool) -> 
     lines: list[dict[str, Any]] = [{"strategy": key, "begins": True}] if begins else []
     lines += [
         {
-            "strategy": key, "at": one.point.at, "step": one.point.step, "of": one.point.of, "variable": one.variable,
-            "from": one.before, "to": one.after, "why": one.why,
+            "strategy": key,
+            "at": one.point.at,
+            "step": one.point.step,
+            "of": one.point.of,
+            "variable": one.variable,
+            "from": one.before,
+            "to": one.after,
+            "why": one.why,
         }
         for one in changes
-    ]  # fmt: skip
+    ]
     if not lines:
         return True
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -93,7 +99,9 @@ def read(path: str, strategy: int) -> list[tuple[str, int, str, str, str]]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"auto_replay={path!r} cannot be read: {error}. Name a file that SYNCVAR_AUTO_LOG has made") from error
+        raise ConfigError(
+            f"auto_replay={path!r} cannot be read: {error}. Name a file that SYNCVAR_AUTO_LOG has made"
+        ) from error
     found: list[tuple[str, int, str, str, str]] = []
     for number, line in enumerate(lines, 1):
         try:
@@ -103,10 +111,25 @@ def read(path: str, strategy: int) -> list[tuple[str, int, str, str, str]]:
             if one.get("begins"):
                 found.clear()
                 continue
-            at, step, of, variable, pace = one["at"], one["step"], one["of"], one["variable"], one["to"]
+            at, step, of, variable, pace = (
+                one["at"],
+                one["step"],
+                one["of"],
+                one["variable"],
+                one["to"],
+            )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"auto_replay={path!r}: line {number} is no decision of AUTO: {line:.80}") from error
-        if at not in ("run", "write") or type(step) is not int or pace not in ("eager", "deferred") or not isinstance(variable, str):
-            raise ConfigError(f"auto_replay={path!r}: line {number} is no decision of AUTO: {line:.80}")
+            raise ConfigError(
+                f"auto_replay={path!r}: line {number} is no decision of AUTO: {line:.80}"
+            ) from error
+        if (
+            at not in ("run", "write")
+            or type(step) is not int
+            or pace not in ("eager", "deferred")
+            or not isinstance(variable, str)
+        ):
+            raise ConfigError(
+                f"auto_replay={path!r}: line {number} is no decision of AUTO: {line:.80}"
+            )
         found.append((at, step, str(of), variable, pace))
     return found

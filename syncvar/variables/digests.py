@@ -95,4 +95,11 @@ def combined(digests: NDArray[np.uint64]) -> int:
         False
     """
     factors = _factors()
-    return int(np.dot(digests, factors[: digests.size] if digests.size <= factors.size else np.resize(factors, digests.size)))
+    return int(
+        np.dot(
+            digests,
+            factors[: digests.size]
+            if digests.size <= factors.size
+            else np.resize(factors, digests.size),
+        )
+    )

@@ -81,7 +81,9 @@ def check_equal(
         [True, False, True, False]
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ConfigError(f"every must be a whole number of calls of at least 1, not {every!r}: write every=100")
+        raise ConfigError(
+            f"every must be a whole number of calls of at least 1, not {every!r}: write every=100"
+        )
     communicator = communicator_of(group)
     if every > 1:
         caller = sys._getframe(1)  # noqa: SLF001  (the public way, inspect.stack, reads files)
@@ -139,18 +141,28 @@ def _compare(
     if (table == table[0]).all():
         return
     if (table[:, 0] != table[0, 0]).any():
-        everyone = [unpack_object(one) for one in (yield from gather_bytes(communicator, pack_object(names)))]
+        everyone = [
+            unpack_object(one)
+            for one in (yield from gather_bytes(communicator, pack_object(names)))
+        ]
         raise _different_names(communicator, everyone, what)
     table = _rows((yield from exchange_bytes(communicator, digests.tobytes())), np.uint64)
     differing = np.flatnonzero((table != table[0]).any(axis=0)).tolist()
     found = arrays[differing[0]]
     others = [arrays[number].name for number in differing[1:]]
-    blocks = _rows((yield from exchange_bytes(communicator, block_digests(found.array).tobytes())), np.uint64)
+    blocks = _rows(
+        (yield from exchange_bytes(communicator, block_digests(found.array).tobytes())), np.uint64
+    )
     block = int(np.flatnonzero((blocks != blocks[0]).any(axis=0))[0])
-    contents = _rows((yield from exchange_bytes(communicator, block_bytes(found.array, block).tobytes())), np.uint8)
+    contents = _rows(
+        (yield from exchange_bytes(communicator, block_bytes(found.array, block).tobytes())),
+        np.uint8,
+    )
     byte = int(np.flatnonzero((contents != contents[0]).any(axis=0))[0])
     size = found.array.itemsize
-    flat = (block * BLOCK_BYTES + byte) // size  # no element crosses two blocks: their sizes are powers of two
+    flat = (
+        block * BLOCK_BYTES + byte
+    ) // size  # no element crosses two blocks: their sizes are powers of two
     begin = flat * size - block * BLOCK_BYTES
     values = [row[begin : begin + size].tobytes() for row in contents]
     raise _different_values(communicator, found, flat, values, others)
@@ -163,11 +175,17 @@ def _rows(parts: list[bytes], dtype: Any) -> NDArray[Any]:
 def _different_names(communicator: Communicator, everyone: list[Any], what: str) -> MismatchError:
     longest = max(map(len, everyone))
     padded = [[*one, *[None] * (longest - len(one))] for one in everyone]
-    place = next(number for number in range(longest) if any(one[number] != padded[0][number] for one in padded))
+    place = next(
+        number
+        for number in range(longest)
+        if any(one[number] != padded[0][number] for one in padded)
+    )
     table = {}
     for rank, one in zip(communicator.members, padded, strict=True):
         entry = one[place]
-        table[rank] = f"no array number {place}" if entry is None else f"{entry[0]}: {entry[1]}{entry[2]}"
+        table[rank] = (
+            f"no array number {place}" if entry is None else f"{entry[0]}: {entry[1]}{entry[2]}"
+        )
     return MismatchError(
         f"check_equal: {what!r} has other names, shapes or dtypes on some ranks; the first difference is array number {place}. "
         f"Build the same model with the same arguments on every rank",
@@ -186,5 +204,6 @@ def _different_values(
     }
     more = f" {len(others)} further arrays differ, the next is {others[0]}." if others else ""
     return MismatchError(
-        f"check_equal: {found.name} differs between the ranks, first at index {index}.{more} {_REMEDY}", table
+        f"check_equal: {found.name} differs between the ranks, first at index {index}.{more} {_REMEDY}",
+        table,
     )

@@ -36,6 +36,8 @@ class Explanation:
             f"rule: {self.rule}",
             "numbers: " + ", ".join(f"{name} {value}" for name, value in self.numbers.items()),
         ]
-        lines += [f"step {step}: {before} -> {after}, {why}" for step, before, after, why in self.changes]
+        lines += [
+            f"step {step}: {before} -> {after}, {why}" for step, before, after, why in self.changes
+        ]
         lines += [f"now: {self.reason}"] if self.reason else []
         return "\n".join(lines)

@@ -74,7 +74,9 @@ def assign_sub_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
 
 
 def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]]) -> None:
-    chosen = pairs if type(pairs) is list else list(pairs) if isinstance(pairs, Iterable) else [pairs]  # which is refused as a pair
+    chosen = (
+        pairs if type(pairs) is list else list(pairs) if isinstance(pairs, Iterable) else [pairs]
+    )  # which is refused as a pair
     if not chosen:
         return
     if type(chosen[0]) is tuple and chosen[0] and type(chosen[0][0]) is Variable:
@@ -94,7 +96,10 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
                 getattr(variable, operation.value)(x)
         return
     kinds = [variable._kind for variable in variables]  # noqa: SLF001
-    op_of = {kind: _op(variables[kinds.index(kind)]._decide(operation)) for kind in dict.fromkeys(kinds)}  # noqa: SLF001
+    op_of = {
+        kind: _op(variables[kinds.index(kind)]._decide(operation))  # noqa: SLF001
+        for kind in dict.fromkeys(kinds)
+    }
     ops = [op_of[kind] for kind in kinds]
     together, apart = chosen, []
     if not all(op_of.values()):
@@ -108,7 +113,12 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
             roster.before_write(variables)
         if not apart and SideBySide.takes(owner, variables, ops):
             group = _group(owner, operation, name, variables, ops[0])
-            group.perform(name, lambda number: variables[number]._operand(operation, together[number][1], reduced=True))  # noqa: SLF001
+            group.perform(
+                name,
+                lambda number: variables[number]._operand(  # noqa: SLF001
+                    operation, together[number][1], reduced=True
+                ),
+            )
             first._count_step()  # noqa: SLF001
             return
         storages = [variable._storage for variable in variables]  # noqa: SLF001
@@ -122,9 +132,16 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
             # Nothing but a view lies where a copy does, whose memory is its own.
             are_apart = all(map(owns_itself, arrays))
             return together_request(
-                owner.communicator, name, names, arrays, ops, targets, UFUNCS[operation],
-                reproducible=owner.reproducible, are_apart=are_apart,
-            )  # fmt: skip
+                owner.communicator,
+                name,
+                names,
+                arrays,
+                ops,
+                targets,
+                UFUNCS[operation],
+                reproducible=owner.reproducible,
+                are_apart=are_apart,
+            )
 
         with being_written(owner.communicator, name, storages), written_once(owner, storages):
             owner.communicator.perform(name, check, owner.timeout)
@@ -135,7 +152,9 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
         getattr(variable, operation.value)(x)
 
 
-def _group(owner: Owner, operation: Operation, name: str, variables: list[Variable], op: str) -> SideBySide:
+def _group(
+    owner: Owner, operation: Operation, name: str, variables: list[Variable], op: str
+) -> SideBySide:
     """Return the prepared group of variables; it is made when they are first written together."""
     groups = variables[0]._groups  # noqa: SLF001
     key = operation, len(variables)
@@ -160,13 +179,23 @@ def _checked_variables(name: str, pairs: list[Any]) -> list[Variable]:
     """
     if set(map(type, pairs)) == {tuple} and set(map(len, pairs)) == {2}:
         variables = [variable for variable, _ in pairs]
-        if set(map(type, variables)) == {Variable} and len(set(map(id, variables))) == len(variables):
+        if set(map(type, variables)) == {Variable} and len(set(map(id, variables))) == len(
+            variables
+        ):
             return variables
     seen: set[int] = set()
     for pair in pairs:
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], Variable):
-            raise ConfigError(f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], not {pair!r:.100}")
+        if (
+            not isinstance(pair, list | tuple)
+            or len(pair) != 2
+            or not isinstance(pair[0], Variable)
+        ):
+            raise ConfigError(
+                f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], not {pair!r:.100}"
+            )
         if id(pair[0]) in seen:
-            raise ConfigError(f"{name}: the variable {pair[0].name!r} is named twice; combine its values first")
+            raise ConfigError(
+                f"{name}: the variable {pair[0].name!r} is named twice; combine its values first"
+            )
         seen.add(id(pair[0]))
     return [variable for variable, _ in pairs]

@@ -20,7 +20,9 @@ class Names:
     """
 
     def __init__(self) -> None:
-        self._next: dict[str, int] = {}  # of a name: it and all its numbers below this one are taken
+        self._next: dict[
+            str, int
+        ] = {}  # of a name: it and all its numbers below this one are taken
 
     def __len__(self) -> int:
         """Return how many names are remembered."""

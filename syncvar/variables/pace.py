@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["COSTS", "IDLE_RUNS", "Bar", "Choice", "Costs", "Window", "choose", "period"]
 
 IDLE_RUNS = 20  # between two decisions where nothing was incremented
-_MANY = 4  # of more variables a decision is made half as often: it costs about 20 us and 2 us for each
+_MANY = (
+    4  # of more variables a decision is made half as often: it costs about 20 us and 2 us for each
+)
 _WORTH = 0.8  # the new way must cost at most so much of the old one
 _BEARABLE = 1.25  # a way is kept as long as it costs at most so much of the other
 _BAR_MIN, _BAR_MAX = 4, 64
@@ -67,7 +69,9 @@ class Costs(NamedTuple):
 # (path, reproducible): two launched ranks on two cores, medians, one write after the other. Reproducible increments travel one beside the
 # other instead of summed, which costs more in the queue.
 COSTS = {
-    ("arena", False): Costs(5, 4.3, 0.3, 4.4, 2.0, 105.0),  # by the Python runner; the C runner takes 0.9 for an eager one
+    ("arena", False): Costs(
+        5, 4.3, 0.3, 4.4, 2.0, 105.0
+    ),  # by the Python runner; the C runner takes 0.9 for an eager one
     ("arena", True): Costs(5, 4.3, 0.3, 8.0, 5.0, 105.0),
     ("links", False): Costs(10, 150.0, 3.5, 10.0, 3.0, 215.0),
     ("links", True): Costs(10, 150.0, 3.5, 14.0, 9.0, 215.0),
@@ -122,7 +126,12 @@ def period(costs: Costs, variables: int, *, is_idle: bool) -> int:
 
 
 def choose(
-    windows: Sequence[Window], runs: int, sends: int, bar: Bar, costs: Costs, bucket_bytes: int = 1 << 20
+    windows: Sequence[Window],
+    runs: int,
+    sends: int,
+    bar: Bar,
+    costs: Costs,
+    bucket_bytes: int = 1 << 20,
 ) -> tuple[list[Choice], Bar]:
     """Return the pace of each variable, and the bar: a pure function of what is the same on all replicas.
 
@@ -147,7 +156,10 @@ def choose(
     now = queued = 0.0
     are_deferred = True
     for one in windows:
-        eager, waiting = costs.eager(one.increments, one.nbytes), costs.queued(one.increments, one.nbytes)
+        eager, waiting = (
+            costs.eager(one.increments, one.nbytes),
+            costs.queued(one.increments, one.nbytes),
+        )
         own_breaks = min(one.breaks, one.increments)
         limit = _BEARABLE if one.is_deferred else _WORTH
         least = waiting + costs.send_us * own_breaks  # if sending at the ends of runs cost nothing
@@ -178,15 +190,21 @@ def choose(
     elif chosen and together and bar.left:
         bar = bar._replace(left=bar.left - 1)
         together = False
-        estimate += f"; not tried for {bar.left} more decisions, because other calls have sent the queue"
+        estimate += (
+            f"; not tried for {bar.left} more decisions, because other calls have sent the queue"
+        )
     shared = Choice(together, f"{because}: {estimate}")
     choices = []
     for place, one in enumerate(windows):
         if not one.increments:
             choices.append(Choice(one.is_deferred, "nothing was added"))
         elif alone[place]:
-            said = f"{one.increments} increments, {one.breaks} reads or other writes after one{since}"
-            choices.append(Choice(is_deferred=False, why=f"{said}: waiting does not pay ({alone[place]})"))
+            said = (
+                f"{one.increments} increments, {one.breaks} reads or other writes after one{since}"
+            )
+            choices.append(
+                Choice(is_deferred=False, why=f"{said}: waiting does not pay ({alone[place]})")
+            )
         else:
             choices.append(shared)
     return choices, bar

@@ -66,7 +66,9 @@ class Owner(Protocol):
     def _kind_of_variable(self, synchronization: Any) -> type[Any] | None:
         """Return the class of the variables that it makes with a mode; None for the usual one."""
 
-    def _make_storage(self, value: NDArray[Any], synchronization: VariableSynchronization) -> Storage:
+    def _make_storage(
+        self, value: NDArray[Any], synchronization: VariableSynchronization
+    ) -> Storage:
         """Return the memory for a variable's copy."""
 
 
@@ -74,7 +76,11 @@ class Stepper(Protocol):
     """Who makes the steps of variables whose values are not in this process."""
 
     def step(
-        self, rule: tuple[str, dict[str, Any]], rate: float, pairs: list[tuple[Any, Any]], combine: str
+        self,
+        rule: tuple[str, dict[str, Any]],
+        rate: float,
+        pairs: list[tuple[Any, Any]],
+        combine: str,
     ) -> None:
         """Make one step of each variable.
 
@@ -103,7 +109,10 @@ class Place(NamedTuple):
     context: Context
 
 
-_CROSS, _SPMD = Context.CROSS, Context.SPMD  # to look a member up by its name takes as long as all else here
+_CROSS, _SPMD = (
+    Context.CROSS,
+    Context.SPMD,
+)  # to look a member up by its name takes as long as all else here
 
 _makers: list[Callable[[], Owner]] = []
 

@@ -155,7 +155,11 @@ _SUM, _MEAN, _FIRST = (
     VariableAggregation.MEAN,
     VariableAggregation.ONLY_FIRST_REPLICA,
 )
-_ANY_SYNC, _ANY_AGG, _ANYWHERE = tuple(VariableSynchronization), tuple(VariableAggregation), tuple(Context)
+_ANY_SYNC, _ANY_AGG, _ANYWHERE = (
+    tuple(VariableSynchronization),
+    tuple(VariableAggregation),
+    tuple(Context),
+)
 OWN_VALUES = (Context.REPLICA, Context.SPMD)
 """Where each replica writes its own value: the rows of these contexts are the same, but for aggregation NONE."""
 _SAME_VALUES = (Context.CROSS, Context.MERGE)
@@ -317,7 +321,9 @@ def decide(
             and operation in operations
         ):
             return action
-    raise AssertionError(f"no rule for {operation} on {synchronization}, {aggregation} in {context}")
+    raise AssertionError(
+        f"no rule for {operation} on {synchronization}, {aggregation} in {context}"
+    )
 
 
 def table() -> Iterator[Rule]:

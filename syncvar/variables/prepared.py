@@ -29,7 +29,18 @@ if TYPE_CHECKING:
     Read = Callable[[bool], NDArray[Any] | None]
     Write = Callable[..., int]
 
-__all__ = ["DECIDE", "DONE", "UNDONE", "WRITES_PER_DECISION", "prepared_look", "prepared_read", "prepared_write", "sealed", "unlooked", "unprepared"]
+__all__ = [
+    "DECIDE",
+    "DONE",
+    "UNDONE",
+    "WRITES_PER_DECISION",
+    "prepared_look",
+    "prepared_read",
+    "prepared_write",
+    "sealed",
+    "unlooked",
+    "unprepared",
+]
 
 WRITES_PER_DECISION = 64  # of AUTO, outside every scope; a power of two
 UNDONE, DONE, DECIDE = 0, 1, 2
@@ -75,7 +86,9 @@ def prepared_look(owner: Owner, storage: Storage, tally: Tally) -> Look:
     return made
 
 
-def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: PreparedCall, *, counts: bool) -> Write:
+def prepared_write(
+    owner: Owner, storage: Storage, tally: Tally, call: PreparedCall, *, counts: bool
+) -> Write:
     """Return a prepared write: a function of (x).
 
     It returns UNDONE where nothing has been done, and the write has to be made by the table; DONE; or DECIDE, where it has
@@ -88,11 +101,26 @@ def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: PreparedC
         call: The all-reduce, which applies its result to the copy.
         counts: The write is an increment of an AUTO variable.
     """
-    local, roster, is_default, communicator = owner.places, owner.roster, owner.is_default, owner.communicator
-    channel, shape, dtype, ndarray, replica = communicator.channel, storage.array.shape, storage.array.dtype, np.ndarray, Context.REPLICA
+    local, roster, is_default, communicator = (
+        owner.places,
+        owner.roster,
+        owner.is_default,
+        owner.communicator,
+    )
+    channel, shape, dtype, ndarray, replica = (
+        communicator.channel,
+        storage.array.shape,
+        storage.array.dtype,
+        np.ndarray,
+        Context.REPLICA,
+    )
 
     def write(x: NDArray[Any], *, is_seen: bool = False) -> int:
-        if type(x) is not ndarray or (x.dtype is not dtype and x.dtype != dtype) or x.shape != shape:
+        if (
+            type(x) is not ndarray
+            or (x.dtype is not dtype and x.dtype != dtype)
+            or x.shape != shape
+        ):
             return UNDONE
         stack = local.stack
         if not stack:
@@ -102,7 +130,9 @@ def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: PreparedC
             place = stack[-1]
             if place.owner is not owner or place.context is not replica:
                 return UNDONE
-        if communicator.channel is not channel:  # its calls go otherwise: in a block of sv.uneven, or never again
+        if (
+            communicator.channel is not channel
+        ):  # its calls go otherwise: in a block of sv.uneven, or never again
             return UNDONE
         is_counted = roster is not None and not roster.is_free
         if is_counted and not is_seen and tally.steps >= roster.until:  # type: ignore[union-attr]
@@ -129,12 +159,23 @@ def prepared_write(owner: Owner, storage: Storage, tally: Tally, call: PreparedC
         return write
     where = (local, owner, communicator, channel, replica)
     made: Write = access(
-        "Write", write, where, storage, tally, (dtype, shape), call=call, watch=roster, is_default=is_default, is_increment=counts
+        "Write",
+        write,
+        where,
+        storage,
+        tally,
+        (dtype, shape),
+        call=call,
+        watch=roster,
+        is_default=is_default,
+        is_increment=counts,
     )
     return made
 
 
-def prepared_read(owner: Owner, storage: Storage, tally: Tally, call: PreparedCall) -> tuple[Read, Look]:
+def prepared_read(
+    owner: Owner, storage: Storage, tally: Tally, call: PreparedCall
+) -> tuple[Read, Look]:
     """Return two prepared reads that combine the copies: functions whose result is None where nothing has been done.
 
     The first is for where it is known that all replicas read; the second looks where the thread is, and counts the read.

@@ -48,7 +48,12 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         return value.copy() if copy else value
 
     def __dlpack__(
-        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
+        self,
+        *,
+        stream: Any = None,
+        max_version: Any = None,
+        dl_device: Any = None,
+        copy: bool | None = None,
     ) -> Any:
         """Return a copy of the value for another library: `torch.from_dlpack(v)`. What reading costs, and one copy.
 
@@ -58,14 +63,20 @@ class ArrayProtocol(NDArrayOperatorsMixin):
             BufferError: No copy is wanted, or DLPack of NumPy does not know the dtype.
         """
         if copy is False:
-            raise BufferError(f"the value of variable {self.name!r} is given away as a copy only: leave out copy=False")
+            raise BufferError(
+                f"the value of variable {self.name!r} is given away as a copy only: leave out copy=False"
+            )
         value = self.read_value(copy=False)
         if value.dtype.kind == "V":
             raise BufferError(
                 f"NumPy's DLPack does not know {value.dtype}: write np.asarray(v), or "
                 f"torch.from_numpy(v.numpy().view('int16').copy()).view(torch.bfloat16)"
             )
-        options = {"stream": stream} if max_version is None else {"max_version": max_version, "dl_device": dl_device}
+        options = (
+            {"stream": stream}
+            if max_version is None
+            else {"max_version": max_version, "dl_device": dl_device}
+        )
         return value.copy().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -113,7 +124,9 @@ class ArrayProtocol(NDArrayOperatorsMixin):
         return iter(self.read_value())
 
     def __format__(self, spec: str) -> str:
-        return format(self.read_value(copy=False), spec) if spec else str(self)  # as repr, which never communicates
+        return (
+            format(self.read_value(copy=False), spec) if spec else str(self)
+        )  # as repr, which never communicates
 
     def __float__(self) -> float:
         return float(self.read_value(copy=False))

@@ -25,7 +25,14 @@ from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.queued import send_queued
 from syncvar.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.ops import quiet, reduction
-from syncvar.variables.prefix import Told, chained, common_prefix, first_difference, pack_told, unpack_told
+from syncvar.variables.prefix import (
+    Told,
+    chained,
+    common_prefix,
+    first_difference,
+    pack_told,
+    unpack_told,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -115,7 +122,9 @@ class WriteQueue:
         self._started: Work | None = None
         self._awaited_since = 0.0
         self._resets = 0  # how often writes were dropped since the run began
-        self._broken: MismatchError | None = None  # since then writes of the replicas would be crossed
+        self._broken: MismatchError | None = (
+            None  # since then writes of the replicas would be crossed
+        )
         self._lock = threading.RLock()  # a thread that makes a call elsewhere sends as well
         self.sends = 0  # since it was made
 
@@ -133,18 +142,26 @@ class WriteQueue:
             assert engine is not None
             send_queued(engine.queues, self)
 
-    # -- writes ---------------------------------------------------------------------------------------------------
+    # -- writes ------------------------------------------------------------------------------------
 
-    def add(self, variable: Variable, operation: Operation, op: str, digest: int, x: NDArray[Any]) -> None:
+    def add(
+        self, variable: Variable, operation: Operation, op: str, digest: int, x: NDArray[Any]
+    ) -> None:
         """Take a write; `x` is of the variable's shape and dtype, and copied."""
         with self._lock:
             chain = self._chain = chained(self._chain, digest)
             self._put(Increment(chain, variable, operation, op, x.copy()))
             self._nbytes += x.nbytes
-            if self._nbytes >= BUCKET_BYTES or len(self._waiting) >= BUCKET_WRITES or self._is_late():
+            if (
+                self._nbytes >= BUCKET_BYTES
+                or len(self._waiting) >= BUCKET_WRITES
+                or self._is_late()
+            ):
                 self.send()
 
-    def refuse(self, variable: Variable, operation: Operation, op: str, digest: int, reason: str) -> None:
+    def refuse(
+        self, variable: Variable, operation: Operation, op: str, digest: int, reason: str
+    ) -> None:
         """Take note that this replica's write was refused: the others will raise MismatchError, and no copy changes."""
         with self._lock:
             chain = self._chain = chained(self._chain, digest)
@@ -180,7 +197,7 @@ class WriteQueue:
         self.writer = threading.current_thread()
         self._waiting.append(one)
 
-    # -- sending --------------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def send(self) -> None:
         """Send what the replicas have in common, and write it.
@@ -192,7 +209,11 @@ class WriteQueue:
             if self._started is not None:
                 self.finish(self._started)
             elif self._waiting:
-                self._take(lambda: self.calls.perform(_WHAT, self._request, self._owner.timeout, after_queued=False))
+                self._take(
+                    lambda: self.calls.perform(
+                        _WHAT, self._request, self._owner.timeout, after_queued=False
+                    )
+                )
 
     def begin_beside(self) -> None:
         """Start to send from another thread than the writer's, unless that one is sending."""
@@ -246,12 +267,20 @@ class WriteQueue:
 
     def _body(self, waiting: list[Increment]) -> Generator[Stage, None, Outcome]:
         sent, calls = self._sent, self.calls
-        refused = next((sent + place for place, one in enumerate(waiting, 1) if one.x is None), 0) if self._refused else 0
-        mine = Told(sent + len(waiting), refused, waiting[-1].chain, (calls.epoch << 20) + self._resets)
+        refused = (
+            next((sent + place for place, one in enumerate(waiting, 1) if one.x is None), 0)
+            if self._refused
+            else 0
+        )
+        mine = Told(
+            sent + len(waiting), refused, waiting[-1].chain, (calls.epoch << 20) + self._resets
+        )
         told = [unpack_told(data) for data in (yield from exchange_bytes(calls, pack_told(mine)))]
         if any(one.block != mine.block for one in told):
             self._resets = max(one.block for one in told) & ((1 << 20) - 1)
-            table = yield from self._table(f"has dropped queued writes {mine.block & ((1 << 20) - 1)} times in this run")
+            table = yield from self._table(
+                f"has dropped queued writes {mine.block & ((1 << 20) - 1)} times in this run"
+            )
             text = "some replicas had to drop queued writes that others have not dropped; these were dropped now"
             return Outcome(-1, [], MismatchError(text, table))
         last, is_refused = common_prefix(sent, told)
@@ -261,7 +290,9 @@ class WriteQueue:
         if any(one.made != last for one in told) or any(one.chain != told[0].chain for one in told):
             chains = np.array([one.chain for one in waiting[:count]], np.uint64).tobytes()
             everyone = yield from exchange_bytes(calls, chains)
-            number = first_difference(sent, [np.frombuffer(data, np.uint64).tolist() for data in everyone])
+            number = first_difference(
+                sent, [np.frombuffer(data, np.uint64).tolist() for data in everyone]
+            )
             if number:
                 table = yield from self._table(waiting[number - sent - 1].describe())
                 text = f"write {number - sent} of the {count} that were queued is not the same on all replicas; these were dropped"
@@ -274,7 +305,9 @@ class WriteQueue:
         sums = self._sums(waiting[:count])
         hows = [reduction(one.op, one.x.dtype) for one in sums]
         arrays = [one.x for one in sums]
-        results = yield from reduce_together(calls, arrays, hows, [None] * len(sums), self._owner.reproducible)
+        results = yield from reduce_together(
+            calls, arrays, hows, [None] * len(sums), self._owner.reproducible
+        )
         return Outcome(count, list(zip(sums, results, strict=True)))
 
     def _table(self, text: str) -> Generator[Stage, None, dict[int, str]]:

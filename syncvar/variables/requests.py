@@ -30,7 +30,14 @@ if TYPE_CHECKING:
 
     from syncvar.engine.group import Communicator
 
-__all__ = ["alike_request", "are_alike", "is_compared_first", "request_of", "rows_request", "together_request"]
+__all__ = [
+    "alike_request",
+    "are_alike",
+    "is_compared_first",
+    "request_of",
+    "rows_request",
+    "together_request",
+]
 
 
 _ALIKE_MAX = 256  # prepared calls of a group beyond which no more of these are kept: of a large model each would put out another
@@ -62,7 +69,9 @@ def request_of(
     travel = action.travel
     if travel is Travel.SUM or travel is Travel.MEAN:
         op = "sum" if travel is Travel.SUM else "mean"
-        return reduce_request(communicator, x, op, out=out, reproducible=reproducible, name=what, apply=apply)
+        return reduce_request(
+            communicator, x, op, out=out, reproducible=reproducible, name=what, apply=apply
+        )
     if travel is Travel.FIRST:
         return broadcast_request(communicator, x, root=communicator.present[0], name=what)
     if travel is Travel.SAME:
@@ -102,12 +111,20 @@ def together_request(
         hows = [reduction(ops[0], dtypes[0])] * len(arrays)
     else:
         hows = [reduction(op, dtype) for op, dtype in zip(ops, dtypes, strict=True)]
-    kinds = tuple([array.shape for array in arrays]), tuple([how.source for how in hows]), tuple(ops)
+    kinds = (
+        tuple([array.shape for array in arrays]),
+        tuple([how.source for how in hows]),
+        tuple(ops),
+    )
 
     def body() -> Generator[Stage, None, None]:
-        yield from reduce_together(communicator, arrays, hows, targets, reproducible, apply, are_apart=are_apart)
+        yield from reduce_together(
+            communicator, arrays, hows, targets, reproducible, apply, are_apart=are_apart
+        )
 
-    shown = ", ".join(map(repr, names[:3])) + (f", … ({len(names)} variables)" if len(names) > 3 else "")
+    shown = ", ".join(map(repr, names[:3])) + (
+        f", … ({len(names)} variables)" if len(names) > 3 else ""
+    )
     return Request(f"{name} of {shown}", _together(name, names, kinds, reproducible), body())
 
 
@@ -142,7 +159,12 @@ def rows_request(
     if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
         request: Request = gather_request(communicator, brought, name=what)
     elif travel is Travel.FIRST_ROWS:
-        request = broadcast_request(communicator, brought if communicator.rank == 0 else None, root=communicator.present[0], name=what)
+        request = broadcast_request(
+            communicator,
+            brought if communicator.rank == 0 else None,
+            root=communicator.present[0],
+            name=what,
+        )
     elif travel is Travel.SAME:
         joined = np.concatenate([part.reshape(-1).view(np.uint8) for part in rows])
         request = _same_request(communicator, joined, what, hint)
@@ -151,12 +173,16 @@ def rows_request(
     first = request.body
     second = None
     if action.effect is Effect.SPLIT_ANEW:
-        second = reduce_request(communicator, copy, "sum", reproducible=reproducible, name=what).body
+        second = reduce_request(
+            communicator, copy, "sum", reproducible=reproducible, name=what
+        ).body
 
     def body() -> Generator[Stage, None, tuple[NDArray[Any], Rows]]:
         together = yield from first
         total = copy if second is None else (yield from second)
-        return total, rows if travel is Travel.SAME else Rows(together["indices"], together["values"])
+        return total, rows if travel is Travel.SAME else Rows(
+            together["indices"], together["values"]
+        )
 
     return Request(request.what, request.digest, body())
 
@@ -194,13 +220,19 @@ def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> Mov
     digest = np.array([digest_of(x)], np.uint64)
     size, rank = communicator.size, communicator.member_rank
     return Moving(
-        f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})", fingerprint("alike", what), gathered_layout(digest, 0, size, rank),
-        arrange=lambda: gathered_blocks(digest, None, size, rank), finish=lambda made: bool((made == digest).all()), general=None,
+        f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})",
+        fingerprint("alike", what),
+        gathered_layout(digest, 0, size, rank),
+        arrange=lambda: gathered_blocks(digest, None, size, rank),
+        finish=lambda made: bool((made == digest).all()),
+        general=None,
         front=lambda digest, out: gathered_blocks(digest, out, size, rank),
-    )  # fmt: skip
+    )
 
 
-def are_alike(communicator: Communicator, x: NDArray[Any], what: str, timeout: float | None) -> bool | None:
+def are_alike(
+    communicator: Communicator, x: NDArray[Any], what: str, timeout: float | None
+) -> bool | None:
     """Return what `alike_request` does, by a prepared call; None where nothing has been done.
 
     Args:
@@ -213,7 +245,14 @@ def are_alike(communicator: Communicator, x: NDArray[Any], what: str, timeout: f
     if key not in communicator.prepared_calls and len(communicator.prepared_calls) >= _ALIKE_MAX:
         return None
     digest = np.array([digest_of(x)], np.uint64)
-    found = call_prepared(communicator, key, digest, None, timeout, lambda _x, _out: alike_request(communicator, x, what))
+    found = call_prepared(
+        communicator,
+        key,
+        digest,
+        None,
+        timeout,
+        lambda _x, _out: alike_request(communicator, x, what),
+    )
     return None if found is None else bool((found == digest).all())
 
 

@@ -64,9 +64,22 @@ class Entry:
         is_auto: AUTO may defer it.
     """
 
-    __slots__ = ("counted", "good", "is_auto", "is_pinned", "is_told", "lot", "name", "nbytes", "number", "reference")
+    __slots__ = (
+        "counted",
+        "good",
+        "is_auto",
+        "is_pinned",
+        "is_told",
+        "lot",
+        "name",
+        "nbytes",
+        "number",
+        "reference",
+    )
 
-    def __init__(self, name: str, number: int, nbytes: int, lot: int, good: str, *, is_auto: bool) -> None:
+    def __init__(
+        self, name: str, number: int, nbytes: int, lot: int, good: str, *, is_auto: bool
+    ) -> None:
         self.name = name
         self.number = number
         self.nbytes = nbytes
@@ -106,15 +119,24 @@ class Roster(Watch):
         self._sends = 0
         self._bar = Bar()
         self.is_free = False  # writes are neither counted nor compared first: in most runs
-        self.until = _AT_ONCE  # a variable's write outside runs of a larger number is to be looked at
+        self.until = (
+            _AT_ONCE  # a variable's write outside runs of a larger number is to be looked at
+        )
         self._is_running = False
         self._looks = False  # at every write outside runs: a difference may have been told
         self._is_paused = False
         self._deferred: list[Variable] = []  # while it is paused
-        self._counted: tuple[int, dict[str, int]] = 0, {}  # runs, and increments of each variable, when it was paused
-        self.writes = 0  # outside runs, of the variable that was written most often, when it was looked at
+        self._counted: tuple[int, dict[str, int]] = (
+            0,
+            {},
+        )  # runs, and increments of each variable, when it was paused
+        self.writes = (
+            0  # outside runs, of the variable that was written most often, when it was looked at
+        )
         self._laid = 0  # bytes of all variables that were ever made
-        self._lots: dict[int, list[Entry]] = {}  # what is compared together, by the remainder of the number of its runs
+        self._lots: dict[
+            int, list[Entry]
+        ] = {}  # what is compared together, by the remainder of the number of its runs
         self._lots_are_of = 0  # this check_every; 0 when they have to be made
         self._due: set[int] = set()  # in this run
         self._next_due = 0  # in no run below this one anything is; 0 where that is not known
@@ -134,15 +156,21 @@ class Roster(Watch):
         assert owner is not None  # whoever asks is called by it, or by a variable that refers to it
         return owner
 
-    # -- variables ------------------------------------------------------------------------------------------------
+    # -- variables ---------------------------------------------------------------------------------
 
     def enter(self, name: str, nbytes: int, *, is_auto: bool) -> None:
         """Take a name that all replicas have just agreed on."""
         if is_auto:
             self._expect(self.runs + self._costs.runs)
         self._numbers += 1
-        good = f"write {self.writes}" if self.owner.is_default and not self.runs else f"run {self.runs}"
-        self.entries[name] = Entry(name, self._numbers, nbytes, self._laid // _LOT_BYTES, good, is_auto=is_auto)
+        good = (
+            f"write {self.writes}"
+            if self.owner.is_default and not self.runs
+            else f"run {self.runs}"
+        )
+        self.entries[name] = Entry(
+            name, self._numbers, nbytes, self._laid // _LOT_BYTES, good, is_auto=is_auto
+        )
         self._laid += nbytes
         self.look_again()
 
@@ -179,7 +207,9 @@ class Roster(Watch):
 
     def _expect(self, run: int) -> None:
         """Decide at the end of this run at the latest; called before there is one more variable to decide of."""
-        if (self._config.auto_replay and self._replay is not None) or not (self._config.auto_replay or self.may_defer):
+        if (self._config.auto_replay and self._replay is not None) or not (
+            self._config.auto_replay or self.may_defer
+        ):
             return
         # A run that a replica has left by an exception ends for the others only, so nothing may change here where there is
         # nothing to decide: a decision that had come due then stays so, until there is another variable.
@@ -234,7 +264,7 @@ class Roster(Watch):
         self._deferred = []
         self.look_again()
 
-    # -- points that all replicas reach ---------------------------------------------------------------------------
+    # -- points that all replicas reach ------------------------------------------------------------
 
     def begin_run(self, check_every: int) -> None:
         """Be in a run, which has been counted."""
@@ -282,7 +312,9 @@ class Roster(Watch):
 
     def _free(self) -> None:
         """Let writes outside runs pass without a look, up to the one before the next comparison."""
-        looked_at = self.writes - 1 if self._outside else self.writes  # a write that is due may have failed, and comes again
+        looked_at = (
+            self.writes - 1 if self._outside else self.writes
+        )  # a write that is due may have failed, and comes again
         self.until = self._next(looked_at, self.owner.check_every) - 1
 
     def _next(self, number: int, check_every: int) -> int:
@@ -290,7 +322,9 @@ class Roster(Watch):
         if check_every <= 0:
             return _NEVER
         self._due_at(number, check_every)  # knows the lots
-        return number + min([(lot - number - 1) % check_every + 1 for lot in self._lots], default=_NEVER)
+        return number + min(
+            [(lot - number - 1) % check_every + 1 for lot in self._lots], default=_NEVER
+        )
 
     def before_write(self, variables: Iterable[Variable]) -> None:
         """Compare copies, if it is time, before they are written; called by all replicas, for all in one call.
@@ -306,11 +340,24 @@ class Roster(Watch):
         for entry, _ in found:
             entry.is_told = False
         if self._is_running:
-            self._before_write_in_run([(entry, one) for entry, one in found if entry.number in self._due - self._compared - mended])
+            self._before_write_in_run(
+                [
+                    (entry, one)
+                    for entry, one in found
+                    if entry.number in self._due - self._compared - mended
+                ]
+            )
             return
         due = self._outside
-        if due and self.owner.check_cross_writes:  # else some writes outside runs send nothing, and this must not
-            self._agree(Point("write", self.writes), is_decision=False, checked={entry.number for entry in due}, mended=mended)
+        if (
+            due and self.owner.check_cross_writes
+        ):  # else some writes outside runs send nothing, and this must not
+            self._agree(
+                Point("write", self.writes),
+                is_decision=False,
+                checked={entry.number for entry in due},
+                mended=mended,
+            )
         self._outside = []
         self._looks = any(entry.is_told for entry in self.entries.values())
         if not self._looks:
@@ -318,10 +365,14 @@ class Roster(Watch):
 
     def _before_write_in_run(self, pairs: list[tuple[Entry, Variable]]) -> None:
         if pairs:
-            shown = ", ".join(repr(entry.name) for entry, _ in pairs[:3]) + (", …" if len(pairs) > 3 else "")
+            shown = ", ".join(repr(entry.name) for entry, _ in pairs[:3]) + (
+                ", …" if len(pairs) > 3 else ""
+            )
             before = f" before {shown} {'are' if len(pairs) > 1 else 'is'} written"
             self._looks, self.until = True, _AT_ONCE  # unless nothing is told
-            compare(self.owner, pairs, f"run {self.runs}", good=f"run {self.runs - 1}", before=before)
+            compare(
+                self.owner, pairs, f"run {self.runs}", good=f"run {self.runs - 1}", before=before
+            )
             self._compared.update(entry.number for entry, _ in pairs)
 
     def end_run(self, check_every: int) -> None:
@@ -356,7 +407,7 @@ class Roster(Watch):
         else:
             self._agree(point, is_decision=True)
 
-    # -- what they agree on ---------------------------------------------------------------------------------------
+    # -- what they agree on ------------------------------------------------------------------------
 
     def _due_at(self, number: int, check_every: int) -> list[Entry]:
         """Return what is compared in the run, or at the step outside runs, of this number; the same on all replicas."""
@@ -370,9 +421,18 @@ class Roster(Watch):
         return self._lots.get(number % check_every, [])
 
     def _agree(
-        self, point: Point, *, is_decision: bool, checked: Container[int] = frozenset(), mended: Container[int] = frozenset()
+        self,
+        point: Point,
+        *,
+        is_decision: bool,
+        checked: Container[int] = frozenset(),
+        mended: Container[int] = frozenset(),
     ) -> None:
-        asked = [one for one in self.entries.values() if one.number in checked or (is_decision and one.is_open)]
+        asked = [
+            one
+            for one in self.entries.values()
+            if one.number in checked or (is_decision and one.is_open)
+        ]
         variables = [one.variable() for one in asked]  # so they live until this has ended
         pairs = list(zip(asked, variables, strict=True))
         autos = [pair for pair in pairs if pair[0].is_open] if is_decision else []
@@ -384,7 +444,13 @@ class Roster(Watch):
             before = entry.counted
             counts += (increments - before[0], turns - before[1] + max(others - before[2], 0))
         try:
-            largest = agree(self.owner.communicator, _WHAT, "max", np.array(counts, np.int64), self.owner.timeout).tolist()
+            largest = agree(
+                self.owner.communicator,
+                _WHAT,
+                "max",
+                np.array(counts, np.int64),
+                self.owner.timeout,
+            ).tolist()
         except MismatchError as error:
             if point.at == "write":
                 raise
@@ -396,21 +462,28 @@ class Roster(Watch):
             self._outside = []  # what differs is told, and not looked at again before the next write
         for (entry, _), now in zip(autos, counted, strict=True):
             entry.counted = now
-        gone = {entry.name for entry, is_gone in zip(asked, largest[1:], strict=False) if is_gone}  # on some replica
+        gone = {
+            entry.name for entry, is_gone in zip(asked, largest[1:], strict=False) if is_gone
+        }  # on some replica
         self.forget(gone)
         if is_decision:
             self._sends = sends
             rows = largest[1 + len(asked) :]
-            self._decide(point, autos, list(zip(rows[0::2], rows[1::2], strict=True)), largest[0], gone)
+            self._decide(
+                point, autos, list(zip(rows[0::2], rows[1::2], strict=True)), largest[0], gone
+            )
         found = [
             (one, variable)
             for one, variable in pairs
-            if variable is not None and one.number in checked and one.name not in gone and one.number not in mended
+            if variable is not None
+            and one.number in checked
+            and one.name not in gone
+            and one.number not in mended
         ]
         self._looks, self.until = True, _AT_ONCE  # unless nothing is told
         compare(self.owner, found, f"{point.at} {point.step}")
 
-    # -- decisions ------------------------------------------------------------------------------------------------
+    # -- decisions ---------------------------------------------------------------------------------
 
     def _decide(
         self,
@@ -433,7 +506,10 @@ class Roster(Watch):
         if is_idle:
             return
         choices, self._bar = choose([window for _, window in pairs], runs, sends, self._bar, costs)
-        self._apply(point, [(variable, choice) for (variable, _), choice in zip(pairs, choices, strict=True)])
+        self._apply(
+            point,
+            [(variable, choice) for (variable, _), choice in zip(pairs, choices, strict=True)],
+        )
 
     def _apply(self, point: Point, chosen: Sequence[tuple[Variable, Choice]]) -> None:
         changes = []
@@ -447,7 +523,15 @@ class Roster(Watch):
         communicator = self.owner.communicator
         if communicator.member_rank == 0:
             for one in changes:
-                _log.info("AUTO, %s %d: variable %r %s -> %s: %s", point.at, point.step, one.variable, one.before, one.after, one.why)
+                _log.info(
+                    "AUTO, %s %d: variable %r %s -> %s: %s",
+                    point.at,
+                    point.step,
+                    one.variable,
+                    one.before,
+                    one.after,
+                    one.why,
+                )
             if self._logs:  # a file with a hole would mislead whoever replays it
                 path, begins = self._config.auto_log, not self._has_begun
                 self._logs = append(path, communicator.identity, changes, begins=begins)
@@ -462,7 +546,10 @@ class Roster(Watch):
             variable = None if entry is None or entry.is_pinned else entry.variable()
             if variable is not None and variable.is_deferred != (pace == "deferred"):
                 variable.change_pace(pace, point.step, "replayed")
-        self._decision = min((one.step for one in self._replay if one.at == "run" and one.step > self.runs), default=_NEVER)
+        self._decision = min(
+            (one.step for one in self._replay if one.at == "run" and one.step > self.runs),
+            default=_NEVER,
+        )
 
     def _recorded(self) -> dict[Point, list[tuple[str, str]]]:
         """Return what the first rank reads in the file."""
@@ -470,9 +557,15 @@ class Roster(Watch):
         communicator = owner.communicator
 
         def mine() -> Any:
-            return read(self._config.auto_replay, communicator.identity) if communicator.member_rank == 0 else []
+            return (
+                read(self._config.auto_replay, communicator.identity)
+                if communicator.member_rank == 0
+                else []
+            )
 
         found: dict[Point, list[tuple[str, str]]] = {}
-        for at, step, of, name, pace in gather_objects(communicator, "recorded decisions of AUTO", mine, owner.timeout)[0]:
+        for at, step, of, name, pace in gather_objects(
+            communicator, "recorded decisions of AUTO", mine, owner.timeout
+        )[0]:
             found.setdefault(Point(at, step, of), []).append((name, pace))
         return found

@@ -40,7 +40,12 @@ class Rows(NamedTuple):
 
 
 def checked_rows(
-    operation: Operation, indices: Any, values: Any, shape: tuple[int, ...], dtype: np.dtype[Any], what: str
+    operation: Operation,
+    indices: Any,
+    values: Any,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    what: str,
 ) -> Rows:
     """Return the operand of a scatter operation on a variable of this shape and dtype.
 
@@ -49,7 +54,9 @@ def checked_rows(
         ConfigError: A scalar variable, indices that are no integers, values of a wrong shape or dtype.
     """
     if not shape:
-        raise ConfigError(f"{what}: a scalar has no rows; write v.assign(x), v.assign_add(x) or v.assign_sub(x)")
+        raise ConfigError(
+            f"{what}: a scalar has no rows; write v.assign(x), v.assign_add(x) or v.assign_sub(x)"
+        )
     if dtype.kind == "b" and operation not in _OF_BOOLS:
         raise ConfigError(
             f"{what}: bool has no sum or product; use scatter_update, scatter_min or scatter_max"
@@ -61,7 +68,9 @@ def checked_rows(
     except ConfigError:
         if (row := _beyond(indices)) is None:
             raise
-        raise RowOutOfRange(f"{what}: row {row} is outside the variable's {_inside(shape[0])}") from None
+        raise RowOutOfRange(
+            f"{what}: row {row} is outside the variable's {_inside(shape[0])}"
+        ) from None
     if rows.dtype.kind not in "iu" and rows.size:
         raise ConfigError(f"{what}: indices must be integers, not {rows.dtype.name}")
     parts = operand_array(values, (*rows.shape, *shape[1:]), dtype, f"{what}: values")
@@ -70,8 +79,12 @@ def checked_rows(
     flat = given.astype(np.int64)
     if outside.size:
         row, count = int(outside[0]), shape[0]
-        fix = f"Negative rows do not count from the end: write rows % {count}" if row < 0 < count else (
-            f"Leave such rows out: keep = rows < {count}; v.{operation.value}(rows[keep], values[keep])"
+        fix = (
+            f"Negative rows do not count from the end: write rows % {count}"
+            if row < 0 < count
+            else (
+                f"Leave such rows out: keep = rows < {count}; v.{operation.value}(rows[keep], values[keep])"
+            )
         )
         raise RowOutOfRange(f"{what}: row {row} is outside the variable's {_inside(count)}. {fix}")
     return Rows(flat, np.ascontiguousarray(parts).reshape((flat.size, *shape[1:])))

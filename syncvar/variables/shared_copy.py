@@ -118,7 +118,9 @@ def written_once(owner: Owner, storages: Sequence[Storage]) -> Iterator[None]:
             storage.end()
 
 
-def shared_copy(context: Context, on_host: Communicator, value: NDArray[Any], timeout: float | None) -> SharedCopy:
+def shared_copy(
+    context: Context, on_host: Communicator, value: NDArray[Any], timeout: float | None
+) -> SharedCopy:
     """Make the copy that the replicas of this host share. Collective on the host.
 
     Where they share no memory, or there is no room in it, each of them keeps a copy of its own; all do the same with it.
@@ -141,4 +143,6 @@ def shared_copy(context: Context, on_host: Communicator, value: NDArray[Any], ti
         return SharedCopy(np.array(value, order="C"), slice(0, value.size))
     base, longer = divmod(value.size, size)
     start = rank * base + min(rank, longer)
-    return SharedCopy(found.view(value.dtype).reshape(value.shape), slice(start, start + base + (rank < longer)))
+    return SharedCopy(
+        found.view(value.dtype).reshape(value.shape), slice(start, start + base + (rank < longer))
+    )

@@ -113,49 +113,82 @@ class SideBySide:
         ufunc: A copy becomes ufunc(copy, combination); None sets it.
     """
 
-    def __init__(self, owner: Owner, variables: Sequence[Variable], name: str, op: str, ufunc: np.ufunc | None) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        variables: Sequence[Variable],
+        name: str,
+        op: str,
+        ufunc: np.ufunc | None,
+    ) -> None:
         self._owner, self._op, self._ufunc = owner, op, ufunc
         self._storages = tuple([one._storage for one in variables])  # noqa: SLF001  (variables are of this room)
         self._tallies = tuple([one._tally for one in variables])  # noqa: SLF001
         shapes = tuple([one.shape for one in variables])
         ends = list(accumulate(storage.array.size for storage in self._storages))
-        self._places = [(end - storage.array.size, end) for end, storage in zip(ends, self._storages, strict=True)]
+        self._places = [
+            (end - storage.array.size, end)
+            for end, storage in zip(ends, self._storages, strict=True)
+        ]
         self._staging = self._memory(ends[-1])
         self._scratch = np.empty_like(self._staging)
         self._flat = self._scratch  # the copies, where they lie side by side
-        self._parts = tuple([self._staging[start:stop].reshape(shape) for (start, stop), shape in zip(self._places, shapes, strict=True)])
+        self._parts = tuple(
+            [
+                self._staging[start:stop].reshape(shape)
+                for (start, stop), shape in zip(self._places, shapes, strict=True)
+            ]
+        )
         references = tuple([weakref.ref(one) for one in variables])
         group = None
         if which(owner.context.config.kernel) == "c":
             group = group_of(references, self._storages, self._tallies, self._parts)
-        self._group: Any = group or PlainGroup(references, self._storages, self._tallies, self._parts)
+        self._group: Any = group or PlainGroup(
+            references, self._storages, self._tallies, self._parts
+        )
         self._failures = 0
         self._turn = threading.Lock()  # of the thread whose values lie in `_staging`
         communicator = owner.communicator
         self._communicator, self._channel = communicator, communicator.channel
         names = tuple([one.name for one in variables])
-        shown = ", ".join(map(repr, names[:3])) + (f", … ({len(names)} variables)" if len(names) > 3 else "")
+        shown = ", ".join(map(repr, names[:3])) + (
+            f", … ({len(names)} variables)" if len(names) > 3 else ""
+        )
         self._what = f"{name} of {shown}"
-        self._digest = fingerprint(name, names, shapes, self._staging.dtype.name, op, owner.reproducible)
+        self._digest = fingerprint(
+            name, names, shapes, self._staging.dtype.name, op, owner.reproducible
+        )
         how = reduction_of(self._staging, op)
-        self._call = prepare_reduction(communicator, how, self._staging.shape, self._digest, self._what, ufunc)
+        self._call = prepare_reduction(
+            communicator, how, self._staging.shape, self._digest, self._what, ufunc
+        )
 
     @staticmethod
     def takes(owner: Owner, variables: Sequence[Variable], ops: Sequence[str]) -> bool:
         """Return whether variables are written so: the same answer on every replica."""
         communicator = owner.communicator
-        if communicator.channel is None or communicator.size == 1 or len(variables) < 2 or communicator.uneven is not None:
+        if (
+            communicator.channel is None
+            or communicator.size == 1
+            or len(variables) < 2
+            or communicator.uneven is not None
+        ):
             return False
         storages = [one._storage for one in variables]  # noqa: SLF001
         sizes = [storage.array.nbytes for storage in storages]
         dtypes = {one.dtype for one in variables}
-        is_plain = len(set(ops)) == len(dtypes) == 1 and dtypes.pop().kind != "b" and not any(storage.is_shared for storage in storages)
+        is_plain = (
+            len(set(ops)) == len(dtypes) == 1
+            and dtypes.pop().kind != "b"
+            and not any(storage.is_shared for storage in storages)
+        )
         return is_plain and max(sizes) <= SMALL_BYTES and 0 < sum(sizes) <= _TOGETHER_BYTES
 
     def is_of(self, variables: Sequence[Variable]) -> bool:
         """Return whether these are its variables."""
         return len(variables) == len(self._storages) and all(
-            one._storage is storage for one, storage in zip(variables, self._storages, strict=True)  # noqa: SLF001
+            one._storage is storage  # noqa: SLF001
+            for one, storage in zip(variables, self._storages, strict=True)
         )
 
     def _memory(self, count: int) -> NDArray[Any]:
@@ -205,7 +238,12 @@ class SideBySide:
             for number, part in enumerate(self._parts):
                 part[...] = operand(number)
             request = reduce_request(
-                owner.communicator, self._staging, self._op, out=self._gathered(), reproducible=owner.reproducible, apply=self._ufunc
+                owner.communicator,
+                self._staging,
+                self._op,
+                out=self._gathered(),
+                reproducible=owner.reproducible,
+                apply=self._ufunc,
             )
             return Request(self._what, self._digest, request.body)
 
@@ -229,7 +267,9 @@ class SideBySide:
         self._failures += 1
         is_time = not self._failures & (self._failures - 1)
         flat = self._memory(self._scratch.size) if is_time else self._scratch
-        for storage, tally, (start, stop) in zip(self._storages, self._tallies, self._places, strict=True):
+        for storage, tally, (start, stop) in zip(
+            self._storages, self._tallies, self._places, strict=True
+        ):
             value = self._scratch[start:stop].reshape(storage.array.shape)
             with storage:
                 if is_time:

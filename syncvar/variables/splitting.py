@@ -12,7 +12,12 @@ if TYPE_CHECKING:
 __all__ = ["share_of"]
 
 # Binary digits of the significand, and the exponent of the smallest place, by dtype.
-_PLACES = {"float16": (11, -24), "bfloat16": (8, -133), "float32": (24, -149), "float64": (53, -1074)}
+_PLACES = {
+    "float16": (11, -24),
+    "bfloat16": (8, -133),
+    "float32": (24, -149),
+    "float64": (53, -1074),
+}
 
 
 def share_of(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
@@ -66,7 +71,9 @@ def _float_share(value: NDArray[Any], count: int, index: int) -> NDArray[Any]:
     ordinary = np.isfinite(value) & (value != 0)
     wide = np.where(ordinary, value, np.ones_like(value)).astype(np.float64)
     exponent = np.frexp(wide)[1]
-    place = np.ldexp(1.0, np.maximum(exponent - digits, lowest))  # np.spacing overflows at the largest value
+    place = np.ldexp(
+        1.0, np.maximum(exponent - digits, lowest)
+    )  # np.spacing overflows at the largest value
     units = np.asarray(wide / place).astype(np.int64)
     share = _integer_share(units, count, index).astype(np.float64) * place
     return np.asarray(np.where(ordinary, share.astype(value.dtype), value), value.dtype)

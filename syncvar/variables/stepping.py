@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["are_parts", "change_copies", "copy_of", "make_beside", "replace_copy"]
 
 
-def change_copies(variables: Sequence[Variable], change: Callable[..., None], *arguments: Any) -> None:
+def change_copies(
+    variables: Sequence[Variable], change: Callable[..., None], *arguments: Any
+) -> None:
     """Let `change([array, …], *arguments)` change this replica's copies of some variables in place; sends nothing.
 
     Copies that the replicas of a host share are changed once: all replicas meet for it.
@@ -47,7 +49,10 @@ def change_copies(variables: Sequence[Variable], change: Callable[..., None], *a
         variable._settle()  # noqa: SLF001  (this is the other half of the variable)
     storages = [variable._storage for variable in variables]  # noqa: SLF001
     shared = next((variable for variable in variables if variable._storage.is_shared), None)  # noqa: SLF001
-    with written_once(shared.strategy, storages) if shared is not None else nullcontext(), ExitStack() as changing:
+    with (
+        written_once(shared.strategy, storages) if shared is not None else nullcontext(),
+        ExitStack() as changing,
+    ):
         for storage in storages:
             changing.enter_context(storage)
         change([storage.writable() for storage in storages], *arguments)

@@ -45,17 +45,24 @@ def say_arena_is_full(context: Context, error: ArenaFull) -> None:
     """Say once what it means that there is no room in the arena."""
     if not context.extras.get("said_arena_is_full"):
         context.extras["said_arena_is_full"] = True
-        _log.warning("variables of this rank take private memory from now on, their writes are copied: %s", str(error))
+        _log.warning(
+            "variables of this rank take private memory from now on, their writes are copied: %s",
+            str(error),
+        )
 
 
 def refuse_overlap(communicator: Communicator, name: str) -> Never:
     """Raise UsageError: somebody else in this process writes the same variables, by a call of all replicas."""
     communicator.require_free(name)  # says what else goes on
-    raise UsageError(f"{name}: another thread is writing a variable of these, by a call of all replicas; take turns (threading.Lock)")
+    raise UsageError(
+        f"{name}: another thread is writing a variable of these, by a call of all replicas; take turns (threading.Lock)"
+    )
 
 
 @contextlib.contextmanager
-def being_written(communicator: Communicator, name: str, storages: Sequence[Storage]) -> Iterator[None]:
+def being_written(
+    communicator: Communicator, name: str, storages: Sequence[Storage]
+) -> Iterator[None]:
     """Mark storages as written in place by a call that other replicas take part in: readers get copies.
 
     Args:
@@ -98,7 +105,16 @@ class Storage(Copied):
         (array([0., 0., 0.]), array([1., 0., 0.]))
     """
 
-    __slots__ = ("_beneath", "_context", "_ground", "_lock", "_references", "_shown", "array", "view")
+    __slots__ = (
+        "_beneath",
+        "_context",
+        "_ground",
+        "_lock",
+        "_references",
+        "_shown",
+        "array",
+        "view",
+    )
 
     is_shared = False  # by the replicas of a host, as their only copy
 
@@ -151,9 +167,13 @@ class Storage(Copied):
         view, shown = _view_of(array), _view_of(array)
         self.moves += 1  # an odd number: nobody may keep in mind what is seen of it now
         try:
-            self._ground = np.asarray(shown.base)  # the very array, which all that are handed out refer to
+            self._ground = np.asarray(
+                shown.base
+            )  # the very array, which all that are handed out refer to
             self._beneath: Any = self._ground.base  # somebody may hold that alone
-            self._references = _count(self._ground) + _count(self._beneath)  # before a reader can add its own
+            self._references = _count(self._ground) + _count(
+                self._beneath
+            )  # before a reader can add its own
             self._shown = shown
             self.array: NDArray[Any] = array
             self.view = view
@@ -222,7 +242,9 @@ class Storage(Copied):
         Args:
             keep: It has to hold what the array held; else anything.
         """
-        if _count(self._ground) + _count(self._beneath) > self._references or (self._context.is_forked and self._is_parents):
+        if _count(self._ground) + _count(self._beneath) > self._references or (
+            self._context.is_forked and self._is_parents
+        ):
             self._take(self.array, keep=keep)
         return self.array
 

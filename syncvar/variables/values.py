@@ -65,13 +65,15 @@ class PerReplica(DistributedValues):
     """
 
     __hash__ = object.__hash__
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refused(
-        "arithmetic"
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
+        _refused("arithmetic")
     )
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = _refused(
         "arithmetic"
     )
-    __rmatmul__ = __neg__ = __pos__ = __abs__ = __iadd__ = __isub__ = __imul__ = _refused("arithmetic")
+    __rmatmul__ = __neg__ = __pos__ = __abs__ = __iadd__ = __isub__ = __imul__ = _refused(
+        "arithmetic"
+    )
     __itruediv__ = __and__ = __or__ = __xor__ = __invert__ = _refused("arithmetic")
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refused("comparison")
     __getitem__ = __setitem__ = _refused("indexing")

@@ -10,7 +10,14 @@ from syncvar.collectives import finite
 from syncvar.collectives.reducing import prepared_reduction
 from syncvar.collectives.sync_points import meet
 from syncvar.engine.group import fingerprint
-from syncvar.errors import ConfigError, DeadlineExceeded, MismatchError, PeerLost, SyncvarError, UsageError
+from syncvar.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    MismatchError,
+    PeerLost,
+    SyncvarError,
+    UsageError,
+)
 from syncvar.kernel import Tally
 from syncvar.loading import Taught
 from syncvar.ops import quiet, reduction
@@ -18,7 +25,14 @@ from syncvar.variables.casting import number_array, operand_array
 from syncvar.variables.copies import checked_replica, fetch, publish, with_absent
 from syncvar.variables.creation import Made, Wish, make_on_replicas
 from syncvar.variables.explanation import Explanation
-from syncvar.variables.places import Stepper, context_here, context_of, current_owner, current_place, places
+from syncvar.variables.places import (
+    Stepper,
+    context_here,
+    context_of,
+    current_owner,
+    current_place,
+    places,
+)
 from syncvar.variables.policy import (
     Action,
     Context,
@@ -43,7 +57,13 @@ from syncvar.variables.prepared import (
 )
 from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.queue import WriteQueue, queue_of
-from syncvar.variables.requests import alike_request, are_alike, is_compared_first, request_of, rows_request
+from syncvar.variables.requests import (
+    alike_request,
+    are_alike,
+    is_compared_first,
+    request_of,
+    rows_request,
+)
 from syncvar.variables.rows import Rows, applied, checked_rows
 from syncvar.variables.shared_copy import SharedCopy, written_once
 from syncvar.variables.splitting import share_of
@@ -61,7 +81,11 @@ COPIED = "syncvar: functions to call with each copied variable"
 """Where a deep copy's memo has the functions that its optimizers want called with (variable, copy)."""
 
 
-UFUNCS: dict[Operation, Any] = {Operation.ASSIGN: None, Operation.ASSIGN_ADD: np.add, Operation.ASSIGN_SUB: np.subtract}
+UFUNCS: dict[Operation, Any] = {
+    Operation.ASSIGN: None,
+    Operation.ASSIGN_ADD: np.add,
+    Operation.ASSIGN_SUB: np.subtract,
+}
 _ASSIGN, _ADD, _SUB = UFUNCS
 _READ, _LOCAL, _SYNC = Operation.READ, Operation.LOCAL, Operation.SYNC
 _UNPREPARED: dict[Operation, Write] = dict.fromkeys(UFUNCS, unprepared)
@@ -98,7 +122,9 @@ class Variable(Taught, ArrayProtocol):
         array([2., 3.], dtype=float32)
     """
 
-    stepper: Stepper | None = None  # who makes an optimizer's steps of it, where its value is elsewhere
+    stepper: Stepper | None = (
+        None  # who makes an optimizer's steps of it, where its value is elsewhere
+    )
     _prepared: dict[Operation, Write] = _UNPREPARED  # of writes where each replica passes its own
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
@@ -135,26 +161,38 @@ class Variable(Taught, ArrayProtocol):
         self._kind = f"{self._synchronization.name} {self._aggregation.name}"  # all that decides, beside the context
         self._shape, self._dtype = made.value.shape, made.value.dtype
         self._tally = Tally()
-        self._groups: dict[tuple[Operation, int], SideBySide] = {}  # grouped writes that begin with it, by the number of variables
+        self._groups: dict[
+            tuple[Operation, int], SideBySide
+        ] = {}  # grouped writes that begin with it, by the number of variables
         self._pace = "eager"
         self._is_pinned = False
         self._are_parts = False  # its copies are parts of a whole, which a checkpoint gives to any number of replicas
-        self._reading: dict[tuple[Operation, Context | None], Read] = {}  # prepared reads, by where they are made
+        self._reading: dict[
+            tuple[Operation, Context | None], Read
+        ] = {}  # prepared reads, by where they are made
         self._queue: WriteQueue | None = None  # while it is deferred
-        self._increments: dict[str, tuple[Context, str, int]] = {}  # deferred: where it was made, op and digest
+        self._increments: dict[
+            str, tuple[Context, str, int]
+        ] = {}  # deferred: where it was made, op and digest
         self._changes: list[tuple[int, str, str, str]] = []
         self._decided: tuple[int, str] | None = None  # when AUTO has decided last, and why
         make = made.owner._make_storage  # noqa: SLF001  (as variables see it)
         self._storage = make(made.value, self._synchronization)
         self._look = self._prepared_look()
-        action = decide(self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM)
+        action = decide(
+            self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM
+        )
         if action.travel is Travel.QUESTION:
             publish(made.owner, made.namespace, self)
         is_mirrored = self._synchronization is VariableSynchronization.ON_WRITE
-        self._entry = made.owner.roster.attach(self) if is_mirrored and made.owner.roster is not None else None
+        self._entry = (
+            made.owner.roster.attach(self)
+            if is_mirrored and made.owner.roster is not None
+            else None
+        )
         self._is_counted = self._entry is not None and self._entry.is_auto
 
-    # -- what it is -----------------------------------------------------------------------------------------------
+    # -- what it is --------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -203,7 +241,7 @@ class Variable(Taught, ArrayProtocol):
             f"dtype={self._dtype.name} local={shown}>"
         )
 
-    # -- reading --------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def read_value(self, copy: bool = True) -> NDArray[Any]:
         """Return the value, read-only; it never changes when the variable is written later. No bytes are copied.
@@ -288,7 +326,7 @@ class Variable(Taught, ArrayProtocol):
             return fetch(self._owner, self._namespace, self.name, replica, what)
         return self._storage.expose()
 
-    # -- writing --------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def assign(self, x: Any) -> Variable:
         """Set the value; see `policy` for what each mode does in each context. Returns the variable.
@@ -360,7 +398,7 @@ class Variable(Taught, ArrayProtocol):
         """Replace rows; of a row named twice the last value remains. As `scatter_add`."""
         return self._scatter(Operation.SCATTER_UPDATE, indices, values)
 
-    # -- explaining and steering ----------------------------------------------------------------------------------
+    # -- explaining and steering -------------------------------------------------------------------
 
     def explain(self) -> Explanation:
         """Return the mode in force, the requested one, the rule, numbers and changes; sends nothing.
@@ -383,10 +421,18 @@ class Variable(Taught, ArrayProtocol):
         }
         if self._is_counted:
             pending = 0 if self._queue is None else self._queue.waiting(self)
-            numbers |= {"increments": self._tally.added, "turns": self._tally.turns, "pending": pending}
-        mode = self._synchronization.name + (f" ({self._pace}{', pinned' if self._is_pinned else ''})" if auto else "")
+            numbers |= {
+                "increments": self._tally.added,
+                "turns": self._tally.turns,
+                "pending": pending,
+            }
+        mode = self._synchronization.name + (
+            f" ({self._pace}{', pinned' if self._is_pinned else ''})" if auto else ""
+        )
         reason = f"{self._pace}: {self._why()}" if auto else ""
-        return Explanation(mode, self._requested.name, self._rule, numbers, list(self._changes), reason)
+        return Explanation(
+            mode, self._requested.name, self._rule, numbers, list(self._changes), reason
+        )
 
     def _why(self) -> str:
         """Return why an AUTO variable's pace is what it is."""
@@ -397,7 +443,12 @@ class Variable(Taught, ArrayProtocol):
         if not self._is_counted:
             return f"{self._dtype.name} with aggregation {self._aggregation.name} has no increments that could wait"
         is_left = self._owner.context.is_closed
-        if not is_left and self._owner.roster is not None and not self._owner.roster.may_defer and self._decided is None:
+        if (
+            not is_left
+            and self._owner.roster is not None
+            and not self._owner.roster.may_defer
+            and self._decided is None
+        ):
             return "in shared memory an increment is sent in less time than it takes to let it wait"
         if self._decided is None:
             return "nothing was decided yet; AUTO looks at the ends of every few runs, outside every scope at every 64th increment"
@@ -447,18 +498,27 @@ class Variable(Taught, ArrayProtocol):
         self._settle()
         made = Variable.__new__(Variable)
         memo[id(self)] = made
-        wish = Wish(self._storage.expose(), self.trainable, self.name, None, self._requested, self._aggregation)
+        wish = Wish(
+            self._storage.expose(),
+            self.trainable,
+            self.name,
+            None,
+            self._requested,
+            self._aggregation,
+        )
         made._take(make_on_replicas(self._owner, wish, own=True))  # noqa: SLF001  (one of its own)
         for note in memo.get(COPIED, ()):
             note(self, made)
         return made
 
-    # -- the two paths --------------------------------------------------------------------------------------------
+    # -- the two paths -----------------------------------------------------------------------------
 
     def _decide(self, operation: Operation) -> Action:
         context = context_here(self._owner)
         if context is None:
-            context = context_of(self._owner, f"{operation.value} of variable {self.name!r}")  # raises
+            context = context_of(
+                self._owner, f"{operation.value} of variable {self.name!r}"
+            )  # raises
         action = decide(self._synchronization, self._aggregation, context, operation)
         if action.error is not None:
             call = f"{self.name}.{operation.value}(…)"
@@ -504,7 +564,9 @@ class Variable(Taught, ArrayProtocol):
 
     def _prepared_look(self) -> Look:
         """Return the prepared read of this replica's copy, where reading never sends anything."""
-        actions = [decide(self._synchronization, self._aggregation, context, _READ) for context in Context]
+        actions = [
+            decide(self._synchronization, self._aggregation, context, _READ) for context in Context
+        ]
         is_own = all(action.travel is Travel.NOTHING and action.error is None for action in actions)
         return prepared_look(self._owner, self._storage, self._tally) if is_own else unlooked
 
@@ -523,7 +585,10 @@ class Variable(Taught, ArrayProtocol):
                 self._check_sum(f"{operation.value} of variable {self.name!r}")
             return array
 
-        if communicator.uneven is not None and self._synchronization is VariableSynchronization.ON_READ:
+        if (
+            communicator.uneven is not None
+            and self._synchronization is VariableSynchronization.ON_READ
+        ):
             communicator.roll(what, owner.timeout)
             if len(communicator.whole) > communicator.size:
                 return sealed(with_absent(owner, self._namespace, self.name, mine(), travel, what))
@@ -649,7 +714,11 @@ class Variable(Taught, ArrayProtocol):
             array = self._operand(operation, x, reduced=is_reduced)
             # Half types are summed in float32 and rounded once, after they are added to the copy.
             is_wide = is_in_place or not is_reduced
-            return array if is_wide else array.astype(reduction("sum", array.dtype).accumulate, copy=False)
+            return (
+                array
+                if is_wide
+                else array.astype(reduction("sum", array.dtype).accumulate, copy=False)
+            )
 
         def store(together: NDArray[Any]) -> None:
             if is_in_place:
@@ -666,7 +735,9 @@ class Variable(Taught, ArrayProtocol):
         def request(*arguments: Any, **options: Any) -> Any:
             if not is_in_place:
                 return request_of(*arguments, **options)
-            out = self._storage.writable()  # keeps what it holds, for the case that the replicas disagree
+            out = (
+                self._storage.writable()
+            )  # keeps what it holds, for the case that the replicas disagree
             return request_of(*arguments, **options, out=out, apply=ufunc)
 
         self._write(action, what, mine, request, store, is_in_place=is_in_place)
@@ -674,9 +745,13 @@ class Variable(Taught, ArrayProtocol):
             is_counted = self._is_counted and operation is not _ASSIGN
             if prepared is unprepared and not self._storage.is_shared:
                 op = "sum" if action.travel is Travel.SUM else "mean"
-                call = prepared_reduction(owner.communicator, self._copy, op, what, owner.reproducible, ufunc)
+                call = prepared_reduction(
+                    owner.communicator, self._copy, op, what, owner.reproducible, ufunc
+                )
                 if call is not None:
-                    made = prepared_write(owner, self._storage, self._tally, call, counts=is_counted)
+                    made = prepared_write(
+                        owner, self._storage, self._tally, call, counts=is_counted
+                    )
                     self._prepared = {**self._prepared, operation: made}
             if is_counted:
                 self._tally.added += 1
@@ -719,14 +794,23 @@ class Variable(Taught, ArrayProtocol):
             ConfigError: It cannot be one.
         """
         what = f"{operation.value} of variable {self.name!r}"
-        if type(x) is np.ndarray and x.dtype == self._dtype and x.shape == self._shape and self._dtype.kind != "b":
+        if (
+            type(x) is np.ndarray
+            and x.dtype == self._dtype
+            and x.shape == self._shape
+            and self._dtype.kind != "b"
+        ):
             finite.look(x, what)
             return x
         if self._dtype.kind == "b" and operation is not Operation.ASSIGN:
-            raise ConfigError(f"{what}: bool has no sum; write v.assign(x), or make it with dtype='int64'")
+            raise ConfigError(
+                f"{what}: bool has no sum; write v.assign(x), or make it with dtype='int64'"
+            )
         if reduced:
             self._check_sum(what)
-        array = operand_array(x.read_value() if isinstance(x, Variable) else x, self._shape, self._dtype, what)
+        array = operand_array(
+            x.read_value() if isinstance(x, Variable) else x, self._shape, self._dtype, what
+        )
         finite.look(array, what)
         return array
 
@@ -759,7 +843,14 @@ class Variable(Taught, ArrayProtocol):
         return self._write(action, what, mine, rows_request, store)
 
     def _write(
-        self, action: Action, what: str, mine: Any, request: Any, store: Any, *, is_in_place: bool = False
+        self,
+        action: Action,
+        what: str,
+        mine: Any,
+        request: Any,
+        store: Any,
+        *,
+        is_in_place: bool = False,
     ) -> Variable:
         """Make a write: `mine` checks the operand, `request` carries it, `store` puts what came into the copy.
 
@@ -772,20 +863,29 @@ class Variable(Taught, ArrayProtocol):
             is_in_place: The call writes the copy by itself.
         """
         storage = self._storage
-        if self._synchronization is VariableSynchronization.ON_READ and action.travel is not Travel.NOTHING:
+        if (
+            self._synchronization is VariableSynchronization.ON_READ
+            and action.travel is not Travel.NOTHING
+        ):
             self._owner.communicator.require_all(what)
         if isinstance(storage, SharedCopy) and not storage.is_staging:
             with written_once(self._owner, [storage]):
                 return self._write(action, what, mine, request, store, is_in_place=is_in_place)
         is_free = action.travel is Travel.SAME and not self._owner.check_cross_writes
-        is_alone = action.travel is Travel.NOTHING or (is_free and action.effect is not Effect.SPLIT_ANEW)
+        is_alone = action.travel is Travel.NOTHING or (
+            is_free and action.effect is not Effect.SPLIT_ANEW
+        )
         if is_alone:
             self._count_step()  # also of a write that is refused: no other replica hears of it
             together = mine()
         elif not is_in_place:
             together = self._travel(action, what, mine, request)
         else:
-            with storage if self._replicas == 1 else being_written(self._owner.communicator, what, (storage,)):
+            with (
+                storage
+                if self._replicas == 1
+                else being_written(self._owner.communicator, what, (storage,))
+            ):
                 together = self._travel(action, what, mine, request)
         if not is_alone:
             self._count_step()
@@ -808,14 +908,24 @@ class Variable(Taught, ArrayProtocol):
                 "strategy's run as outside of it"
             )
         else:
-            taken = "replica 0's" if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA else "each replica's own"
+            taken = (
+                "replica 0's"
+                if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+                else "each replica's own"
+            )
             hint += f"write inside strategy.run, where aggregation {self._aggregation.name} takes {taken} value"
 
         def check() -> Any:
-            return request(action, owner.communicator, mine(), what, hint, reproducible=owner.reproducible)
+            return request(
+                action, owner.communicator, mine(), what, hint, reproducible=owner.reproducible
+            )
 
         self._tally.collectives += 1
-        if action.travel is Travel.SAME and request is not rows_request and is_compared_first(owner.communicator):
+        if (
+            action.travel is Travel.SAME
+            and request is not rows_request
+            and is_compared_first(owner.communicator)
+        ):
             together = self._same_everywhere(what, mine)
             if together is not None:
                 return together

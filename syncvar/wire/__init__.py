@@ -33,7 +33,25 @@ from syncvar.wire.limits import CONTROL_NBYTES_MAX
 from syncvar.wire.objects import DEPTH_MAX, is_plain, pack_object, unpack_object
 
 __all__ = [
-    "CARRIERS", "CONTROL_NBYTES_MAX", "DEPTH_MAX", "DTYPE_NAMES", "HEADER_NBYTES", "PROTOCOL_VERSION", "Header", "Kind", "Library", "Message", "Untaken",
-    "dtype_from_index", "dtype_index", "is_plain", "library_of", "pack_header", "pack_message", "pack_object", "parse_header", "parse_message",
+    "CARRIERS",
+    "CONTROL_NBYTES_MAX",
+    "DEPTH_MAX",
+    "DTYPE_NAMES",
+    "HEADER_NBYTES",
+    "PROTOCOL_VERSION",
+    "Header",
+    "Kind",
+    "Library",
+    "Message",
+    "Untaken",
+    "dtype_from_index",
+    "dtype_index",
+    "is_plain",
+    "library_of",
+    "pack_header",
+    "pack_message",
+    "pack_object",
+    "parse_header",
+    "parse_message",
     "unpack_object",
-]  # fmt: skip
+]

@@ -92,10 +92,15 @@ def find_mismatch(reports: list[Report], now: float, patience_s: float = 0.3) ->
         calls.setdefault((report.group, report.call), []).append(report)
     verdicts = []
     for (group, call), here in calls.items():
-        if len({report.fingerprint for report in here}) < 2 and not any(report.mismatch for report in here):
+        if len({report.fingerprint for report in here}) < 2 and not any(
+            report.mismatch for report in here
+        ):
             continue
         members = here[0].members
-        if len({report.rank for report in here}) < len(members) and now - max(r.received for r in here) < patience_s:
+        if (
+            len({report.rank for report in here}) < len(members)
+            and now - max(r.received for r in here) < patience_s
+        ):
             continue
         table = {report.rank: report.describe() for report in here}
         for rank in members:
@@ -119,7 +124,9 @@ def find_deadlock(reports: list[Report]) -> list[Verdict]:
         rank: [
             other
             for other in report.members
-            if other in waiting and other != rank and waiting[other].entered.get(report.group, -1) < report.call
+            if other in waiting
+            and other != rank
+            and waiting[other].entered.get(report.group, -1) < report.call
         ]
         for rank, report in waiting.items()
     }
@@ -187,24 +194,32 @@ def stalls(reports: list[Report], now: float, after_s: float) -> list[Stall]:
     for report in reports:
         calls.setdefault((report.group, report.call), []).append(report)
     groups = {group for group, _ in calls}
-    furthest: dict[tuple[int, int], int] = {}  # by rank and group: the last call that it has entered
+    furthest: dict[
+        tuple[int, int], int
+    ] = {}  # by rank and group: the last call that it has entered
     first: dict[int, Report] = {}
     for report in reports:
         first.setdefault(report.rank, report)
         for group in groups & report.entered.keys():
-            furthest[report.rank, group] = max(report.entered[group], furthest.get((report.rank, group), -1))
+            furthest[report.rank, group] = max(
+                report.entered[group], furthest.get((report.rank, group), -1)
+            )
     result = []
     for key, here in sorted(calls.items()):
         waited_s = now - min(report.since for report in here)
         if waited_s < after_s:
             continue
         late = [rank for rank in here[0].members if furthest.get((rank, key[0]), -1) < key[1]]
-        others = [f"rank {rank} waits in {first[rank].describe()}" for rank in late if rank in first]
+        others = [
+            f"rank {rank} waits in {first[rank].describe()}" for rank in late if rank in first
+        ]
         verb = "waits" if len(here) == 1 else "wait"
         whom = f"{rank_list(late)}, not there yet" if late else "data; all ranks are there"
         sentence = (
             f"{rank_list(r.rank for r in here)} {verb} since {waited_s:.0f} s in "
             f"{here[0].describe()} for {whom}"
         )
-        result.append(Stall(key, waited_s, sentence + "".join(f"; {other}" for other in others), late))
+        result.append(
+            Stall(key, waited_s, sentence + "".join(f"; {other}" for other in others), late)
+        )
     return result

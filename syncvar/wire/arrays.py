@@ -44,14 +44,18 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
         if type(value) is Untaken:
             raise ConfigError(f"{what} {value.reason}")
         if _is_masked(value):
-            raise ConfigError(f"{what} is a masked array, and its mask would be lost on the way: pass x.filled(0), or what else stands for nothing")
+            raise ConfigError(
+                f"{what} is a masked array, and its mask would be lost on the way: pass x.filled(0), or what else stands for nothing"
+            )
         try:
             library = library_of(value)
             value = np.asarray(value) if library is None else library.take(value)
         except (TransportError, MismatchError):  # of a variable that is read: not about what it is
             raise
         except Exception as error:  # whatever the library, or an __array__, raises
-            raise ConfigError(f"{what} of type {type(value).__name__} cannot be an array: {told(error)}") from None
+            raise ConfigError(
+                f"{what} of type {type(value).__name__} cannot be an array: {told(error)}"
+            ) from None
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
     if not _travels(value.dtype):
@@ -90,7 +94,11 @@ def told(error: Exception) -> str:
         >>> told(ValueError("no memory of the CPU")), told(KeyError("cpu"))
         ('no memory of the CPU', "KeyError: 'cpu'")
     """
-    return str(error) if isinstance(error, (ValueError, TypeError, BufferError, RuntimeError)) else f"{type(error).__name__}: {error}"
+    return (
+        str(error)
+        if isinstance(error, (ValueError, TypeError, BufferError, RuntimeError))
+        else f"{type(error).__name__}: {error}"
+    )
 
 
 def _untravelled(array: NDArray[Any], what: str) -> str:
@@ -126,7 +134,9 @@ def _is_masked(value: Any, above: tuple[int, ...] = ()) -> bool:
     if masked is None:
         return False
     if isinstance(value, list | tuple):
-        return id(value) not in above and any(_is_masked(item, (*above, id(value))) for item in value)
+        return id(value) not in above and any(
+            _is_masked(item, (*above, id(value))) for item in value
+        )
     return isinstance(value, masked.MaskedArray)
 
 
@@ -139,11 +149,17 @@ def checked_output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ND
     if type(out) is Untaken:
         raise ConfigError(f"out {out.reason}")
     if not isinstance(out, np.ndarray):
-        raise ConfigError(f"out must be a NumPy array, or a tensor in the memory of the CPU, not {type(out).__name__}")
+        raise ConfigError(
+            f"out must be a NumPy array, or a tensor in the memory of the CPU, not {type(out).__name__}"
+        )
     if _is_masked(out):
-        raise ConfigError("out is a masked array, and its mask would say something else than the result: pass out.data, or leave it out")
+        raise ConfigError(
+            "out is a masked array, and its mask would say something else than the result: pass out.data, or leave it out"
+        )
     if out.shape != shape or out.dtype != dtype:
-        raise ConfigError(f"out has shape {out.shape} and dtype {out.dtype}, the result has shape {shape} and dtype {dtype}")
+        raise ConfigError(
+            f"out has shape {out.shape} and dtype {out.dtype}, the result has shape {shape} and dtype {dtype}"
+        )
     if not out.flags.writeable:
         raise ConfigError("out is read-only: pass a writable array")
     return out
@@ -169,6 +185,8 @@ def checked_integer(name: str, value: Any) -> int:
         ConfigError: It is none.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        hint = ": the array to write to is named, out=buffer" if isinstance(value, np.ndarray) else ""
+        hint = (
+            ": the array to write to is named, out=buffer" if isinstance(value, np.ndarray) else ""
+        )
         raise ConfigError(f"{name} must be an integer, not {value!r:.100}{hint}")
     return int(value)

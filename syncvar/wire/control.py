@@ -25,10 +25,28 @@ _Counts = dict[int, int]
 _Texts = dict[int, str]
 _SCHEMA: dict[str, dict[str, Any]] = {
     # worker -> launcher
-    "join": {"rank": int, "job": str, "generation": int, "address": str, "pid": int, "host": str, "about": dict[str, int | str]},
+    "join": {
+        "rank": int,
+        "job": str,
+        "generation": int,
+        "address": str,
+        "pid": int,
+        "host": str,
+        "about": dict[str, int | str],
+    },
     "report": {
-        "group": int, "members": _Ranks, "call": int, "ordinal": int, "fingerprint": int, "what": str, "site": str,
-        "awaiting": _Ranks, "waited_s": float, "mismatch": bool, "may_move": bool, "entered": _Counts,
+        "group": int,
+        "members": _Ranks,
+        "call": int,
+        "ordinal": int,
+        "fingerprint": int,
+        "what": str,
+        "site": str,
+        "awaiting": _Ranks,
+        "waited_s": float,
+        "mismatch": bool,
+        "may_move": bool,
+        "entered": _Counts,
     },
     "resumed": {"group": int, "call": int},
     "poison": {"group": int, "members": _Ranks, "call": int, "what": str, "reason": str},
@@ -39,21 +57,55 @@ _SCHEMA: dict[str, dict[str, Any]] = {
     "leaving": {"entered": _Counts, "skipped": list[int], "sent": list[int], "sites": _Texts},
     # server -> launcher
     "serve": {
-        "server": int, "job": str, "generation": int, "address": str, "outside": str, "host": str, "host_index": int, "pid": int,
+        "server": int,
+        "job": str,
+        "generation": int,
+        "address": str,
+        "outside": str,
+        "host": str,
+        "host_index": int,
+        "pid": int,
     },
     "holds": {"server": int, "job": str, "generation": int, "of": int},
     # worker or server -> launcher
     "find_servers": {"job": str, "generation": int, "host_index": int},
     # launcher -> worker or server
-    "servers": {"version": int, "addresses": _Texts, "hosts": _Texts, "ended": _Texts, "incarnations": _Counts},
+    "servers": {
+        "version": int,
+        "addresses": _Texts,
+        "hosts": _Texts,
+        "ended": _Texts,
+        "incarnations": _Counts,
+    },
     # launcher -> worker
-    "roll": {"generation": int, "addresses": _Texts, "hosts": _Texts, "places": _Counts, "without_arena": _Texts},
+    "roll": {
+        "generation": int,
+        "addresses": _Texts,
+        "hosts": _Texts,
+        "places": _Counts,
+        "without_arena": _Texts,
+    },
     "refused": {"error": str, "reason": str, "missing": _Ranks},
-    "abort": {"rank": int, "host": str, "reason": str, "kind_of_break": str, "group": int, "call": int, "missing": _Ranks},
+    "abort": {
+        "rank": int,
+        "host": str,
+        "reason": str,
+        "kind_of_break": str,
+        "group": int,
+        "call": int,
+        "missing": _Ranks,
+    },
     "are_you_there": {},
     "left": {"rank": int, "entered": _Counts, "skipped": list[int]},
-    "verdict": {"group": int, "call": int, "last_call": int, "text": str, "table": _Texts, "waits": bool},
-}  # fmt: skip
+    "verdict": {
+        "group": int,
+        "call": int,
+        "last_call": int,
+        "text": str,
+        "table": _Texts,
+        "waits": bool,
+    },
+}
 
 
 def pack_message(kind: str, **fields: Any) -> bytes:
@@ -63,7 +115,11 @@ def pack_message(kind: str, **fields: Any) -> bytes:
         >>> parse_message(pack_message("resumed", group=0, call=4))["call"]
         4
     """
-    return bytes(msgpack.packb({"kind": kind, **fields}, use_bin_type=True, unicode_errors="backslashreplace"))
+    return bytes(
+        msgpack.packb(
+            {"kind": kind, **fields}, use_bin_type=True, unicode_errors="backslashreplace"
+        )
+    )
 
 
 def parse_message(data: bytes) -> Message:
@@ -100,7 +156,9 @@ def parse_message(data: bytes) -> Message:
         raise WireError(f"unknown kind of control message {str(message.get('kind'))[:40]!r}")
     for name, kind in schema.items():
         if not _is_of(message.get(name), kind):
-            raise WireError(f"control message {message['kind']!r}: field {name!r} is missing or of a wrong type")
+            raise WireError(
+                f"control message {message['kind']!r}: field {name!r} is missing or of a wrong type"
+            )
     if message["kind"] == "join":
         check_about(message["about"])
     _check_depth(message, 1)
@@ -110,7 +168,11 @@ def parse_message(data: bytes) -> Message:
 def _is_of(value: Any, kind: Any) -> bool:
     origin = get_origin(kind)
     if origin is None:
-        return type(value) is kind if kind is not float else type(value) in (int, float) and value == value  # noqa: PLR0124  (no NaN)
+        return (
+            type(value) is kind
+            if kind is not float
+            else type(value) in (int, float) and value == value  # noqa: PLR0124  (no NaN)
+        )
     if origin is UnionType:
         return any(_is_of(value, one) for one in get_args(kind))
     if type(value) is not origin:

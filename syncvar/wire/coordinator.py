@@ -72,7 +72,9 @@ class Coordinator:
         generation: Version of the membership.
     """
 
-    def __init__(self, world_size: int, job_id: str, config: RuntimeConfig, generation: int = 0) -> None:
+    def __init__(
+        self, world_size: int, job_id: str, config: RuntimeConfig, generation: int = 0
+    ) -> None:
         self.world_size = world_size
         self.job_id = job_id
         self.config = config
@@ -80,14 +82,16 @@ class Coordinator:
         self.next_roll = self._new_roll(generation + 1)
         self.left: dict[int, dict[int, int]] = {}
         self.gone: dict[int, str] = {}
-        self.lost: set[int] = set()  # by another rank, which has said so; nobody else may know it yet
+        self.lost: set[int] = (
+            set()
+        )  # by another rank, which has said so; nobody else may know it yet
         self.broken_by: tuple[int, str] | None = None
         self._reports: dict[tuple[int, int, int], Report] = {}
         self.stalls = Stalls(config.stall_warning_s)
         self._unreceived = UnreceivedMessages()
         self.has_warned = False
 
-    # -- messages of ranks ----------------------------------------------------------------------------------------
+    # -- messages of ranks -------------------------------------------------------------------------
 
     def join(self, message: Message, now: float) -> tuple[str, list[Action]]:
         """Take a rank in.
@@ -99,16 +103,26 @@ class Coordinator:
             return "this is another job", []
         roll = self.roll if message["generation"] == self.roll.generation else self.next_roll
         if message["generation"] != roll.generation:
-            return f"generation {message['generation']} cannot be joined, {self.roll.generation} is in force", []
-        member = Member(message["rank"], message["address"], message["host"], message["pid"], message["about"])
+            return (
+                f"generation {message['generation']} cannot be joined, {self.roll.generation} is in force",
+                [],
+            )
+        member = Member(
+            message["rank"], message["address"], message["host"], message["pid"], message["about"]
+        )
         refused = roll.join(member, now)
         if refused:
             return refused, []
         if roll.missing():  # whoever comes after a rank was lost need not wait for it
-            return "", [Tell(member.rank, self._lost_data(rank, reason)) for rank, reason in self.gone.items()]
+            return "", [
+                Tell(member.rank, self._lost_data(rank, reason))
+                for rank, reason in self.gone.items()
+            ]
         warning = roll.compare()
         if roll.failed:
-            refusal = pack_message("refused", error="HandshakeError", reason=roll.failed, missing=[])
+            refusal = pack_message(
+                "refused", error="HandshakeError", reason=roll.failed, missing=[]
+            )
             return "", [Tell(rank, refusal) for rank in sorted(roll.members)]
         if roll is self.next_roll:  # every rank has left the old generation and joined anew
             self.roll, self.next_roll = roll, self._new_roll(roll.generation + 1)
@@ -164,13 +178,23 @@ class Coordinator:
                 lost = [peer for peer in message["missing"] if peer in self.roll.members]
                 self.lost |= set(lost)
                 others = [other for other in self.roll.members if other not in lost]
-                return [one for peer in lost for one in self._tell(others, self._lost_data(peer, message["reason"]), but=rank)]
+                return [
+                    one
+                    for peer in lost
+                    for one in self._tell(
+                        others, self._lost_data(peer, message["reason"]), but=rank
+                    )
+                ]
             return self._tell_others(rank, self._abort_data(rank, message))
         if kind == "leaving":
             self._drop_reports(rank)
             self.left[rank] = message["entered"]
-            texts = self._unreceived.leave(rank, message["entered"], message["sent"], message["sites"])
-            data = pack_message("left", rank=rank, entered=message["entered"], skipped=message["skipped"])
+            texts = self._unreceived.leave(
+                rank, message["entered"], message["sent"], message["sites"]
+            )
+            data = pack_message(
+                "left", rank=rank, entered=message["entered"], skipped=message["skipped"]
+            )
             return [*map(Say, texts), *self._tell_others(rank, data)]
         raise WireError(f"a worker may not send {kind!r}")
 
@@ -187,7 +211,11 @@ class Coordinator:
 
     def given_up(self, rank: int, reason: str, now: float) -> list[Action]:
         """Note that a rank gives no sign of life, and fence it: should it wake, it learns that it takes no part any more."""
-        fence = [Tell(rank, self._lost_data(rank, reason))] if rank in self.roll.members and rank not in self.gone else []
+        fence = (
+            [Tell(rank, self._lost_data(rank, reason))]
+            if rank in self.roll.members and rank not in self.gone
+            else []
+        )
         return self.ended(rank, reason, now) + fence
 
     def finished(self, rank: int, now: float) -> list[Action]:
@@ -217,7 +245,7 @@ class Coordinator:
         actions += [Mute(rank, seconds) for rank, seconds in told.silent]
         return actions
 
-    # -- what others may ask --------------------------------------------------------------------------------------
+    # -- what others may ask -----------------------------------------------------------------------
 
     def position(self, rank: int) -> str:
         """Return what a rank is known to do, in words, for the failure block."""
@@ -228,14 +256,16 @@ class Coordinator:
             return "finished"
         if rank not in self.roll.members:
             return "not joined yet"
-        return "not waiting in any call" + (f"; {silence}" if (silence := self.stalls.silence(rank)) else "")
+        return "not waiting in any call" + (
+            f"; {silence}" if (silence := self.stalls.silence(rank)) else ""
+        )
 
     def host(self, rank: int) -> str:
         """Return the host of a rank that has joined, else an empty text."""
         member = self.roll.members.get(rank)
         return member.host if member else ""
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _report(self, rank: int, message: Message, now: float) -> list[Action]:
         report = Report(
@@ -263,7 +293,11 @@ class Coordinator:
         waiting = set(self._reports)
         told = [(verdict, tell) for verdict in verdicts for tell in self._announce(verdict)]
         # What lets a rank go on comes last: it must not enter another refused call before it knows of that one too.
-        told.sort(key=lambda one: isinstance(one[1], Tell) and (one[1].rank, one[0].group, one[0].call) in waiting)
+        told.sort(
+            key=lambda one: (
+                isinstance(one[1], Tell) and (one[1].rank, one[0].group, one[0].call) in waiting
+            )
+        )
         return [tell for _, tell in told]
 
     def _announce(self, verdict: Verdict) -> list[Action]:
@@ -290,7 +324,13 @@ class Coordinator:
             if (other_group, other_call) == (group, call):
                 table[other] = report.describe()
         data = pack_message(
-            "verdict", group=group, call=call, last_call=call, text=f"rank {rank} refused its own call", table=table, waits=False
+            "verdict",
+            group=group,
+            call=call,
+            last_call=call,
+            text=f"rank {rank} refused its own call",
+            table=table,
+            waits=False,
         )
         return self._tell(message["members"], data, but=rank)
 
@@ -302,15 +342,24 @@ class Coordinator:
             addresses={rank: one.address_for(told) for rank, one in members},
             hosts={rank: one.host for rank, one in members},
             places={rank: one.host_index for rank, one in members},
-            without_arena={rank: one.about["arena"] for rank, one in members if one.about.get("arena")},
+            without_arena={
+                rank: one.about["arena"] for rank, one in members if one.about.get("arena")
+            },
         )
 
     def _new_roll(self, generation: int) -> RollCall:
-        return RollCall(self.world_size, generation, self.config.rendezvous_timeout_s, self.config.roll_call_s)
+        return RollCall(
+            self.world_size, generation, self.config.rendezvous_timeout_s, self.config.roll_call_s
+        )
 
     def _rendezvous_failed(self, roll: RollCall, reason: str) -> list[Action]:
-        data = pack_message("refused", error="RendezvousError", reason=reason, missing=roll.missing())
-        return [Fail("RendezvousError", reason, tuple(roll.missing())), *(Tell(rank, data) for rank in sorted(roll.members))]
+        data = pack_message(
+            "refused", error="RendezvousError", reason=reason, missing=roll.missing()
+        )
+        return [
+            Fail("RendezvousError", reason, tuple(roll.missing())),
+            *(Tell(rank, data) for rank in sorted(roll.members)),
+        ]
 
     def _abort(self, rank: int, reason: str) -> list[Action]:
         return self._tell_others(rank, self._lost_data(rank, reason))
@@ -321,7 +370,9 @@ class Coordinator:
 
     def _abort_data(self, rank: int, fields: Message) -> bytes:
         names = ("kind_of_break", "reason", "group", "call", "missing")
-        return pack_message("abort", rank=rank, host=self.host(rank), **{name: fields[name] for name in names})
+        return pack_message(
+            "abort", rank=rank, host=self.host(rank), **{name: fields[name] for name in names}
+        )
 
     def _tell_others(self, rank: int, data: bytes) -> list[Action]:
         return self._tell(self.roll.members, data, but=rank)
@@ -330,7 +381,10 @@ class Coordinator:
         return [
             Tell(rank, data)
             for rank in sorted(ranks)
-            if rank != but and rank in self.roll.members and rank not in self.gone and rank not in self.left
+            if rank != but
+            and rank in self.roll.members
+            and rank not in self.gone
+            and rank not in self.left
         ]
 
     def _drop_reports(self, rank: int) -> None:

@@ -13,9 +13,22 @@ if TYPE_CHECKING:
 __all__ = ["DTYPE_NAMES", "dtype_from_index", "dtype_index"]
 
 DTYPE_NAMES = (
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-    "float16", "float32", "float64", "complex64", "complex128", "bfloat16",
-)  # fmt: skip
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "bfloat16",
+)
 _INDEX = {name: index for index, name in enumerate(DTYPE_NAMES)}
 
 
@@ -28,7 +41,9 @@ def dtype_index(dtype: np.dtype[Any]) -> int:
     """
     index = _INDEX.get(dtype.name)
     if index is None:
-        raise ConfigError(f"dtype {dtype} cannot be communicated; use one of {', '.join(DTYPE_NAMES)}")
+        raise ConfigError(
+            f"dtype {dtype} cannot be communicated; use one of {', '.join(DTYPE_NAMES)}"
+        )
     return index
 
 
@@ -48,6 +63,8 @@ def dtype_from_index(index: int) -> np.dtype[Any]:
         try:
             import ml_dtypes
         except ImportError:
-            raise ConfigError("bfloat16 needs the package ml_dtypes: pip install ml_dtypes") from None
+            raise ConfigError(
+                "bfloat16 needs the package ml_dtypes: pip install ml_dtypes"
+            ) from None
         return np.dtype(ml_dtypes.bfloat16)  # type: ignore[no-any-return, unused-ignore]
     return np.dtype(name)

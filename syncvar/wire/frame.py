@@ -14,7 +14,15 @@ from typing import NamedTuple
 
 from syncvar.errors import WireError
 
-__all__ = ["CARRIERS", "HEADER_NBYTES", "PROTOCOL_VERSION", "Header", "Kind", "pack_header", "parse_header"]
+__all__ = [
+    "CARRIERS",
+    "HEADER_NBYTES",
+    "PROTOCOL_VERSION",
+    "Header",
+    "Kind",
+    "pack_header",
+    "parse_header",
+]
 
 PROTOCOL_VERSION = 1
 _MAGIC = b"sv"
@@ -82,7 +90,17 @@ def pack_header(
         7
     """
     body = _BODY.pack(
-        _MAGIC, PROTOCOL_VERSION, kind, source, generation, group, call, round_index, segment, fingerprint, nbytes
+        _MAGIC,
+        PROTOCOL_VERSION,
+        kind,
+        source,
+        generation,
+        group,
+        call,
+        round_index,
+        segment,
+        fingerprint,
+        nbytes,
     )
     return body + _CHECKSUM.pack(zlib.crc32(body))
 

@@ -118,14 +118,23 @@ def _take_by_dlpack(value: Any) -> NDArray[Any]:
 
     try:
         array = np.from_dlpack(value)
-    except (RuntimeError, BufferError, ValueError):  # NumPy's DLPack knows no bfloat16, and memory of the CPU alone
+    except (
+        RuntimeError,
+        BufferError,
+        ValueError,
+    ):  # NumPy's DLPack knows no bfloat16, and memory of the CPU alone
         _refuse_device(value, None)
         if not hasattr(value, "__array__"):
             raise
         return np.asarray(value)
-    if not array.flags.writeable and hasattr(value, "__array__"):  # DLPack before 1.0 does not say whether it may be written
+    if not array.flags.writeable and hasattr(
+        value, "__array__"
+    ):  # DLPack before 1.0 does not say whether it may be written
         other = np.asarray(value)
-        if other.flags.writeable and other.__array_interface__["data"][0] == array.__array_interface__["data"][0]:
+        if (
+            other.flags.writeable
+            and other.__array_interface__["data"][0] == array.__array_interface__["data"][0]
+        ):
             return other
     return array
 
@@ -147,7 +156,9 @@ def _imported(name: str) -> Any:
             found = importlib.import_module(name)
         except ImportError as error:
             library = name.partition(".")[0]
-            raise ConfigError(f"there are tensors of {library} in it, which cannot be imported here: {error}") from None
+            raise ConfigError(
+                f"there are tensors of {library} in it, which cannot be imported here: {error}"
+            ) from None
     return found
 
 
@@ -168,12 +179,21 @@ def _refuse_device(value: Any, kind: str | None) -> None:
             return
     if kind != "cpu":
         device = getattr(value, "device", value.__dlpack_device__() if kind == "other" else kind)
-        remedy = "it has no data at all" if kind == "meta" else "pass x.cpu(), or a copy of it in the memory of the CPU"
-        raise TypeError(f"it is on the device {str(device)!r}, and syncvar works in the memory of the CPU: {remedy}")
+        remedy = (
+            "it has no data at all"
+            if kind == "meta"
+            else "pass x.cpu(), or a copy of it in the memory of the CPU"
+        )
+        raise TypeError(
+            f"it is on the device {str(device)!r}, and syncvar works in the memory of the CPU: {remedy}"
+        )
 
 
 _HOST_MEMORY = (1, 3, 11, 13)  # DLPack's kDLCPU, kDLCUDAHost, kDLROCMHost, kDLCUDAManaged
 _TORCH = Library("torch", _take_from_torch, _give_to_torch, _wrote_to_torch)
 _JAX = Library("jax", _take_by_dlpack, _give_to_jax, lambda _: None)
-NAMED = (_TORCH, _JAX)  # on the wire such a library is an index into this table, never a name to import
+NAMED = (
+    _TORCH,
+    _JAX,
+)  # on the wire such a library is an index into this table, never a name to import
 _ANY = Library("", _take_by_dlpack, _give_by_namespace, lambda _: None)

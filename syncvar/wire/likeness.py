@@ -43,7 +43,9 @@ def check_about(about: Mapping[str, int | str]) -> None:
         raise WireError(f"a rank tells {len(about)} things about itself, more than {_ENTRIES_MAX}")
     for name, value in about.items():
         if len(name) > _NAME_MAX or (isinstance(value, str) and len(value) > _TEXT_MAX):
-            raise WireError(f"what a rank tells about itself under {name[:_NAME_MAX]!r} is too long")
+            raise WireError(
+                f"what a rank tells about itself under {name[:_NAME_MAX]!r} is too long"
+            )
 
 
 def differences(told: Mapping[int, Mapping[str, int | str]]) -> tuple[str, str]:
@@ -63,17 +65,31 @@ def differences(told: Mapping[int, Mapping[str, int | str]]) -> tuple[str, str]:
         >>> differences({0: {"python": "3.11"}, 1: {"python": "3.12"}, 2: {"python": "3.11"}})[1]
         "the ranks differ: Python '3.11' (ranks 0, 2), '3.12' (rank 1)"
     """
-    settings = sorted({name for about in told.values() for name in about if name.startswith(SETTING)})
+    settings = sorted(
+        {name for about in told.values() for name in about if name.startswith(SETTING)}
+    )
     must = {**_MUST_AGREE, **{name: _shown(name.removeprefix(SETTING))[1:-1] for name in settings}}
-    lines = [f"  {words}: {values}" for name, words in must.items() if (values := _values(told, name, skips_empty=False))]
+    lines = [
+        f"  {words}: {values}"
+        for name, words in must.items()
+        if (values := _values(told, name, skips_empty=False))
+    ]
     refusal = ""
     if lines:
         rest = [f"  ({len(lines) - _LINES_MAX} more)"] if len(lines) > _LINES_MAX else []
-        refusal = "\n".join((
-            "the ranks differ in what all must have alike:", *lines[:_LINES_MAX], *rest,
-            "install the same syncvar everywhere, and give all ranks the same settings",
-        ))  # fmt: skip
-    parts = [f"{words} {values}" for name, words in _SHOULD_AGREE.items() if (values := _values(told, name, skips_empty=True))]
+        refusal = "\n".join(
+            (
+                "the ranks differ in what all must have alike:",
+                *lines[:_LINES_MAX],
+                *rest,
+                "install the same syncvar everywhere, and give all ranks the same settings",
+            )
+        )
+    parts = [
+        f"{words} {values}"
+        for name, words in _SHOULD_AGREE.items()
+        if (values := _values(told, name, skips_empty=True))
+    ]
     return refusal, f"the ranks differ: {'; '.join(parts)}" if parts else ""
 
 
@@ -87,7 +103,9 @@ def _values(told: Mapping[int, Mapping[str, int | str]], name: str, *, skips_emp
     if len(ranks) < 2:
         return ""
     shown = [f"{_shown(value)} ({rank_list(having)})" for value, having in ranks.items()]
-    return ", ".join(shown[:_VALUES_MAX]) + (f", and {len(shown) - _VALUES_MAX} more" if len(shown) > _VALUES_MAX else "")
+    return ", ".join(shown[:_VALUES_MAX]) + (
+        f", and {len(shown) - _VALUES_MAX} more" if len(shown) > _VALUES_MAX else ""
+    )
 
 
 def _shown(value: int | str) -> str:

@@ -12,8 +12,12 @@ proved itself loses the connection (`syncvar.transports.strangers`). On a stream
 from __future__ import annotations
 
 __all__ = [
-    "CONTROL_NBYTES_MAX", "FRAME_NBYTES", "FRAMING_NBYTES", "HELLO_NBYTES_MAX", "UNPROVED_NBYTES_MAX",
-]  # fmt: skip
+    "CONTROL_NBYTES_MAX",
+    "FRAME_NBYTES",
+    "FRAMING_NBYTES",
+    "HELLO_NBYTES_MAX",
+    "UNPROVED_NBYTES_MAX",
+]
 
 FRAME_NBYTES = (1 << 20) + 4096
 """The longest frame of a message between workers and servers; between ranks it is the setting `segment_bytes`.

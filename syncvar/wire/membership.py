@@ -59,7 +59,9 @@ class RollCall:
     began: float | None = None
     named: float = 0.0
     failed: str = ""
-    absent: dict[int, str] = field(default_factory=dict)  # ranks that ended before they joined, and how
+    absent: dict[int, str] = field(
+        default_factory=dict
+    )  # ranks that ended before they joined, and how
 
     @property
     def is_complete(self) -> bool:
@@ -72,7 +74,9 @@ class RollCall:
         Returns:
             What to warn of, in one sentence, or an empty text.
         """
-        self.failed, warning = differences({rank: member.about for rank, member in self.members.items()})
+        self.failed, warning = differences(
+            {rank: member.about for rank, member in self.members.items()}
+        )
         return "" if self.failed else warning
 
     def missing(self) -> list[int]:
@@ -123,7 +127,10 @@ class RollCall:
             return "", self.failed
         if now - self.named >= self.interval_s:
             self.named = now
-            return f"waiting for {absent} to join since {waited:.0f} s ({len(self.members)} of {self.world_size} are here)", ""
+            return (
+                f"waiting for {absent} to join since {waited:.0f} s ({len(self.members)} of {self.world_size} are here)",
+                "",
+            )
         return "", ""
 
     def ended(self, rank: int, how: str) -> str:

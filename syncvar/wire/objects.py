@@ -39,20 +39,46 @@ _KINDS = (
     "Counter, set, frozenset, date, time, datetime, timedelta, NumPy arrays and dtypes, tensors of "
     "PyTorch and JAX, range, Path and Decimal (nothing is pickled)"
 )
-_LIBRARIES = frozenset((
-    "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "typing", "collections", "pathlib", "os",
-    "decimal", "_decimal",
-))  # fmt: skip
+_LIBRARIES = frozenset(
+    (
+        "numpy",
+        "ml_dtypes",
+        "torch",
+        "jax",
+        "jaxlib",
+        "typing",
+        "collections",
+        "pathlib",
+        "os",
+        "decimal",
+        "_decimal",
+    )
+)
 _OF_FRAMES = {
-    "pandas.DataFrame": "df.to_dict('list')", "polars.DataFrame": "df.to_dict(as_series=False)",
-    "pandas.Series": "x.to_numpy()", "polars.Series": "x.to_numpy()",
-    "pandas.Timestamp": "x.to_pydatetime()", "pandas.Timedelta": "x.to_pytimedelta()",
-}  # fmt: skip
+    "pandas.DataFrame": "df.to_dict('list')",
+    "polars.DataFrame": "df.to_dict(as_series=False)",
+    "pandas.Series": "x.to_numpy()",
+    "polars.Series": "x.to_numpy()",
+    "pandas.Timestamp": "x.to_pydatetime()",
+    "pandas.Timedelta": "x.to_pytimedelta()",
+}
 
 _FLAT = frozenset((type(None), bool, int, float, str, bytes))
 PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, *MOMENTS,
-)  # fmt: skip
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    *MOMENTS,
+)
 
 
 def is_plain(value: Any) -> bool:
@@ -109,7 +135,9 @@ def pack_object(
         except ConfigError as error:
             raise ConfigError(f"{error}; or write {advice}") if advice else error from None
     if len(data) > limit_nbytes:
-        raise ConfigError(f"the object takes {len(data)} bytes, more than the limit of {limit_nbytes}")
+        raise ConfigError(
+            f"the object takes {len(data)} bytes, more than the limit of {limit_nbytes}"
+        )
     return data
 
 
@@ -165,11 +193,22 @@ def _unpack(data: bytes, depth: int) -> Any:
         raise WireError(f"the packed object has tuples nested more than {DEPTH_MAX} deep")
     try:
         return msgpack.unpackb(
-            data, raw=False, strict_map_key=False, use_list=True, ext_hook=lambda code, inner: _restore(code, inner, depth)
+            data,
+            raw=False,
+            strict_map_key=False,
+            use_list=True,
+            ext_hook=lambda code, inner: _restore(code, inner, depth),
         )
     except WireError:
         raise
-    except (ValueError, TypeError, OverflowError, struct.error, msgpack.UnpackException, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+        struct.error,
+        msgpack.UnpackException,
+        RecursionError,
+    ) as error:
         raise WireError(f"the bytes are no packed object: {error}") from error
 
 
@@ -186,7 +225,9 @@ def _plain(value: Any, place: str, depth: int) -> Any:
     if kind is int:
         if -(1 << 63) <= value < 1 << 64:
             return value
-        return msgpack.ExtType(_BIG_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        return msgpack.ExtType(
+            _BIG_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        )
     if depth >= DEPTH_MAX:
         raise ConfigError(f"{place} is nested more than {DEPTH_MAX} deep")
     if kind is list:
@@ -196,7 +237,9 @@ def _plain(value: Any, place: str, depth: int) -> Any:
         return _extension(_TUPLE, items)
     if kind is dict:
         return {
-            _plain(key, f"a key of {place}", depth + 1): _plain(item, f"{place}[{key!r}]", depth + 1)
+            _plain(key, f"a key of {place}", depth + 1): _plain(
+                item, f"{place}[{key!r}]", depth + 1
+            )
             for key, item in value.items()
         }
     if kind in (bytearray, memoryview):
@@ -205,10 +248,17 @@ def _plain(value: Any, place: str, depth: int) -> Any:
         return msgpack.ExtType(_COMPLEX, struct.pack("<dd", value.real, value.imag))
     if kind in (OrderedDict, Counter):
         items = [
-            [_plain(key, f"a key of {place}", depth + 1), _plain(item, f"{place}[{key!r}]", depth + 1)]
+            [
+                _plain(key, f"a key of {place}", depth + 1),
+                _plain(item, f"{place}[{key!r}]", depth + 1),
+            ]
             for key, item in value.items()
         ]
-        about = [_plain(getattr(value, _VERSIONS, None), f"{place}.{_VERSIONS}", depth + 1)] if kind is OrderedDict else []
+        about = (
+            [_plain(getattr(value, _VERSIONS, None), f"{place}.{_VERSIONS}", depth + 1)]
+            if kind is OrderedDict
+            else []
+        )
         return _extension(_ORDERED if kind is OrderedDict else _COUNTER, [items, *about])
     if kind in (set, frozenset):
         # In the order of their bytes, so that equal sets are equal bytes in every process.
@@ -246,7 +296,9 @@ def _plain_array(value: Any, place: str) -> Any:
     try:
         array = library.take(value)
     except Exception as error:  # whatever the library raises
-        raise ConfigError(f"{place} of type {type(value).__name__} cannot travel: {type(error).__name__}: {error}") from None
+        raise ConfigError(
+            f"{place} of type {type(value).__name__} cannot travel: {type(error).__name__}: {error}"
+        ) from None
     return msgpack.ExtType(_TENSOR, bytes([NAMED.index(library)]) + _array_bytes(array, place))
 
 
@@ -291,7 +343,9 @@ def _restore(code: int, data: bytes, depth: int) -> Any:
         (items,) = _list(data, depth)
         return Counter(dict(items))
     if code in (_SET, _FROZEN_SET):
-        return (set if code == _SET else frozenset)(_unpack(part, depth + 1) for part in _list(data, depth))
+        return (set if code == _SET else frozenset)(
+            _unpack(part, depth + 1) for part in _list(data, depth)
+        )
     if _MOMENT <= code < _MOMENT + len(MOMENTS):
         return unpack_moment(code - _MOMENT, data)
     if code in STANDARD_CODES:
@@ -326,5 +380,7 @@ def _restored_array(data: bytes) -> NDArray[Any]:
     for length in shape:
         count *= length
     if len(data) - start != count * dtype.itemsize:
-        raise WireError(f"an array of shape {shape} and dtype {dtype} does not have {len(data) - start} bytes")
+        raise WireError(
+            f"an array of shape {shape} and dtype {dtype} does not have {len(data) - start} bytes"
+        )
     return np.frombuffer(data, dtype=np.uint8, offset=start).view(dtype).reshape(shape).copy()

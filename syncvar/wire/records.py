@@ -11,7 +11,16 @@ from syncvar.wire.dtypes import DTYPE_NAMES, dtype_index
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ARRAY", "BYTES", "NOTHING", "RECORD_BYTES", "Record", "array_record", "pack_record", "unpack_record"]
+__all__ = [
+    "ARRAY",
+    "BYTES",
+    "NOTHING",
+    "RECORD_BYTES",
+    "Record",
+    "array_record",
+    "pack_record",
+    "unpack_record",
+]
 
 _NDIM_MAX = 13
 _RECORD = struct.Struct(f"<BBBxxxxxQ{_NDIM_MAX}Q")
@@ -50,7 +59,9 @@ def array_record(array: NDArray[Any], digest: int = 0) -> Record:
         ConfigError: It has too many dimensions.
     """
     if array.ndim > _NDIM_MAX:
-        raise ConfigError(f"an array of {array.ndim} dimensions cannot be communicated; reshape it to {_NDIM_MAX} or fewer")
+        raise ConfigError(
+            f"an array of {array.ndim} dimensions cannot be communicated; reshape it to {_NDIM_MAX} or fewer"
+        )
     return Record(ARRAY, dtype_index(array.dtype), array.shape, digest)
 
 

@@ -64,7 +64,13 @@ class ServerTable:
         present = self._places.get(number)
         if present is not None:
             return f"{process_name(number)} is already process {present.pid} on {present.host}"
-        self._places[number] = _Place(message["address"], message["outside"], message["host"], message["host_index"], message["pid"])
+        self._places[number] = _Place(
+            message["address"],
+            message["outside"],
+            message["host"],
+            message["host_index"],
+            message["pid"],
+        )
         self.version += 1
         return ""
 
@@ -103,9 +109,10 @@ class ServerTable:
             version=self.version,
             addresses={
                 number - SERVER_0: one.address if one.host_index == host_index else one.outside
-                for number, one in self._places.items() if number not in self._ended
+                for number, one in self._places.items()
+                if number not in self._ended
             },
             hosts={number - SERVER_0: one.host for number, one in self._places.items()},
             ended=self._ended,
             incarnations=self._incarnations,
-        )  # fmt: skip
+        )

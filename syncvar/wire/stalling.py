@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Stalls", "Told"]
 
-_AGAIN = (1, 6, 30)  # times the first wait: after 10, 60 and 300 s; later ones as far apart as the last is long
+_AGAIN = (
+    1,
+    6,
+    30,
+)  # times the first wait: after 10, 60 and 300 s; later ones as far apart as the last is long
 _ANSWER_S = 1.0  # a rank has a thread that answers, whatever its program does, unless something keeps Python from running
 _GROUPS = 4
 
@@ -65,8 +69,13 @@ class Stalls:
         last = "no call yet"
         if message["last"]:
             when = f"{message['age_s']:.0f} s"
-            last = f"last call {message['last'][:400]}, " + (f"{when} ago" if message["is_over"] else f"under way since {when}")
-        self._answers[rank] = (now, last + (f", now {message['stack'][:400]}" if message["stack"] else ""))
+            last = f"last call {message['last'][:400]}, " + (
+                f"{when} ago" if message["is_over"] else f"under way since {when}"
+            )
+        self._answers[rank] = (
+            now,
+            last + (f", now {message['stack'][:400]}" if message["stack"] else ""),
+        )
 
     def mute(self, rank: int, words: str) -> None:
         """Note in words what a rank does of which no thread answers."""
@@ -93,7 +102,9 @@ class Stalls:
         for key, stall in found.items():
             times = self._times_said.get(key, 0)
             later = max(0, times - len(_AGAIN) + 1)
-            if stall.waited_s < self._after_s * (_AGAIN[min(times, len(_AGAIN) - 1)] + later * _AGAIN[-1]):
+            if stall.waited_s < self._after_s * (
+                _AGAIN[min(times, len(_AGAIN) - 1)] + later * _AGAIN[-1]
+            ):
                 continue
             if key not in self._asking:
                 ranks = [rank for rank in stall.late if may_answer(rank)]
@@ -101,11 +112,20 @@ class Stalls:
                 self._asking[key] = (now, ranks)
                 self.asked = {**dict.fromkeys(ranks, now), **self.asked}
             since, ranks = self._asking[key]
-            answers = {rank: self._answers[rank][1] for rank in ranks if self._answers.get(rank, (-1.0,))[0] >= since}
-            if now - since >= _ANSWER_S or all(rank in answers or not may_answer(rank) for rank in ranks):
+            answers = {
+                rank: self._answers[rank][1]
+                for rank in ranks
+                if self._answers.get(rank, (-1.0,))[0] >= since
+            }
+            if now - since >= _ANSWER_S or all(
+                rank in answers or not may_answer(rank) for rank in ranks
+            ):
                 del self._asking[key]
                 self._times_said[key] = times + 1
-                told.sentences.append(stall.sentence + _instead({r: one for r, one in answers.items() if r not in reporting}))
+                told.sentences.append(
+                    stall.sentence
+                    + _instead({r: one for r, one in answers.items() if r not in reporting})
+                )
         for rank, since in self.asked.items():
             if now - since >= _ANSWER_S and rank not in self._silent and may_answer(rank):
                 self._silent[rank] = "no Python thread answers"

@@ -57,14 +57,18 @@ def pack_standard(value: Any, place: str) -> tuple[int, bytes] | None:
         try:
             return code, _BOUNDS.pack(value.start, value.stop, value.step)
         except struct.error:
-            raise ConfigError(f"{place} is {value!r}, beyond 64-bit integers: write (x.start, x.stop)") from None
+            raise ConfigError(
+                f"{place} is {value!r}, beyond 64-bit integers: write (x.start, x.stop)"
+            ) from None
     if code == _PATH:
         return code, os.fsencode(value)
     if code == _DECIMAL:
         return code, str(value).encode()
     text = value.name if value.name in DTYPE_NAMES else value.str
     if text not in DTYPE_NAMES and not _DTYPE_TEXT.fullmatch(text):
-        raise ConfigError(f"{place} is the dtype {value}, which cannot travel: write x.descr, or str(x)")
+        raise ConfigError(
+            f"{place} is the dtype {value}, which cannot travel: write x.descr, or str(x)"
+        )
     if not value.isnative:
         text = value.str
     return code, text.encode()

@@ -18,9 +18,23 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "LEAF", "Leaves", "Structure", "arrays_in", "arrays_of", "describe", "flatten", "fresh", "holds_dataclass", "is_dataclass", "is_structure", "parts_of",
-    "plain_structure", "rebuilt", "restored_structure", "unflatten",
-]  # fmt: skip
+    "LEAF",
+    "Leaves",
+    "Structure",
+    "arrays_in",
+    "arrays_of",
+    "describe",
+    "flatten",
+    "fresh",
+    "holds_dataclass",
+    "is_dataclass",
+    "is_structure",
+    "parts_of",
+    "plain_structure",
+    "rebuilt",
+    "restored_structure",
+    "unflatten",
+]
 
 
 class Structure(NamedTuple):
@@ -59,7 +73,9 @@ class Leaves(NamedTuple):
     @classmethod
     def of(cls, structure: Structure, arrays: list[NDArray[Any]]) -> Leaves:
         """Return the leaves of such a structure."""
-        return cls(structure, arrays, (structure, tuple([(array.dtype, array.shape) for array in arrays])))
+        return cls(
+            structure, arrays, (structure, tuple([(array.dtype, array.shape) for array in arrays]))
+        )
 
     def without_memory(self) -> Leaves:
         """Return the leaves of a structure that is alike, whose arrays take no memory: what is kept of a call that may be made again.
@@ -69,7 +85,11 @@ class Leaves(NamedTuple):
             >>> leaves.arrays[0].shape, leaves.arrays[0].strides
             ((2, 3), (0, 0))
         """
-        return self._replace(arrays=[np.broadcast_to(np.empty((), array.dtype), array.shape) for array in self.arrays])
+        return self._replace(
+            arrays=[
+                np.broadcast_to(np.empty((), array.dtype), array.shape) for array in self.arrays
+            ]
+        )
 
     def with_arrays(self, made: Iterable[Any]) -> Any:
         """Return the same structure of other arrays."""
@@ -98,7 +118,11 @@ _ENDLESS = "the value holds itself, or is nested too deep: pass lists and dicts 
 def is_dataclass(value: Any) -> bool:
     """Return whether a value is an object of a dataclass, and no array by itself."""
     kind = type(value)
-    return hasattr(kind, "__dataclass_fields__") and not hasattr(kind, "__array__") and not hasattr(kind, "__dlpack__")
+    return (
+        hasattr(kind, "__dataclass_fields__")
+        and not hasattr(kind, "__array__")
+        and not hasattr(kind, "__dlpack__")
+    )
 
 
 def _are_numbers(items: Iterable[Any]) -> bool:
@@ -106,7 +130,12 @@ def _are_numbers(items: Iterable[Any]) -> bool:
     kinds = set(map(type, items))  # few, where the parts are many
     if not any(issubclass(kind, list | tuple) for kind in kinds):
         return all(issubclass(kind, NUMBERS) for kind in kinds)
-    return all(_are_numbers(item) and not hasattr(item, "_fields") if isinstance(item, list | tuple) else isinstance(item, NUMBERS) for item in items)
+    return all(
+        _are_numbers(item) and not hasattr(item, "_fields")
+        if isinstance(item, list | tuple)
+        else isinstance(item, NUMBERS)
+        for item in items
+    )
 
 
 def parts_of(value: Any) -> list[Any]:
@@ -126,7 +155,9 @@ def parts_of(value: Any) -> list[Any]:
     try:
         return [getattr(value, name) for name in _field_names(value)]
     except AttributeError as error:
-        raise ConfigError(f"a field of the dataclass {type(value).__name__} is not set: {error}") from None
+        raise ConfigError(
+            f"a field of the dataclass {type(value).__name__} is not set: {error}"
+        ) from None
 
 
 def rebuilt(value: Any, parts: list[Any]) -> Any:
@@ -139,7 +170,9 @@ def rebuilt(value: Any, parts: list[Any]) -> Any:
         {'b': 3.0, 'a': 4.0}
     """
     if isinstance(value, dict):
-        return (OrderedDict if isinstance(value, OrderedDict) else dict)(zip(value, parts, strict=True))
+        return (OrderedDict if isinstance(value, OrderedDict) else dict)(
+            zip(value, parts, strict=True)
+        )
     if isinstance(value, list):
         return parts
     if isinstance(value, tuple):
@@ -206,7 +239,9 @@ def arrays_of(value: Any, leaves: list[Any], what: str = "x") -> list[NDArray[An
     try:
         return [as_array(leaf) for leaf in leaves]
     except ConfigError:
-        return [as_array(leaf, place) for leaf, place in zip(leaves, _places(value, what), strict=True)]
+        return [
+            as_array(leaf, place) for leaf, place in zip(leaves, _places(value, what), strict=True)
+        ]
 
 
 def arrays_in(value: Any, out: Any = None) -> tuple[Structure | None, list[NDArray[Any]]]:
@@ -231,9 +266,13 @@ def _places(value: Any, place: str) -> Iterator[str]:
     elif not is_structure(value):
         yield place
     else:
-        names = getattr(value, "_fields", None) or (_field_names(value) if is_dataclass(value) else None)
+        names = getattr(value, "_fields", None) or (
+            _field_names(value) if is_dataclass(value) else None
+        )
         for number, part in enumerate(parts_of(value)):
-            yield from _places(part, f"{place}[{number}]" if names is None else f"{place}.{names[number]}")
+            yield from _places(
+                part, f"{place}[{number}]" if names is None else f"{place}.{names[number]}"
+            )
 
 
 def describe(structure: Structure, length_max: int = 120) -> str:
@@ -255,7 +294,9 @@ def _describe(structure: Structure) -> str:
     if kind == "leaf":
         return "array"
     if kind == "dict":
-        return "{" + ", ".join(f"{key}: {item}" for key, item in zip(keys, items, strict=True)) + "}"
+        return (
+            "{" + ", ".join(f"{key}: {item}" for key, item in zip(keys, items, strict=True)) + "}"
+        )
     if kind == "dataclass":
         return f"{keys[0]}({', '.join(f'{key}={item}' for key, item in zip(keys[1:], items, strict=True))})"
     are_arrays = len(items) > 2 and set(items) == {"array"}
@@ -294,12 +335,21 @@ def _unflatten(structure: Structure, leaves: Iterator[Any], like: Any) -> Any:
         return next(leaves)
     if kind == "dict":
         return {
-            key: _unflatten(child, leaves, None if like is None else like[key]) for key, child in zip(keys, children, strict=True)
+            key: _unflatten(child, leaves, None if like is None else like[key])
+            for key, child in zip(keys, children, strict=True)
         }
     if like is not None:
-        return rebuilt(like, [_unflatten(child, leaves, part) for child, part in zip(children, parts_of(like), strict=True)])
+        return rebuilt(
+            like,
+            [
+                _unflatten(child, leaves, part)
+                for child, part in zip(children, parts_of(like), strict=True)
+            ],
+        )
     if kind == "dataclass":
-        raise ConfigError(f"there is a {keys[0]} in the value, and its class does not travel: pass one with arrays of the same shapes here too")
+        raise ConfigError(
+            f"there is a {keys[0]} in the value, and its class does not travel: pass one with arrays of the same shapes here too"
+        )
     items = [_unflatten(child, leaves, None) for child in children]
     return items if kind == "list" else tuple(items)
 
@@ -311,7 +361,11 @@ def fresh(structure: Structure | None, value: Any) -> Any:
 
 def plain_structure(structure: Structure) -> list[Any]:
     """Return a structure as lists and texts, which can travel."""
-    return [structure.kind, list(structure.keys), [plain_structure(child) for child in structure.children]]
+    return [
+        structure.kind,
+        list(structure.keys),
+        [plain_structure(child) for child in structure.children],
+    ]
 
 
 def restored_structure(plain: list[Any]) -> Structure:

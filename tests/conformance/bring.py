@@ -15,7 +15,10 @@ CASES = Path(__file__).with_name("cases")
 
 def own_form(case):
     """Return a case of the collection in the form of this project."""
-    steps = [step | {"expect": expect} for step, expect in zip(case["steps"], case["expect"], strict=True)]
+    steps = [
+        step | {"expect": expect}
+        for step, expect in zip(case["steps"], case["expect"], strict=True)
+    ]
     kept = {
         key: value
         for key, value in case.items()
@@ -31,7 +34,9 @@ def main(path):
         by_category.setdefault(case["category"], []).append(own_form(case))
     CASES.mkdir(exist_ok=True)
     for category, cases in sorted(by_category.items()):
-        lines = ",\n".join(json.dumps(case, ensure_ascii=False, separators=(",", ":")) for case in cases)
+        lines = ",\n".join(
+            json.dumps(case, ensure_ascii=False, separators=(",", ":")) for case in cases
+        )
         (CASES / f"{category}.json").write_text(f"[\n{lines}\n]\n")
 
 

@@ -16,7 +16,9 @@ _FEATURES = {
     "DistributedDataset": lambda case: _does(
         case, "distribute_dataset", "dataset_reduce", "distribute_from_function", "dataset_context"
     ),
-    "InputContext": lambda case: _does(case, "input_context", "distribute_from_function", "dataset_context"),
+    "InputContext": lambda case: _does(
+        case, "input_context", "distribute_from_function", "dataset_context"
+    ),
     "partitioners": lambda case: _does(case, "partition", "row_ranges"),
 }
 

@@ -57,12 +57,16 @@ def _wrong(expected, actual, relative, place):
             return f"{at}{actual!r} is no dict {expected!r}"
         if set(actual) != set(expected):
             return f"{at}has keys {sorted(actual)}, not {sorted(expected)}"
-        return _first(_wrong(expected[key], actual[key], relative, f"{place}[{key!r}]") for key in expected)
+        return _first(
+            _wrong(expected[key], actual[key], relative, f"{place}[{key!r}]") for key in expected
+        )
     if isinstance(expected, list) and isinstance(actual, list | tuple):
         if len(actual) != len(expected):
             return f"{at}has {len(actual)} items, not {len(expected)}: {actual!r} instead of {expected!r}"
         pairs = enumerate(zip(expected, actual, strict=True))
-        return _first(_wrong(want, got, relative, f"{place}[{index}]") for index, (want, got) in pairs)
+        return _first(
+            _wrong(want, got, relative, f"{place}[{index}]") for index, (want, got) in pairs
+        )
     if expected is None:
         return "" if actual is None else f"{at}{actual!r} instead of None"
     if isinstance(expected, str) and expected not in _SPECIAL:
@@ -83,7 +87,9 @@ def _wrong_array(expected, actual, relative, at):
     if got.size == 0 or want.size == 0:  # a list cannot tell (0, 3) from (0,)
         return "" if got.tolist() == expected else differs
     if got.shape != want.shape:
-        return f"{at}has shape {got.shape}, not {want.shape}: {got.tolist()!r} instead of {expected!r}"
+        return (
+            f"{at}has shape {got.shape}, not {want.shape}: {got.tolist()!r} instead of {expected!r}"
+        )
     if (got.dtype.kind == "b") != (want.dtype.kind == "b"):
         return differs
     if want.dtype.kind in "biu" and got.dtype.kind in "biu":

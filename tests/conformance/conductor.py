@@ -60,7 +60,17 @@ class _Launch:
         self.listener.bind(path)
         self.listener.listen(replicas)
         hosts = ["--fake-hosts", "2"] if transport == "hosts" else []
-        line = [sys.executable, "-m", "syncvar_launcher", "--workers", str(replicas), "--no-timestamps", "--start-method", "fork", *hosts]
+        line = [
+            sys.executable,
+            "-m",
+            "syncvar_launcher",
+            "--workers",
+            str(replicas),
+            "--no-timestamps",
+            "--start-method",
+            "fork",
+            *hosts,
+        ]
         environment = os.environ | {
             "SYNCVAR_COLLECTIVE_TIMEOUT_S": str(0.75 * case_s),
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -189,7 +199,9 @@ def _conduct_launch(left, outcomes, folder, case_s, sabotage, transport, start):
             began = time.monotonic()
             prefix = f"case{len(outcomes)}"
             harm = sabotage.get(case["id"])
-            answers = launch.order(do="case", case=without_category(case), prefix=prefix, sabotage=harm)
+            answers = launch.order(
+                do="case", case=without_category(case), prefix=prefix, sabotage=harm
+            )
             differences = _differences(answers, launch, case_s)
             outcome = outcomes[case["id"]] = Outcome(case, differences, time.monotonic() - began)
             if outcome.passed:
@@ -204,7 +216,9 @@ def _conduct_launch(left, outcomes, folder, case_s, sabotage, transport, start):
 
 def _differences(answers, launch, case_s):
     found = [
-        f"rank {rank}: {text}" for rank, answer in sorted(answers.items()) for text in answer["differences"]
+        f"rank {rank}: {text}"
+        for rank, answer in sorted(answers.items())
+        for text in answer["differences"]
     ]
     found += [
         f"rank {rank}: the group broke: {answer['broken']}"

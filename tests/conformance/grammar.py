@@ -13,10 +13,30 @@ _ENDS = ("value", "per_rank", "error", "errors", "ok")
 # operation -> (whether it takes an operand: "must", "may", "" ; keys it must have; keys it may have)
 _OPERATIONS = {
     "create": ("", ("var", "spec"), ()),
-    **dict.fromkeys((*_ASSIGNS, *(f"scatter_{kind}" for kind in _SCATTERS)), ("must", (), ("var",))),
     **dict.fromkeys(
-        ("read_value", "value", "numpy", "sync", "local_value", "asarray", "index_all", "add_one", "py_float", "py_int",
-         "py_bool", "py_len", "py_iter", "py_hash", "pickle", "props", "initializer_calls", "new_variable_from"),
+        (*_ASSIGNS, *(f"scatter_{kind}" for kind in _SCATTERS)), ("must", (), ("var",))
+    ),
+    **dict.fromkeys(
+        (
+            "read_value",
+            "value",
+            "numpy",
+            "sync",
+            "local_value",
+            "asarray",
+            "index_all",
+            "add_one",
+            "py_float",
+            "py_int",
+            "py_bool",
+            "py_len",
+            "py_iter",
+            "py_hash",
+            "pickle",
+            "props",
+            "initializer_calls",
+            "new_variable_from",
+        ),
         ("", (), ("var",)),
     ),
     "py_eq": ("must", (), ("var",)),
@@ -31,13 +51,33 @@ _OPERATIONS = {
     "reduce_then_assign": ("must", ("reduce_op",), ("var",)),
     "multi": ("", ("do",), ()),
     **dict.fromkeys(
-        ("return", "run_identity", "merge_return", "merge_arg", "local_results", "mirrored_plus_one"), ("must", (), ("var",))
+        (
+            "return",
+            "run_identity",
+            "merge_return",
+            "merge_arg",
+            "local_results",
+            "mirrored_plus_one",
+        ),
+        ("must", (), ("var",)),
     ),
     "values_from_function": ("", ("kind",), ()),
     "deepcopy_independent": ("must", (), ("var",)),
     **dict.fromkeys(
-        ("context_info", "context_in_thread", "nested_run", "enter_scope", "nested_merge", "enter_other_scope", "run_other",
-         "reduce_other", "use_other_variable", "scope_reused", "merge_unbalanced", "dataset_context"),
+        (
+            "context_info",
+            "context_in_thread",
+            "nested_run",
+            "enter_scope",
+            "nested_merge",
+            "enter_other_scope",
+            "run_other",
+            "reduce_other",
+            "use_other_variable",
+            "scope_reused",
+            "merge_unbalanced",
+            "dataset_context",
+        ),
         ("", (), ()),
     ),
     "crossed_writes": ("must", ("vars",), ("var",)),
@@ -55,7 +95,7 @@ _OPERATIONS = {
     "set_staleness": ("", ("staleness",), ("var",)),
     **dict.fromkeys(("read_all", "snapshot"), ("", ("vars",), ())),
     **dict.fromkeys(("tick", "barrier"), ("", (), ())),
-}  # fmt: skip
+}
 _KINDS = {
     "container_misuse": ("add", "index", "iter", "asarray"),
     "values_from_function": ("ids", "count", "half", "none", "dict"),
@@ -66,8 +106,19 @@ _ONLY_IN = {
     "reduce_then_assign": ("merge",),
     "merge_unbalanced": ("replica",),
 }
-_NO_VARIABLE = ("reduce", "gather", "all_reduce", "all_gather", "return", "run_identity", "merge_return", "merge_arg",
-                "local_results", "mirrored_plus_one", "container_misuse")  # fmt: skip
+_NO_VARIABLE = (
+    "reduce",
+    "gather",
+    "all_reduce",
+    "all_gather",
+    "return",
+    "run_identity",
+    "merge_return",
+    "merge_arg",
+    "local_results",
+    "mirrored_plus_one",
+    "container_misuse",
+)
 _LEAVES = (
     "array",
     "literal",
@@ -173,9 +224,16 @@ def _check_variable(spec, replicas, place, *, may_have_ranks=False):
     initial = spec["initial"]
     if isinstance(initial, dict):
         _one_of(
-            next(iter(initial), None), ("per_replica", "callable", "missing", "re", "im"), f"{place}: initial"
+            next(iter(initial), None),
+            ("per_replica", "callable", "missing", "re", "im"),
+            f"{place}: initial",
         )
-        _keys(initial, ("re", "im") if "re" in initial else (next(iter(initial)),), (), f"{place}: initial")
+        _keys(
+            initial,
+            ("re", "im") if "re" in initial else (next(iter(initial)),),
+            (),
+            f"{place}: initial",
+        )
     ranks = spec.get("ranks")
     if ranks is not None and (ranks != list(range(len(ranks))) or not 0 < len(ranks) <= replicas):
         raise BadCase(f"{place}: ranks {ranks} are not the first of {replicas}")
@@ -230,7 +288,11 @@ def _check_operation(step, case, known, place, *, top):
         raise BadCase(f"{place}: per_replica has {len(step['per_replica'])} entries, not {size}")
     if "operand" in step:
         _check_spec(
-            step["operand"], known, size, f"{place}: operand", scatter=operation.startswith("scatter_")
+            step["operand"],
+            known,
+            size,
+            f"{place}: operand",
+            scatter=operation.startswith("scatter_"),
         )
     return size
 
@@ -264,14 +326,21 @@ def _check_expectation(expect, known, size, place):
     ends = [key for key in _ENDS if key in expect]
     if len(ends) != 1:
         raise BadCase(f"{place}: {expect!r}")
-    _keys(expect, ends, ("local_after", *(("dtype",) if ends[0] in ("value", "per_rank") else ())), place)
+    _keys(
+        expect,
+        ends,
+        ("local_after", *(("dtype",) if ends[0] in ("value", "per_rank") else ())),
+        place,
+    )
     if ends[0] in ("per_rank", "errors") and len(expect[ends[0]]) != size:
         raise BadCase(f"{place}: {len(expect[ends[0]])} entries for {size} ranks")
     if ends == ["ok"] and expect["ok"] is not True:
         raise BadCase(f"{place}: {expect!r}")
     for name, copies in expect.get("local_after", {}).items():
         if len(copies) != known.get(name):
-            raise BadCase(f"{place}: local_after of {name!r} has {len(copies)} copies, not {known.get(name)}")
+            raise BadCase(
+                f"{place}: local_after of {name!r} has {len(copies)} copies, not {known.get(name)}"
+            )
 
 
 def _keys(given, must, may, place):

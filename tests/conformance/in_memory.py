@@ -28,10 +28,16 @@ def run(case):
 
         def body():
             context = current()
-            return interpreter.run_case(collection.without_category(case), "case", folder, lambda: use(context))
+            return interpreter.run_case(
+                collection.without_category(case), "case", folder, lambda: use(context)
+            )
 
-        servers = LocalServers(case["replicas"], 2) if case["strategy"] == "parameter_server" else None
-        answers = run_ranks(case["replicas"], body, config=_CONFIG, timeout_s=120.0, servers=servers)
+        servers = (
+            LocalServers(case["replicas"], 2) if case["strategy"] == "parameter_server" else None
+        )
+        answers = run_ranks(
+            case["replicas"], body, config=_CONFIG, timeout_s=120.0, servers=servers
+        )
     for rank, answer in enumerate(answers):
         if isinstance(answer, BaseException):
             found.append(f"rank {rank}: {type(answer).__name__}: {answer}")

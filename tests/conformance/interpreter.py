@@ -61,7 +61,7 @@ class _Run(DataOperations):
         self.differences = []
         self.broken = None
 
-    # -- the case -------------------------------------------------------------------------------------------------
+    # -- the case ----------------------------------------------------------------------------------
 
     def run(self):
         case = self.case
@@ -85,7 +85,8 @@ class _Run(DataOperations):
                     sv.barrier()
                 except Exception as error:
                     self._differs(
-                        f"after step {index}", f"the ranks do not meet: {type(error).__name__}: {error}"
+                        f"after step {index}",
+                        f"the ranks do not meet: {type(error).__name__}: {error}",
                     )
                     self._look_at(error)
         self._compare_copies("final_local", case["final_local"])
@@ -122,7 +123,9 @@ class _Run(DataOperations):
             if tuple(ranks) not in self.groups:
                 group = sv.new_group(ranks)
                 self.groups[tuple(ranks)] = (
-                    (make or sv.MultiWorkerMirroredStrategy)(group, **options) if group.is_member else None
+                    (make or sv.MultiWorkerMirroredStrategy)(group, **options)
+                    if group.is_member
+                    else None
                 )
             self.dtypes[name] = spec["dtype"]
             strategy = self.groups[tuple(ranks)]
@@ -136,7 +139,10 @@ class _Run(DataOperations):
 
     def _strategy_of(self, step):
         ranks = next(
-            filter(None, (grammar.ranks_of(self.case, name) for name in grammar.variables_of(step))), None
+            filter(
+                None, (grammar.ranks_of(self.case, name) for name in grammar.variables_of(step))
+            ),
+            None,
         )
         if ranks is not None:
             return self.groups[tuple(ranks)]
@@ -160,7 +166,7 @@ class _Run(DataOperations):
         if isinstance(error, sv.TransportError) and self.broken is None:
             self.broken = f"{type(error).__name__}: {error}"
 
-    # -- comparing ------------------------------------------------------------------------------------------------
+    # -- comparing ---------------------------------------------------------------------------------
 
     def _differs(self, place, text):
         self.differences.append(f"{place}: {text}"[:1500])
@@ -195,13 +201,15 @@ class _Run(DataOperations):
                 self._differs(place, f"the copy of {name}: there is no such variable")
                 continue
             try:
-                wrong = comparing.wrong_value(copies[self.rank], variable.local_value(), self.dtypes[name])
+                wrong = comparing.wrong_value(
+                    copies[self.rank], variable.local_value(), self.dtypes[name]
+                )
             except Exception as error:
                 wrong = f"{type(error).__name__}: {error}"
             if wrong:
                 self._differs(place, f"the copy of {name} {wrong}")
 
-    # -- operands -------------------------------------------------------------------------------------------------
+    # -- operands ----------------------------------------------------------------------------------
 
     def _array(self, value, dtype):
         given = numbers(value)
@@ -217,7 +225,11 @@ class _Run(DataOperations):
     def _one(self, value, step):
         """Return an array, or rows, of a value in a step."""
         dtype = step.get("dtype") or self.dtypes.get(step.get("var", "v"))
-        return self._rows(value, dtype) if step["op"].startswith("scatter_") else self._array(value, dtype)
+        return (
+            self._rows(value, dtype)
+            if step["op"].startswith("scatter_")
+            else self._array(value, dtype)
+        )
 
     def _spec(self, spec, step, context):
         """Return the value of an operand spec for this rank."""
@@ -225,7 +237,9 @@ class _Run(DataOperations):
         inner = step | {"dtype": spec["dtype"]} if "dtype" in spec else step
         match kind:
             case "array":
-                return self._array(spec["array"], inner.get("dtype") or self.dtypes.get(step.get("var", "v")))
+                return self._array(
+                    spec["array"], inner.get("dtype") or self.dtypes.get(step.get("var", "v"))
+                )
             case "indices":
                 return self._rows(spec, inner.get("dtype") or self.dtypes.get(step.get("var", "v")))
             case "literal":
@@ -236,12 +250,17 @@ class _Run(DataOperations):
                 return self.variables[spec["var"]]
             case "mirrored":
                 return sv.Mirrored(
-                    self._array(spec["mirrored"], inner.get("dtype") or self.dtypes.get(step.get("var", "v")))
+                    self._array(
+                        spec["mirrored"],
+                        inner.get("dtype") or self.dtypes.get(step.get("var", "v")),
+                    )
                 )
             case "by":
                 return self._spec(spec["by"][self.rank], step, context)
             case "container":
-                return self._contained(self._spec(spec["container"][self.rank], step, context), step, context)
+                return self._contained(
+                    self._spec(spec["container"][self.rank], step, context), step, context
+                )
             case "dict":
                 return {key: self._spec(item, step, context) for key, item in spec["dict"].items()}
             case "list":
@@ -270,12 +289,16 @@ class _Run(DataOperations):
             value = self._one(step["per_replica"][self.rank], step)
             if op == "container_misuse":
                 return sv.PerReplica(value), is_argument
-            return (self._contained(value, step, context) if context in ("cross", "outside") else value), True
+            return (
+                self._contained(value, step, context) if context in ("cross", "outside") else value
+            ), True
         if "operand" in step:
-            return self._spec(step["operand"], step, context), is_argument or _has_container(step["operand"])
+            return self._spec(step["operand"], step, context), is_argument or _has_container(
+                step["operand"]
+            )
         return _ABSENT, False
 
-    # -- contexts -------------------------------------------------------------------------------------------------
+    # -- contexts ----------------------------------------------------------------------------------
 
     def _perform(self, step):
         context, strategy = step["ctx"], self._strategy_of(step)
@@ -315,7 +338,9 @@ class _Run(DataOperations):
                     given[index] = argument
                 return body(given)
 
-            return place.replica_context.merge_call(merged, args=tuple(plain[index] for index in which))
+            return place.replica_context.merge_call(
+                merged, args=tuple(plain[index] for index in which)
+            )
 
         return strategy.run(replica if context == "replica" else merge)
 
@@ -327,7 +352,7 @@ class _Run(DataOperations):
         strategy.run(fn)
         return strategy.reduce("SUM", 1.0, axis=None)
 
-    # -- operations -----------------------------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------
 
     def _call(self, step, x, place):
         op = step["op"]
@@ -397,12 +422,19 @@ class _Run(DataOperations):
         return self._variable(step).lookup(step["indices"])
 
     def do_index(self, step, _x, _place):
-        at = [slice(*one) if isinstance(one, list) else ... if one == "..." else one for one in step["at"]]
+        at = [
+            slice(*one) if isinstance(one, list) else ... if one == "..." else one
+            for one in step["at"]
+        ]
         return self._variable(step)[tuple(at) if len(at) > 1 else at[0]]
 
     def do_sharding(self, step, _x, _place):
         v = self._variable(step)
-        return {"is_sharded": isinstance(v, sv.ShardedVariable), "num_shards": v.num_shards, "row_ranges": v.row_ranges}
+        return {
+            "is_sharded": isinstance(v, sv.ShardedVariable),
+            "num_shards": v.num_shards,
+            "row_ranges": v.row_ranges,
+        }
 
     def do_set_staleness(self, step, _x, _place):
         self._variable(step).set_staleness(step["staleness"])

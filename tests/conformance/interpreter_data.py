@@ -9,21 +9,29 @@ class DataOperations:
     """What the interpreter does for steps on datasets and partitioners."""
 
     def do_distribute_dataset(self, step, _x, place):
-        dataset = place.strategy.experimental_distribute_dataset([batch_of(one) for one in step["batches"]])
+        dataset = place.strategy.experimental_distribute_dataset(
+            [batch_of(one) for one in step["batches"]]
+        )
         return [batch for _ in range(step.get("epochs", 1)) for batch in dataset]
 
     def do_dataset_reduce(self, step, _x, place):
         strategy = place.strategy
-        dataset = strategy.experimental_distribute_dataset([batch_of(one) for one in step["batches"]])
+        dataset = strategy.experimental_distribute_dataset(
+            [batch_of(one) for one in step["batches"]]
+        )
         return [
             strategy.reduce(
-                step["reduce_op"], strategy.run(lambda b: np.asarray(b).astype(np.float32), (batch,)), axis=0
+                step["reduce_op"],
+                strategy.run(lambda b: np.asarray(b).astype(np.float32), (batch,)),
+                axis=0,
             )
             for batch in dataset
         ]
 
     def do_distribute_from_function(self, step, _x, place):
-        made = lambda about: [batch_of(one) for one in step["per_rank_batches"][about.input_pipeline_id]]
+        made = lambda about: [
+            batch_of(one) for one in step["per_rank_batches"][about.input_pipeline_id]
+        ]
         return list(place.strategy.distribute_datasets_from_function(made))
 
     def do_dataset_context(self, _step, _x, place):

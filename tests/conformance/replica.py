@@ -34,7 +34,9 @@ def main(path, folder):
                     began = time.monotonic()
                     if order["sabotage"] and order["sabotage"][0] == sv.rank():
                         harm(order["sabotage"][1])
-                    differences, broken = interpreter.run_case(order["case"], order["prefix"], folder)
+                    differences, broken = interpreter.run_case(
+                        order["case"], order["prefix"], folder
+                    )
                     say(differences=differences, broken=broken, seconds=time.monotonic() - began)
                 case "rejoin":
                     sv.shutdown()

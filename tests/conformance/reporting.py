@@ -22,7 +22,11 @@ class Launches:
         if key not in self._done:
             began = time.monotonic()
             launches = []
-            cases = [case for case in collection.load() if case["replicas"] == replicas and not collection.waits(case)]
+            cases = [
+                case
+                for case in collection.load()
+                if case["replicas"] == replicas and not collection.waits(case)
+            ]
             found = conductor.conduct(cases, launches=launches, transport=transport)
             self._done[key] = found, time.monotonic() - began, len(launches)
         return self._done[key][0]
@@ -38,9 +42,15 @@ class Launches:
                 counts[outcome.case["category"]][1] += 1
         write = terminalreporter.write_line
         terminalreporter.section("conformance over real processes")
-        write("  ".join(f"{name} {passed}/{every}" for name, (passed, every) in sorted(counts.items())))
+        write(
+            "  ".join(
+                f"{name} {passed}/{every}" for name, (passed, every) in sorted(counts.items())
+            )
+        )
         for (replicas, transport), (found, seconds, launches) in sorted(self._done.items()):
-            write(f"{replicas} replicas over {transport}: {len(found)} cases in {seconds:.1f} s, launches {launches}")
+            write(
+                f"{replicas} replicas over {transport}: {len(found)} cases in {seconds:.1f} s, launches {launches}"
+            )
         waiting = sum(collection.waits(case) for case in collection.load())
         entries = ", ".join(f"{entry} ({needs})" for entry, needs in collection.NOT_YET.items())
         write(f"not yet ({waiting} cases): {entries}")

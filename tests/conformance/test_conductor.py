@@ -17,9 +17,15 @@ _VARIABLE = {"synchronization": "ON_WRITE", "aggregation": "SUM", "dtype": "floa
 def case(name, steps, final=None, **changes):
     variables = changes.pop("variables", {"v": _VARIABLE})
     return {
-        "category": "own", "id": name, "strategy": "mirrored", "replicas": 2, "variables": variables, "steps": steps,
-        "final_local": {} if final is None else {"v": final}, **changes,
-    }  # fmt: skip
+        "category": "own",
+        "id": name,
+        "strategy": "mirrored",
+        "replicas": 2,
+        "variables": variables,
+        "steps": steps,
+        "final_local": {} if final is None else {"v": final},
+        **changes,
+    }
 
 
 def good(name):
@@ -40,10 +46,12 @@ def test_what_differs_is_named_and_costs_no_other_case_its_result():
     wrong["steps"][1]["expect"]["value"] = 11.0
     wrong["final_local"]["v"] = [12.0, 11.0]
     unexpected = case(
-        "unexpected", [{"ctx": "replica", "op": "assign", "literal": "text", "expect": {"ok": True}}]
+        "unexpected",
+        [{"ctx": "replica", "op": "assign", "literal": "text", "expect": {"ok": True}}],
     )
     missing = case(
-        "missing", [{"ctx": "replica", "op": "assign", "literal": 1, "expect": {"error": "ConfigError"}}]
+        "missing",
+        [{"ctx": "replica", "op": "assign", "literal": 1, "expect": {"error": "ConfigError"}}],
     )
     launches = []
     found = conductor.conduct(
@@ -171,7 +179,7 @@ def test_cases_that_the_grammar_does_not_know_are_refused(change):
         ("SUM", "MEAN", None, False),
         (3.0, None, None, False),
     ],
-)  # fmt: skip
+)
 def test_comparing(expected, actual, dtype, same):
     assert (comparing.wrong_value(expected, actual, dtype) == "") is same
 

@@ -14,7 +14,12 @@ _GRID = sorted({(case["replicas"], case["category"]) for case in _NOW})
 # Each pair of a number of replicas and a path is one launch. By default 1 to 3 replicas, once each; links are those of two hosts.
 _DEFAULT = {(1, "auto"), (2, "auto"), (3, "hosts")}
 _OVER_PROCESSES = [
-    pytest.param(replicas, category, transport, marks=[] if (replicas, transport) in _DEFAULT else [pytest.mark.slow])
+    pytest.param(
+        replicas,
+        category,
+        transport,
+        marks=[] if (replicas, transport) in _DEFAULT else [pytest.mark.slow],
+    )
     for transport in ("auto", "zmq", "hosts")
     for replicas, category in _GRID
     if transport == "auto" or replicas > 1
@@ -41,7 +46,9 @@ def test_a_case_waits_exactly_while_its_feature_is_missing():
         for case in _CASES
         if bool(collection.missing(case)) != collection.waits(case)
     }
-    assert not wrong, "change collection.NOT_YET: these cases wait without need, or need what is missing"
+    assert not wrong, (
+        "change collection.NOT_YET: these cases wait without need, or need what is missing"
+    )
     unused = [
         entry
         for entry in collection.NOT_YET
@@ -54,8 +61,14 @@ def test_a_case_waits_exactly_while_its_feature_is_missing():
     ("replicas", "category", "transport"), _OVER_PROCESSES, ids=lambda value: str(value)
 )
 def test_cases_over_processes(launches, replicas, category, transport):
-    found = [one for one in launches.outcomes(replicas, transport).values() if one.case["category"] == category]
-    assert len(found) == sum(case["category"] == category and case["replicas"] == replicas for case in _NOW)
+    found = [
+        one
+        for one in launches.outcomes(replicas, transport).values()
+        if one.case["category"] == category
+    ]
+    assert len(found) == sum(
+        case["category"] == category and case["replicas"] == replicas for case in _NOW
+    )
     failed = [one for one in found if not one.passed]
     assert not failed, f"{len(failed)} of {len(found)} failed\n" + "\n".join(map(str, failed))
 

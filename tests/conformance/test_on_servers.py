@@ -10,12 +10,23 @@ import pytest
 from conductor import conduct
 
 _CASES = collection.load("servers")
-_OF_PARTITIONERS = [case for case in collection.load() if case["category"] in ("partitioner", "partition_rules")]
+_OF_PARTITIONERS = [
+    case for case in collection.load() if case["category"] in ("partitioner", "partition_rules")
+]
 _CATEGORIES = sorted({case["category"] for case in _CASES})
 
 
 def _with_servers(replicas, _folder, environment):
-    line = [sys.executable, "-m", "syncvar_launcher", "--workers", str(replicas), "--servers", "2", "--no-timestamps"]
+    line = [
+        sys.executable,
+        "-m",
+        "syncvar_launcher",
+        "--workers",
+        str(replicas),
+        "--servers",
+        "2",
+        "--no-timestamps",
+    ]
     return line, environment
 
 
@@ -38,5 +49,9 @@ def test_cases_over_processes(replicas):
 
 @pytest.mark.parametrize("category", _CATEGORIES)
 def test_cases_in_memory(category):
-    failed = [one for one in (in_memory.run(case) for case in _CASES if case["category"] == category) if not one.passed]
+    failed = [
+        one
+        for one in (in_memory.run(case) for case in _CASES if case["category"] == category)
+        if not one.passed
+    ]
     assert not failed, "\n".join(map(str, failed))

@@ -50,12 +50,19 @@ def covering(*axes, strength=2):
         best = max(range(len(every)), key=lambda number: len(seen_in(every[number]) & wanted))
         chosen.add(best)
         wanted -= seen_in(every[best])
-    return [case if number in chosen else pytest.param(*case, marks=pytest.mark.slow) for number, case in enumerate(every)]
+    return [
+        case if number in chosen else pytest.param(*case, marks=pytest.mark.slow)
+        for number, case in enumerate(every)
+    ]
 
 
 def start_the_collector_of_pyzmq():
     """Borrow memory once: pyzmq keeps a thread and sockets for that, for good, which no test leaks."""
-    with zmq.Context() as context, context.socket(zmq.PAIR) as one, context.socket(zmq.PAIR) as other:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as one,
+        context.socket(zmq.PAIR) as other,
+    ):
         one.bind("inproc://borrow")
         other.connect("inproc://borrow")
         one.send(bytes(1 << 20), copy=False, track=True)

@@ -27,7 +27,14 @@ from syncvar.joining.process import current
 
 TURNS = 6
 DTYPES = ["f4", "f8", "f2", "bf16", "i4", "i8", "u1", "c8", "?"]
-FOLD = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum, "or": np.bitwise_or}
+FOLD = {
+    "sum": np.add,
+    "mean": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "or": np.bitwise_or,
+}
 MIB = 1 << 20
 
 
@@ -48,11 +55,24 @@ def limits(size):
     from syncvar.execution import reductions as shared_reduce
 
     segment, small = shared_reduce.SEGMENT_BYTES, channels.SMALL_BYTES
-    direct = bisect_left(range(small + 1), True, key=lambda nbytes: not shared_reduce.is_direct(nbytes, size)) - 1
+    direct = (
+        bisect_left(
+            range(small + 1), True, key=lambda nbytes: not shared_reduce.is_direct(nbytes, size)
+        )
+        - 1
+    )
     found = {
-        direct, small, segment, 2 * segment, segment // 2 // shared_moves._LAG, shared_moves._NATIVE_SLOT_BYTES, shared_reduce._BLOCK_BYTES,
-        shared_reduce._ALONE_BYTES, 2 * arithmetic._WIDENED, 4 * crowd.PIECE,
-    }  # fmt: skip
+        direct,
+        small,
+        segment,
+        2 * segment,
+        segment // 2 // shared_moves._LAG,
+        shared_moves._NATIVE_SLOT_BYTES,
+        shared_reduce._BLOCK_BYTES,
+        shared_reduce._ALONE_BYTES,
+        2 * arithmetic._WIDENED,
+        4 * crowd.PIECE,
+    }
     return sorted(one for one in found if one > 0)
 
 
@@ -72,7 +92,7 @@ def register_ops():
     sv.register_op("rightmost", lambda left, right: right, replace=True)  # noqa: ARG005
 
 
-# -- where arrays lie ---------------------------------------------------------------------------------------------
+# -- where arrays lie ------------------------------------------------------------------------------
 
 
 class Made:
@@ -126,7 +146,9 @@ def make(shape, dtype, place):
     def view(ground):
         cut = ground[start : start + (2 * nbytes if extra == "gaps" else nbytes)].view(dtype)
         if extra == "gaps":
-            return (cut.reshape(*shape[:-1], 2 * shape[-1]) if shape else cut)[..., ::2].reshape(shape)
+            return (cut.reshape(*shape[:-1], 2 * shape[-1]) if shape else cut)[..., ::2].reshape(
+                shape
+            )
         if extra == "backwards":
             return cut[::-1].reshape(shape) if len(shape) == 1 else cut.reshape(shape)[::-1]
         if extra == "fortran":
@@ -141,7 +163,9 @@ def make(shape, dtype, place):
         array = np.empty(shape, dtype) if array is None else array
         ground = array.reshape(-1).view(np.uint8)
         return Made(array, ground, view)
-    ground = np.frombuffer(bytearray(whole), np.uint8) if extra == "buffer" else _bytes(whole, resident)
+    ground = (
+        np.frombuffer(bytearray(whole), np.uint8) if extra == "buffer" else _bytes(whole, resident)
+    )
     ground[...] = 0xA5
     array = view(ground)
     if extra == "frozen":
@@ -150,7 +174,12 @@ def make(shape, dtype, place):
 
 
 def places_for(shape, *, writes):
-    kinds = ["private", "resident"] * 4 + ["resident inside", "private inside", "resident unaligned", "private unaligned"]
+    kinds = ["private", "resident"] * 4 + [
+        "resident inside",
+        "private inside",
+        "resident unaligned",
+        "private unaligned",
+    ]
     if shape and shape[-1]:
         kinds += ["private gaps", "resident gaps"]
     if len(shape) > 1:
@@ -161,15 +190,22 @@ def places_for(shape, *, writes):
     return kinds if writes else [*kinds, "private frozen", "resident frozen"]
 
 
-# -- what must come out -------------------------------------------------------------------------------------------
+# -- what must come out ----------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
 def values(rank, seed, shape, dtype, op=""):
     """What a rank brings: whole numbers from 0 to 3, 1 and 2 for products."""
-    base = np.arange(int(np.prod(shape))) * 7 + rank * 5 + seed * 3 + np.arange(int(np.prod(shape))) // 251
+    base = (
+        np.arange(int(np.prod(shape))) * 7
+        + rank * 5
+        + seed * 3
+        + np.arange(int(np.prod(shape))) // 251
+    )
     base = base % 2 + (op == "prod") if dtype.kind == "b" or op == "prod" else base % 4
-    made = (base + 1j * (base[::-1] % 2) if dtype.kind == "c" else base).astype(dtype).reshape(shape)
+    made = (
+        (base + 1j * (base[::-1] % 2) if dtype.kind == "c" else base).astype(dtype).reshape(shape)
+    )
     made.flags.writeable = False  # others get it too
     return made
 
@@ -180,12 +216,28 @@ def reduced(ranks, seed, shape, dtype, op):
     parts = [values(rank, seed, shape, dtype, op) for rank in range(ranks)]
     if op == "rightmost":
         return parts[-1]
-    wide = dtype if dtype.kind == "b" else np.dtype("c16") if dtype.kind == "c" else np.dtype("i8") if dtype.kind in "iu" else np.dtype("f8")
+    wide = (
+        dtype
+        if dtype.kind == "b"
+        else np.dtype("c16")
+        if dtype.kind == "c"
+        else np.dtype("i8")
+        if dtype.kind in "iu"
+        else np.dtype("f8")
+    )
     total = fold(FOLD[op], [one.astype(wide) for one in parts])
     if op != "mean":
         return total.astype(dtype)
-    kind = np.dtype(np.float64) if dtype.kind in "iu" else np.dtype(np.float32) if dtype.itemsize == 2 else dtype
-    return (total.astype(kind) / kind.type(len(parts))).astype(np.float64 if dtype.kind in "iu" else dtype)
+    kind = (
+        np.dtype(np.float64)
+        if dtype.kind in "iu"
+        else np.dtype(np.float32)
+        if dtype.itemsize == 2
+        else dtype
+    )
+    return (total.astype(kind) / kind.type(len(parts))).astype(
+        np.float64 if dtype.kind in "iu" else dtype
+    )
 
 
 def result_dtype(dtype, op):
@@ -208,7 +260,7 @@ def bounds(count, size):
     return np.cumsum([0, *(base + (rank < longer) for rank in range(size))])
 
 
-# -- the calls ----------------------------------------------------------------------------------------------------
+# -- the calls -------------------------------------------------------------------------------------
 
 
 class Turn(NamedTuple):
@@ -234,12 +286,38 @@ class Case(NamedTuple):
 
 
 COMBINING = ("all_reduce", "reduce", "reduce_scatter", "scan", "exscan")
-PREPARED = ("all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter", "reduce", "scan", "exscan")
+PREPARED = (
+    "all_reduce",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather",
+    "all_to_all",
+    "gather",
+    "scatter",
+    "reduce",
+    "scan",
+    "exscan",
+)
 ALIASING = ("all_reduce", "all_reduce tree", "reduce", "scan", "exscan", "broadcast", "variable")
 COLLECTIVES = (
-    "all_reduce", "all_reduce", "all_reduce", "all_reduce", "all_reduce tree", "reduce", "reduce_scatter", "scan", "exscan", "broadcast", "broadcast",
-    "all_gather", "gather", "scatter", "all_to_all", "variable", "optimizer",
-)  # fmt: skip
+    "all_reduce",
+    "all_reduce",
+    "all_reduce",
+    "all_reduce",
+    "all_reduce tree",
+    "reduce",
+    "reduce_scatter",
+    "scan",
+    "exscan",
+    "broadcast",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "variable",
+    "optimizer",
+)
 
 
 def draw(rng, size, ends):
@@ -254,9 +332,17 @@ def draw(rng, size, ends):
     op = "sum"
     if collective.split()[0] in COMBINING:
         ops = ["or", "max"] if kind.kind == "b" else ["sum", "sum", "mean", "prod"]
-        ops += ["rightmost"] if collective in ("all_reduce", "reduce", "reduce_scatter", "scan") else []
+        ops += (
+            ["rightmost"]
+            if collective in ("all_reduce", "reduce", "reduce_scatter", "scan")
+            else []
+        )
         op = str(rng.choice(ops + (["min", "max"] if kind.kind in "iufV" else [])))
-    nbytes = int(rng.choice(ends)) + int(rng.integers(0, 2)) * int(rng.integers(0, 30_000)) if rng.random() < 0.85 else int(rng.integers(0, 4096))
+    nbytes = (
+        int(rng.choice(ends)) + int(rng.integers(0, 2)) * int(rng.integers(0, 30_000))
+        if rng.random() < 0.85
+        else int(rng.integers(0, 4096))
+    )
     share = int(rng.choice([1, 1, size, max(1, size - 1)]))
     width = max(4, kind.itemsize) if kind.itemsize == 2 and rng.random() < 0.5 else kind.itemsize
     count = max(0, nbytes // width // share + int(rng.choice([-1, 0, 0, 1])))
@@ -279,7 +365,13 @@ def draw(rng, size, ends):
         inputs = []
         for _rank in range(size):
             where = rng.random()
-            out = "x" if where < in_place and can_alias else str(rng.choice(places_for(shape, writes=True))) if where < in_place + given else ""
+            out = (
+                "x"
+                if where < in_place and can_alias
+                else str(rng.choice(places_for(shape, writes=True)))
+                if where < in_place + given
+                else ""
+            )
             if collective == "all_reduce" and can_alias and len(shape) == 1 and rng.random() < 0.02:
                 out = "shifted"
             inputs.append(str(rng.choice(places_for(shape, writes=out in ("x", "shifted")))))
@@ -300,10 +392,19 @@ def draw(rng, size, ends):
 
 
 MANNERS = [
-    ("private", ""), ("private", "private"), ("private", "x"), ("private", "resident"), ("private gaps", ""),
-    ("resident", ""), ("resident", "private"), ("resident", "x"), ("resident", "resident"), ("resident inside", "x"), ("resident unaligned", "x"),
+    ("private", ""),
+    ("private", "private"),
+    ("private", "x"),
+    ("private", "resident"),
+    ("private gaps", ""),
+    ("resident", ""),
+    ("resident", "private"),
+    ("resident", "x"),
+    ("resident", "resident"),
+    ("resident inside", "x"),
+    ("resident unaligned", "x"),
     ("private unaligned", ""),
-]  # fmt: skip
+]
 
 
 def every_pair(rng, size, collective, dtype, count):
@@ -316,7 +417,15 @@ def every_pair(rng, size, collective, dtype, count):
     turns = []
     for number, pair in enumerate(pairs):
         chosen = [*pair, *(manners[int(rng.integers(0, len(manners)))] for _ in range(size - 2))]
-        turns.append(Turn(number % 8, [str(one[0]) for one in chosen], [str(one[1]) for one in chosen], [""] * size, rows))
+        turns.append(
+            Turn(
+                number % 8,
+                [str(one[0]) for one in chosen],
+                [str(one[1]) for one in chosen],
+                [""] * size,
+                rows,
+            )
+        )
     return Case(collective, "sum", dtype, (count,), int(rng.integers(0, size)), {}, turns)
 
 
@@ -347,7 +456,10 @@ class Rank:
         itemsize = dtype_of(dtype).itemsize
         for collective in collectives:
             blocks = self.size if collective in ("reduce_scatter", "all_to_all", "scatter") else 1
-            for nbytes in [*self.ends, max(self.ends) + itemsize * blocks]:  # one length between all limits, and one above
+            for nbytes in [
+                *self.ends,
+                max(self.ends) + itemsize * blocks,
+            ]:  # one length between all limits, and one above
                 count = nbytes // itemsize // blocks * blocks
                 self._make(every_pair(self.rng, self.size, collective, dtype, count))
 
@@ -356,7 +468,14 @@ class Rank:
         for number, turn in enumerate(case.turns):
             try:
                 self._turn(case, turn, made)
-            except (Wrong, AssertionError, ValueError, TypeError, IndexError, sv.SyncvarError) as error:
+            except (
+                Wrong,
+                AssertionError,
+                ValueError,
+                TypeError,
+                IndexError,
+                sv.SyncvarError,
+            ) as error:
                 if isinstance(error, sv.TransportError):
                     raise
                 raise Wrong(
@@ -371,7 +490,7 @@ class Rank:
         name = case.collective.replace(" ", "_")
         getattr(self, f"_{name}")(case, turn, made)
 
-    # -- pieces ---------------------------------------------------------------------------------------------------
+    # -- pieces ------------------------------------------------------------------------------------
 
     def _input(self, case, turn, made, shape=None, key="in", dtype=None):
         shape = case.shape if shape is None else shape
@@ -404,12 +523,21 @@ class Rank:
             if got is not None:
                 raise Wrong(f"{what}: a {type(got).__name__} instead of None")
             return
-        if not isinstance(got, np.ndarray) or (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
-            raise Wrong(f"{what}: {getattr(got, 'dtype', type(got))}{getattr(got, 'shape', '')} instead of {wanted.dtype}{wanted.shape}")
+        if not isinstance(got, np.ndarray) or (got.shape, got.dtype) != (
+            wanted.shape,
+            wanted.dtype,
+        ):
+            raise Wrong(
+                f"{what}: {getattr(got, 'dtype', type(got))}{getattr(got, 'shape', '')} instead of {wanted.dtype}{wanted.shape}"
+            )
         if got.tobytes() != wanted.tobytes():
-            places = np.flatnonzero(np.ascontiguousarray(got).reshape(-1) != np.ascontiguousarray(wanted).reshape(-1))
+            places = np.flatnonzero(
+                np.ascontiguousarray(got).reshape(-1) != np.ascontiguousarray(wanted).reshape(-1)
+            )
             at = np.unravel_index(places[0], wanted.shape)
-            raise Wrong(f"{what}: {places.size} of {wanted.size} are wrong, at {at} {got[at]} instead of {wanted[at]}")
+            raise Wrong(
+                f"{what}: {places.size} of {wanted.size} are wrong, at {at} {got[at]} instead of {wanted[at]}"
+            )
 
     def _one_array(self, case, turn, made, wanted, call, gets=True):
         """Make a call that takes one array and gives one; `wanted` is None where this rank gets nothing."""
@@ -450,22 +578,40 @@ class Rank:
         return [values(rank, turn.seed, case.shape, dtype, case.op) for rank in range(self.size)]
 
     def _reduced(self, case, turn, ranks=None):
-        return reduced(self.size if ranks is None else ranks, turn.seed, case.shape, dtype_of(case.dtype), case.op)
+        return reduced(
+            self.size if ranks is None else ranks,
+            turn.seed,
+            case.shape,
+            dtype_of(case.dtype),
+            case.op,
+        )
 
-    # -- collectives ----------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def _all_reduce(self, case, turn, made):
         wanted = self._reduced(case, turn)
         self._one_array(
-            case, turn, made, wanted, lambda x, **more: self._call(sv.all_reduce, x, case.op, turn=turn, **case.more, **more)
+            case,
+            turn,
+            made,
+            wanted,
+            lambda x, **more: self._call(sv.all_reduce, x, case.op, turn=turn, **case.more, **more),
         )
 
     def _all_reduce_tree(self, case, turn, made):
         """A structure of leaves of several lengths, with an out for all of them or none."""
         dtype = dtype_of(case.dtype)
-        shapes = {"a": case.shape, "b": (5,), "c": (case.shape[0] // 3 if case.shape else 7,), "d": case.shape}
+        shapes = {
+            "a": case.shape,
+            "b": (5,),
+            "c": (case.shape[0] // 3 if case.shape else 7,),
+            "d": case.shape,
+        }
         seeds = {name: turn.seed + place for place, name in enumerate(shapes)}
-        wanted = {name: reduced(self.size, seeds[name], shape, dtype, case.op) for name, shape in shapes.items()}
+        wanted = {
+            name: reduced(self.size, seeds[name], shape, dtype, case.op)
+            for name, shape in shapes.items()
+        }
         inputs, outs = {}, {}
         where = turn.outs[self.rank]
         for name, shape in shapes.items():
@@ -479,10 +625,22 @@ class Rank:
             outs = dict.fromkeys(shapes)
         else:
             for name in shapes:
-                outs[name] = inputs[name] if in_place else self._out(case, turn, made, wanted[name].shape, wanted[name].dtype, key=f"out {name}")
+                outs[name] = (
+                    inputs[name]
+                    if in_place
+                    else self._out(
+                        case, turn, made, wanted[name].shape, wanted[name].dtype, key=f"out {name}"
+                    )
+                )
                 outs[name].remember()
         more = {} if outs["a"] is None else {"out": {name: one.array for name, one in outs.items()}}
-        got = self._call(sv.all_reduce, {name: one.array for name, one in inputs.items()}, case.op, turn=turn, **more)
+        got = self._call(
+            sv.all_reduce,
+            {name: one.array for name, one in inputs.items()},
+            case.op,
+            turn=turn,
+            **more,
+        )
         for name in shapes:
             self._judge(inputs[name], outs[name], got[name], wanted[name])
 
@@ -490,35 +648,78 @@ class Rank:
         is_root = self.rank == case.root
         wanted = self._reduced(case, turn) if is_root else None
         self._one_array(
-            case, turn, made, wanted, lambda x, **more: self._call(sv.reduce, x, case.op, root=case.root, turn=turn, **more), gets=is_root
+            case,
+            turn,
+            made,
+            wanted,
+            lambda x, **more: self._call(sv.reduce, x, case.op, root=case.root, turn=turn, **more),
+            gets=is_root,
         )
 
     def _scan(self, case, turn, made):
         wanted = self._reduced(case, turn, self.rank + 1)
-        self._one_array(case, turn, made, wanted, lambda x, **more: self._call(sv.scan, x, case.op, turn=turn, **more))
+        self._one_array(
+            case,
+            turn,
+            made,
+            wanted,
+            lambda x, **more: self._call(sv.scan, x, case.op, turn=turn, **more),
+        )
 
     def _exscan(self, case, turn, made):
-        wanted = self._reduced(case, turn, self.rank) if self.rank else neutral(case.shape, dtype_of(case.dtype), case.op)
-        self._one_array(case, turn, made, wanted, lambda x, **more: self._call(sv.exscan, x, case.op, turn=turn, **more))
+        wanted = (
+            self._reduced(case, turn, self.rank)
+            if self.rank
+            else neutral(case.shape, dtype_of(case.dtype), case.op)
+        )
+        self._one_array(
+            case,
+            turn,
+            made,
+            wanted,
+            lambda x, **more: self._call(sv.exscan, x, case.op, turn=turn, **more),
+        )
 
     def _reduce_scatter(self, case, turn, made):
         total = self._reduced(case, turn)
         edges = bounds(case.shape[0], self.size)
         wanted = total[edges[self.rank] : edges[self.rank + 1]]
-        self._one_array(case, turn, made, wanted, lambda x, **more: self._call(sv.reduce_scatter, x, case.op, turn=turn, **more))
+        self._one_array(
+            case,
+            turn,
+            made,
+            wanted,
+            lambda x, **more: self._call(sv.reduce_scatter, x, case.op, turn=turn, **more),
+        )
 
     def _broadcast(self, case, turn, made):
         wanted = self._parts(case, turn)[case.root]
         if case.more.get("none") == self.rank != case.root:
-            out = self._out(case, turn, made, wanted.shape, wanted.dtype) if turn.outs[self.rank] not in ("", "x") else None
+            out = (
+                self._out(case, turn, made, wanted.shape, wanted.dtype)
+                if turn.outs[self.rank] not in ("", "x")
+                else None
+            )
             if out is not None:
                 out.remember()
-            got = self._call(sv.broadcast, None, root=case.root, turn=turn, **({} if out is None else {"out": out.array}))
+            got = self._call(
+                sv.broadcast,
+                None,
+                root=case.root,
+                turn=turn,
+                **({} if out is None else {"out": out.array}),
+            )
             self._same(got, wanted, "result")
             if out is not None and out.differs(wanted):
                 raise Wrong("the call has written beside its result")
             return
-        self._one_array(case, turn, made, wanted, lambda x, **more: self._call(sv.broadcast, x, root=case.root, turn=turn, **more))
+        self._one_array(
+            case,
+            turn,
+            made,
+            wanted,
+            lambda x, **more: self._call(sv.broadcast, x, root=case.root, turn=turn, **more),
+        )
 
     def _joined(self, case, turn, made, function, gets, **options):
         dtype = dtype_of(case.dtype)
@@ -532,7 +733,9 @@ class Rank:
             out = self._out(case, turn, made, wanted.shape, dtype)
             out.remember()
         x.remember()
-        got = self._call(function, x.array, turn=turn, **options, **({} if out is None else {"out": out.array}))
+        got = self._call(
+            function, x.array, turn=turn, **options, **({} if out is None else {"out": out.array})
+        )
         self._judge(x, out, got, wanted)
 
     def _all_gather(self, case, turn, made):
@@ -557,7 +760,13 @@ class Rank:
             given = x.array
             if case.more:
                 given = [x.array[edges[rank] : edges[rank + 1]] for rank in range(self.size)]
-        got = self._call(sv.scatter, given, root=case.root, turn=turn, **({} if out is None else {"out": out.array}))
+        got = self._call(
+            sv.scatter,
+            given,
+            root=case.root,
+            turn=turn,
+            **({} if out is None else {"out": out.array}),
+        )
         self._same(got, wanted, "result")
         if x is not None and x.differs():
             raise Wrong("the call has changed its input")
@@ -578,8 +787,19 @@ class Rank:
             out.remember()
             outs = out.array
             if case.more:
-                outs = [outs[start : start + len(wanted[0])] for start in range(0, whole[0], len(wanted[0]))] if len(wanted[0]) else [outs] * self.size
-        given = [x.array[edges[rank] : edges[rank + 1]] for rank in range(self.size)] if case.more else x.array
+                outs = (
+                    [
+                        outs[start : start + len(wanted[0])]
+                        for start in range(0, whole[0], len(wanted[0]))
+                    ]
+                    if len(wanted[0])
+                    else [outs] * self.size
+                )
+        given = (
+            [x.array[edges[rank] : edges[rank + 1]] for rank in range(self.size)]
+            if case.more
+            else x.array
+        )
         got = self._call(sv.all_to_all, given, turn=turn, **({} if outs is None else {"out": outs}))
         for source in range(self.size):
             self._same(np.asarray(got[source]), wanted[source], f"result of rank {source}")
@@ -593,7 +813,11 @@ class Rank:
         dtype = dtype_of(case.dtype)
         key = "variable"
         if key not in made:
-            made[key] = sv.Variable(np.zeros(case.shape, dtype), aggregation=sv.VariableAggregation.SUM), [], [np.zeros(case.shape, dtype)]
+            made[key] = (
+                sv.Variable(np.zeros(case.shape, dtype), aggregation=sv.VariableAggregation.SUM),
+                [],
+                [np.zeros(case.shape, dtype)],
+            )
         variable, held, state = made[key]
         parts = self._parts(case, turn)
         x = self._input(case, turn, made)
@@ -619,7 +843,10 @@ class Rank:
         """Steps of two weights, whose gradients travel together, and grouped writes between them."""
         dtype = dtype_of(case.dtype)
         if "weights" not in made:
-            made["weights"] = [sv.Variable(np.zeros(shape, dtype), aggregation=sv.VariableAggregation.SUM) for shape in (case.shape, (3,))]
+            made["weights"] = [
+                sv.Variable(np.zeros(shape, dtype), aggregation=sv.VariableAggregation.SUM)
+                for shape in (case.shape, (3,))
+            ]
             made["optimizer"] = sv.optimizers.SGD(1.0)
             made["state"] = [np.zeros(case.shape, dtype), np.zeros(3, dtype)]
         weights, state = made["weights"], made["state"]
@@ -639,7 +866,9 @@ class Rank:
         for weight, wanted in zip(weights, state, strict=True):
             got = np.asarray(weight.read_value())
             if not np.allclose(got, wanted, rtol=0, atol=1e-3):
-                raise Wrong(f"a weight: {got[got != wanted][:3]} instead of {wanted[got != wanted][:3]}")
+                raise Wrong(
+                    f"a weight: {got[got != wanted][:3]} instead of {wanted[got != wanted][:3]}"
+                )
         if x.differs():
             raise Wrong("the step has changed its gradient")
 

@@ -9,7 +9,9 @@ from syncvar.optimizers import update_rule
 def adagrad(value, slots, gradient, numbers):
     """Adagrad, as sv.optimizers.Adagrad has it."""
     total = slots["sum"] + gradient * gradient
-    return value - numbers["learning_rate"] * gradient / (np.sqrt(total) + numbers["epsilon"]), {"sum": total}
+    return value - numbers["learning_rate"] * gradient / (np.sqrt(total) + numbers["epsilon"]), {
+        "sum": total
+    }
 
 
 @update_rule

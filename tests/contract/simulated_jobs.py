@@ -30,9 +30,16 @@ def job_of(seed):
     rng = random.Random(seed)
     servers = rng.randint(1, 4)
     return Job(
-        rng.randint(1, 4), servers, rng.randint(3, 10), int(servers > 1 and rng.random() < 0.6), rng.choice([None, 0, 1, 3]),
-        rng.choice([0, 0.05, 0.2]), rng.choice([0, 0.1]), rng.random() < 0.5, rng.random() < 0.7,
-    )  # fmt: skip
+        rng.randint(1, 4),
+        servers,
+        rng.randint(3, 10),
+        int(servers > 1 and rng.random() < 0.6),
+        rng.choice([None, 0, 1, 3]),
+        rng.choice([0, 0.05, 0.2]),
+        rng.choice([0, 0.1]),
+        rng.random() < 0.5,
+        rng.random() < 0.7,
+    )
 
 
 def run(seed, *, through_wire=False):
@@ -46,15 +53,24 @@ def run(seed, *, through_wire=False):
     home = rng.randrange(job.servers)  # of progress
     program = _Program(seed, job, home)
     cluster = Cluster(
-        job.workers, job.servers, seed, program, replicas=job.replicas, evaluators=1, loss=job.loss, double=job.double,
+        job.workers,
+        job.servers,
+        seed,
+        program,
+        replicas=job.replicas,
+        evaluators=1,
+        loss=job.loss,
+        double=job.double,
         through_wire=through_wire,
-    )  # fmt: skip
+    )
     if job.kills:
         if job.replicas:
             first, *others = rng.sample(range(job.servers), min(job.servers, 3))
             at = rng.uniform(0, 0.4)
             cluster.kill_server(first, at)
-            for other in others if job.more else ():  # each once what the one before held has a copy again
+            for other in (
+                others if job.more else ()
+            ):  # each once what the one before held has a copy again
                 at += rng.uniform(0, 0.3)
                 cluster.kill_server(other, at)
         for _ in range(2):
@@ -62,7 +78,9 @@ def run(seed, *, through_wire=False):
     cluster.run()
     total = sum(added(rank, step) for rank in range(job.workers) for step in range(job.steps))
     sums = [int(cluster.value(0, "a")), int(cluster.value(job.servers - 1, "b"))]
-    assert sums == [total, total], f"seed {seed}: a, b are {sums}, not {total}: a push was lost or applied twice"
+    assert sums == [total, total], (
+        f"seed {seed}: a, b are {sums}, not {total}: a push was lost or applied twice"
+    )
     assert cluster.value(home, "progress").tolist() == [job.steps] * job.workers
     assert program.snapshots == 6, seed
     return cluster
@@ -86,7 +104,10 @@ class _Program:
 
     def _made(self):
         job, asking = self.job, Asking()
-        scalar, row = Spec((), "int64", "SUM", (), 0), Spec((job.workers,), "int64", "SUM", (job.workers,), 0)
+        scalar, row = (
+            Spec((), "int64", "SUM", (), 0),
+            Spec((job.workers,), "int64", "SUM", (job.workers,), 0),
+        )
         asking.create(0, "a", scalar, None, np.zeros((), _NUMBER))
         asking.create(job.servers - 1, "b", scalar, None, np.zeros((), _NUMBER))
         asking.create(self.home, "progress", row, job.staleness, np.zeros(job.workers, _NUMBER))
@@ -124,9 +145,13 @@ class _Program:
                 ticket = yield Ask(asking)
                 new = ticket.array(*at)
                 assert (new >= seen).all(), f"seed {self.seed}: rank {rank} read {seen}, then {new}"
-                assert new[rank] == step + 1, f"seed {self.seed}: rank {rank} misses its own push: {new}"
+                assert new[rank] == step + 1, (
+                    f"seed {self.seed}: rank {rank} misses its own push: {new}"
+                )
                 if job.staleness is not None and not job.kills:
-                    assert (new >= step - job.staleness).all(), f"seed {self.seed}: {new} in step {step} is too old"
+                    assert (new >= step - job.staleness).all(), (
+                        f"seed {self.seed}: {new} in step {step} is too old"
+                    )
                 seen = new
             clock += 1
             asking = Asking()

@@ -13,24 +13,40 @@ from syncvar.collectives import communicator_of
 from syncvar.errors import ArenaFull
 
 SMALL = [(3, 1, 4), (1, 1), (0, 2), (5,) * 17, (200, 1, 30), (2,) * 161]
-LONG = [(9_000, 5, 30_001), (40_000, 70_000), (50_000, 50_000), (1,) * 20 + (20_000,) * 3, (80_000, 3, 3, 66_000), (900, 7) * 80]
+LONG = [
+    (9_000, 5, 30_001),
+    (40_000, 70_000),
+    (50_000, 50_000),
+    (1,) * 20 + (20_000,) * 3,
+    (80_000, 3, 3, 66_000),
+    (900, 7) * 80,
+]
 KINDS = (
-    list, tuple, lambda leaves: {f"{place:03}": leaf for place, leaf in reversed(list(enumerate(leaves)))},
-    lambda leaves: {"b": (list(leaves[1:]), {}), "a": leaves[0]}, lambda leaves: [[leaves[0]], ({"x": {"y": list(leaves[1:])}},)],
-)  # fmt: skip
+    list,
+    tuple,
+    lambda leaves: {f"{place:03}": leaf for place, leaf in reversed(list(enumerate(leaves)))},
+    lambda leaves: {"b": (list(leaves[1:]), {}), "a": leaves[0]},
+    lambda leaves: [[leaves[0]], ({"x": {"y": list(leaves[1:])}},)],
+)
 
 
 def in_order(value):
     if isinstance(value, dict):
         value = [value[name] for name in sorted(value)]
-    return [leaf for part in value for leaf in in_order(part)] if isinstance(value, list | tuple) else [value]
+    return (
+        [leaf for part in value for leaf in in_order(part)]
+        if isinstance(value, list | tuple)
+        else [value]
+    )
 
 
 def skeleton(value):
     """Return a structure with None in the place of each array."""
     if isinstance(value, dict):
         return {name: skeleton(value[name]) for name in sorted(value)}
-    return type(value)(skeleton(part) for part in value) if isinstance(value, list | tuple) else None
+    return (
+        type(value)(skeleton(part) for part in value) if isinstance(value, list | tuple) else None
+    )
 
 
 def brought(rank, place, count, dtype):
@@ -62,15 +78,30 @@ def check_every_structure(seed, sizes, turns):
     chance, own = np.random.default_rng(seed), np.random.default_rng((seed, sv.rank()))
     size, rank = sv.world_size(), sv.rank()
     for counts in sizes:
-        for dtype, op in (("f4", "sum"), ("f8", "mean"), ("f2", "sum"), ("i4", "max"), ("f2", "mean")):
+        for dtype, op in (
+            ("f4", "sum"),
+            ("f8", "mean"),
+            ("f2", "sum"),
+            ("i4", "max"),
+            ("f2", "mean"),
+        ):
             for turn in range(turns):
                 kind = KINDS[chance.integers(len(KINDS))]
-                x = [laid(brought(rank, place, count, dtype), own) for place, count in enumerate(counts)]
-                last = [x[-1], x[-2]] if counts[-1] == counts[-2] else [x[-2], np.zeros_like(x[-1])]  # two that lie where the other's result goes
-                outs = [None, x, [laid(array, own) for array in x], [*x[:-2], *last]][own.integers(4)]
+                x = [
+                    laid(brought(rank, place, count, dtype), own)
+                    for place, count in enumerate(counts)
+                ]
+                last = (
+                    [x[-1], x[-2]] if counts[-1] == counts[-2] else [x[-2], np.zeros_like(x[-1])]
+                )  # two that lie where the other's result goes
+                outs = [None, x, [laid(array, own) for array in x], [*x[:-2], *last]][
+                    own.integers(4)
+                ]
                 is_later = own.integers(4) == 0
                 before = [array.copy() for array in x]
-                made = sv.all_reduce(kind(x), op, out=None if outs is None else kind(outs), async_op=bool(is_later))
+                made = sv.all_reduce(
+                    kind(x), op, out=None if outs is None else kind(outs), async_op=bool(is_later)
+                )
                 made = made.wait() if is_later else made
                 assert skeleton(made) == skeleton(kind(x))
                 place_of_result = in_order(made) if outs is None else outs
@@ -85,7 +116,13 @@ def check_every_structure(seed, sizes, turns):
                         assert result.base is None, told
 
 
-MIXED = [("f8", "i8"), ("f4", "f8", "i8", "f2", "i1"), ("f8", "i8") * 30, ("f4", "f8", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2"), ("i4", "f4", "i4")]
+MIXED = [
+    ("f8", "i8"),
+    ("f4", "f8", "i8", "f2", "i1"),
+    ("f8", "i8") * 30,
+    ("f4", "f8", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2"),
+    ("i4", "f4", "i4"),
+]
 
 
 def check_arrays_of_several_kinds(seed, turns):
@@ -97,37 +134,72 @@ def check_arrays_of_several_kinds(seed, turns):
         counts = chance.integers(0, [4, 90, 900, 20_000][chance.integers(4)], len(dtypes))
         if turn % 2:
             counts = counts % (1_800 // len(dtypes) + 2)
-            for place in np.flatnonzero(np.array(dtypes) == dtypes[chance.integers(len(dtypes))])[: chance.integers(1, 4)]:
+            for place in np.flatnonzero(np.array(dtypes) == dtypes[chance.integers(len(dtypes))])[
+                : chance.integers(1, 4)
+            ]:
                 counts[place] = chance.integers(3_000, 70_000)
-        for _ in range(4):  # the same forms again: prepared calls, where a rank has no other array for its results
+        for _ in range(
+            4
+        ):  # the same forms again: prepared calls, where a rank has no other array for its results
             op, kind = ("sum", "max", "mean")[chance.integers(3)], KINDS[turn % len(KINDS)]
-            x = [laid(brought(rank, place, count, dtype), own) for place, (count, dtype) in enumerate(zip(counts, dtypes, strict=True))]
+            x = [
+                laid(brought(rank, place, count, dtype), own)
+                for place, (count, dtype) in enumerate(zip(counts, dtypes, strict=True))
+            ]
             expected = []
             for place, (count, dtype) in enumerate(zip(counts, dtypes, strict=True)):
-                to = np.dtype("f8") if op == "mean" and np.dtype(dtype).kind in "iu" else np.dtype(dtype)
-                expected.append(wanted(size, place, count, dtype, op) if op != "mean" else wanted(size, place, count, "f8", op).astype(to))
+                to = (
+                    np.dtype("f8")
+                    if op == "mean" and np.dtype(dtype).kind in "iu"
+                    else np.dtype(dtype)
+                )
+                expected.append(
+                    wanted(size, place, count, dtype, op)
+                    if op != "mean"
+                    else wanted(size, place, count, "f8", op).astype(to)
+                )
             outs = None if own.integers(3) else [laid(array, own) for array in expected]
-            made = sv.all_reduce(kind(x), op, out=None if outs is None else kind(outs), async_op=bool(own.integers(4) == 0))
+            made = sv.all_reduce(
+                kind(x),
+                op,
+                out=None if outs is None else kind(outs),
+                async_op=bool(own.integers(4) == 0),
+            )
             made = made if isinstance(made, dict | list | tuple) else made.wait()
             assert skeleton(made) == skeleton(kind(x)), turn
-            for result, value, place_of_result in zip(in_order(made), expected, in_order(made) if outs is None else outs, strict=True):
-                assert (result.dtype, result.tobytes()) == (value.dtype, value.tobytes()), (turn, op, dtypes, counts)
+            for result, value, place_of_result in zip(
+                in_order(made), expected, in_order(made) if outs is None else outs, strict=True
+            ):
+                assert (result.dtype, result.tobytes()) == (value.dtype, value.tobytes()), (
+                    turn,
+                    op,
+                    dtypes,
+                    counts,
+                )
                 assert place_of_result.tobytes() == value.tobytes(), (turn, op)
 
 
 def check_results_where_other_arrays_lie():
     """Each result goes where another array lies, or two go to the same place, or parts of them do."""
     size, count = sv.world_size(), 50_000
-    for counts, placed in (((count, count), lambda x: [x[1], x[0]]), ((count, count), lambda x: [np.zeros(count), x[0]])):
+    for counts, placed in (
+        ((count, count), lambda x: [x[1], x[0]]),
+        ((count, count), lambda x: [np.zeros(count), x[0]]),
+    ):
         for turn in range(5):
             x = [brought(sv.rank(), place, some, "f8") for place, some in enumerate(counts)]
             made = sv.all_reduce(x, out=placed(x))
             for place, some in enumerate(counts):
-                assert np.array_equal(made[place], wanted(size, place, some, "f8", "sum")), (turn, place)
+                assert np.array_equal(made[place], wanted(size, place, some, "f8", "sum")), (
+                    turn,
+                    place,
+                )
     for turn in range(5):
         whole = np.arange(2.0 * count + 1) % 11 + sv.rank()
         before = whole.copy()
-        made = sv.all_reduce([whole[:count], whole[count + 1 :]], out=[whole[1 : count + 1], np.empty(count)])
+        made = sv.all_reduce(
+            [whole[:count], whole[count + 1 :]], out=[whole[1 : count + 1], np.empty(count)]
+        )
         others = sum(np.arange(2.0 * count + 1) % 11 + rank for rank in range(size))
         assert np.array_equal(made[0], others[:count]), turn
         assert np.array_equal(made[1], others[count + 1 :]), turn
@@ -136,21 +208,39 @@ def check_results_where_other_arrays_lie():
 
 def check_results_over_other_arrays(seed, turns):
     """What is brought lies anywhere in one array, where results go as well; on each rank elsewhere."""
-    chance, own, size = np.random.default_rng(seed), np.random.default_rng((seed, sv.rank())), sv.world_size()
+    chance, own, size = (
+        np.random.default_rng(seed),
+        np.random.default_rng((seed, sv.rank())),
+        sv.world_size(),
+    )
     for turn in range(turns):
-        counts = chance.integers(0, 30_000, 2 + turn % 5) if turn % 3 else chance.integers(1, 40, 100)
+        counts = (
+            chance.integers(0, 30_000, 2 + turn % 5) if turn % 3 else chance.integers(1, 40, 100)
+        )
         total, whole = int(counts.sum()), np.empty(2 * int(counts.sum()) + 9, "f4")
         starts = np.cumsum(counts) - counts
         whole[...] = np.arange(whole.size) % 97 + sv.rank()
-        x = [whole[start : start + count] for start, count in zip(own.integers(0, total + 9, counts.size), counts, strict=True)]
-        outs = [whole[start : start + count] for start, count in zip(starts + own.integers(0, total + 9), counts, strict=True)]
+        x = [
+            whole[start : start + count]
+            for start, count in zip(own.integers(0, total + 9, counts.size), counts, strict=True)
+        ]
+        outs = [
+            whole[start : start + count]
+            for start, count in zip(starts + own.integers(0, total + 9), counts, strict=True)
+        ]
         for place, array in enumerate(x):  # some in place
-            if own.integers(3) == 0 and not any(np.may_share_memory(array, other) for other in (*outs[:place], *outs[place + 1 :])):
+            if own.integers(3) == 0 and not any(
+                np.may_share_memory(array, other) for other in (*outs[:place], *outs[place + 1 :])
+            ):
                 outs[place] = array
         parts = sv.all_gather(np.concatenate(x)[None])
         made = sv.all_reduce(x, out=outs)
         for place, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            assert np.array_equal(made[place], parts[:, start : start + count].sum(0)), (turn, place, size)
+            assert np.array_equal(made[place], parts[:, start : start + count].sum(0)), (
+                turn,
+                place,
+                size,
+            )
             assert np.array_equal(outs[place], made[place]), (turn, place)
 
 

@@ -84,6 +84,10 @@ def fake_torch():
     graph = types.SimpleNamespace(increment_version=increment_version)
     module = types.ModuleType("torch")
     vars(module).update(
-        Tensor=Tensor, bfloat16="bfloat16", int16="int16", from_numpy=from_numpy, autograd=types.SimpleNamespace(graph=graph)
+        Tensor=Tensor,
+        bfloat16="bfloat16",
+        int16="int16",
+        from_numpy=from_numpy,
+        autograd=types.SimpleNamespace(graph=graph),
     )
     return module

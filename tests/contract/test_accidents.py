@@ -19,7 +19,9 @@ from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 PATHS = {"arena": {"shared": True}, "links": {}, "two hosts": {"shared": True, "hosts": 2}}
-SOON = RuntimeConfig(collective_timeout_s=60.0, report_after_s=0.05, shutdown_timeout_s=1.0)  # nothing here waits for it
+SOON = RuntimeConfig(
+    collective_timeout_s=60.0, report_after_s=0.05, shutdown_timeout_s=1.0
+)  # nothing here waits for it
 SIZE, LONG = 4, 40_000
 CALLS = {
     "all_reduce": lambda x: sv.all_reduce(x, "fragile"),
@@ -31,7 +33,9 @@ CALLS = {
 
 @pytest.fixture(params=PATHS)
 def ranks(request):
-    return lambda fn, odd: run_ranks(SIZE, lambda: fn(sv.rank() == odd), config=SOON, timeout_s=120, **PATHS[request.param])
+    return lambda fn, odd: run_ranks(
+        SIZE, lambda: fn(sv.rank() == odd), config=SOON, timeout_s=120, **PATHS[request.param]
+    )
 
 
 @pytest.fixture
@@ -87,7 +91,9 @@ def test_in_the_middle(ranks, fragile, name, count):
         if is_odd:
             fragile.add(current().rank)
         # Who is not needed any more may be told in the next call.
-        return caught(lambda: [CALLS[name](np.ones(count)), sv.barrier()], of=Exception), caught(sv.barrier)
+        return caught(lambda: [CALLS[name](np.ones(count)), sv.barrier()], of=Exception), caught(
+            sv.barrier
+        )
 
     for rank, (first, then) in enumerate(ranks(fn, odd)):
         assert isinstance(then, GroupBroken), repr(then)
@@ -141,9 +147,15 @@ def test_a_rank_that_waits_for_one_call_ends_with_the_error_of_another(ranks, fr
         work = sv.all_reduce(np.ones(SIZE), "fragile", async_op=True)
         if not is_odd:
             others_have_started.wait(20)
-        waited = caught(lambda: [sv.barrier(group=group), work.wait(), sv.barrier(group=group)], of=Exception)
+        waited = caught(
+            lambda: [sv.barrier(group=group), work.wait(), sv.barrier(group=group)], of=Exception
+        )
         return waited, caught(work.wait, of=Exception)
 
     for rank, (waited, own) in enumerate(ranks(fn, odd)):
-        assert isinstance(waited, ConfigError | ValueError | GroupBroken if rank == odd else PeerLost), repr(waited)
-        assert isinstance(own, ConfigError | ValueError if rank == odd else PeerLost | None), repr(own)
+        assert isinstance(
+            waited, ConfigError | ValueError | GroupBroken if rank == odd else PeerLost
+        ), repr(waited)
+        assert isinstance(own, ConfigError | ValueError if rank == odd else PeerLost | None), repr(
+            own
+        )

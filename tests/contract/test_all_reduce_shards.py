@@ -40,7 +40,9 @@ def wanted(parts, op="sum"):
     accumulate = np.dtype(np.float64) if op == "mean" and dtype.kind in "iu" else accumulate
     total = np.asarray(tree([part.astype(accumulate) for part in parts], 0, len(parts)))
     if op == "mean":
-        return (total / accumulate.type(len(parts))).astype(accumulate if dtype.kind in "iu" else dtype)
+        return (total / accumulate.type(len(parts))).astype(
+            accumulate if dtype.kind in "iu" else dtype
+        )
     return total.astype(dtype)
 
 
@@ -67,21 +69,29 @@ def mine(of, make):
     return {number: make(number) for number, rank in enumerate(of) if rank == sv.rank()}
 
 
-@pytest.mark.parametrize(("size", "path"), [(1, "links"), *((size, path) for size in (2, 3, 5, 8) for path in PATHS)])
+@pytest.mark.parametrize(
+    ("size", "path"), [(1, "links"), *((size, path) for size in (2, 3, 5, 8) for path in PATHS)]
+)
 def test_24_shards_have_the_same_bits_however_they_are_cut(size, path):
     dtypes = [np.dtype("float32"), np.dtype("float64"), BFLOAT16]
     of = {cut: owners(cut, size, 24) for cut in CUTS}
 
     def program():
         return [
-            sv.all_reduce_shards(mine(of[cut], lambda number, d=dtype, n=count: shard(number, d, (n,)))).tobytes()
-            for dtype in dtypes for cut in CUTS for count in (3, 2003)
-        ]  # fmt: skip
+            sv.all_reduce_shards(
+                mine(of[cut], lambda number, d=dtype, n=count: shard(number, d, (n,)))
+            ).tobytes()
+            for dtype in dtypes
+            for cut in CUTS
+            for count in (3, 2003)
+        ]
 
     expected = [
         wanted([shard(number, dtype, (count,)) for number in range(24)]).tobytes()
-        for dtype in dtypes for _ in CUTS for count in (3, 2003)
-    ]  # fmt: skip
+        for dtype in dtypes
+        for _ in CUTS
+        for count in (3, 2003)
+    ]
     for got in everywhere(size, program, **PATHS[path]):
         assert got == expected
 
@@ -94,25 +104,42 @@ def test_any_cut_of_any_number_of_shards(data):
     calls = []
     for _ in range(4):
         count = data.draw(st.integers(1, 20), label="shards")
-        of = data.draw(st.lists(st.integers(0, size - 1), min_size=count, max_size=count), label="owners")
-        dtype = np.dtype(data.draw(st.sampled_from(["float32", "float64", "float16", BFLOAT16, "int16", "complex64"]), label="dtype"))
+        of = data.draw(
+            st.lists(st.integers(0, size - 1), min_size=count, max_size=count), label="owners"
+        )
+        dtype = np.dtype(
+            data.draw(
+                st.sampled_from(["float32", "float64", "float16", BFLOAT16, "int16", "complex64"]),
+                label="dtype",
+            )
+        )
         shape = data.draw(st.sampled_from([(), (0,), (1,), (2, 3), (4001,), (3, 0)]), label="shape")
         calls.append((of, dtype, shape, data.draw(st.sampled_from(["sum", "mean"]), label="op")))
 
     def program():
-        made = [sv.all_reduce_shards(mine(of, lambda one, d=dtype, s=shape: shard(one, d, s)), op) for of, dtype, shape, op in calls]
+        made = [
+            sv.all_reduce_shards(mine(of, lambda one, d=dtype, s=shape: shard(one, d, s)), op)
+            for of, dtype, shape, op in calls
+        ]
         return [(one.dtype, one.shape, one.tobytes()) for one in made]
 
-    expected = [wanted([shard(one, dtype, shape) for one in range(len(of))], op) for of, dtype, shape, op in calls]
+    expected = [
+        wanted([shard(one, dtype, shape) for one in range(len(of))], op)
+        for of, dtype, shape, op in calls
+    ]
     for got in everywhere(size, program, **path):
         assert got == [(one.dtype, one.shape, one.tobytes()) for one in expected]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", BFLOAT16], ids=str)
 def test_it_is_tree_sum_of_all_shards_also_of_zeros_infinities_and_nan(dtype):
-    rows = np.array([[-0.0, np.inf, np.nan, 1e30], [-0.0, -np.inf, 1, 1e30], [-0.0, 3, 4, -1e30]] * 3).astype(dtype)
+    rows = np.array(
+        [[-0.0, np.inf, np.nan, 1e30], [-0.0, -np.inf, 1, 1e30], [-0.0, 3, 4, -1e30]] * 3
+    ).astype(dtype)
     of = owners("in turn", 3, 9)
-    for got in everywhere(3, lambda: sv.all_reduce_shards(mine(of, lambda number: np.resize(rows[number], 50)))):
+    for got in everywhere(
+        3, lambda: sv.all_reduce_shards(mine(of, lambda number: np.resize(rows[number], 50)))
+    ):
         assert got.tobytes() == sv.tree_sum([np.resize(row, 50) for row in rows]).tobytes()
 
 
@@ -122,19 +149,31 @@ def test_structures_and_ranks_that_bring_nothing(path):
 
     def make(number):
         small, half = shard(number, "float32", (2, 3)), shard(number, BFLOAT16, (5,))
-        return {"b": [small, {"c": half}], "a": (shard(number, "float64", (3000,)), number), 3: shard(number, "float32", (70, 1))}
+        return {
+            "b": [small, {"c": half}],
+            "a": (shard(number, "float64", (3000,)), number),
+            3: shard(number, "float32", (70, 1)),
+        }
 
     def program():
-        got = sv.all_reduce_shards(mine(of, lambda number: {key: one for key, one in make(number).items() if key != 3}))
+        got = sv.all_reduce_shards(
+            mine(of, lambda number: {key: one for key, one in make(number).items() if key != 3})
+        )
         assert list(got) == ["a", "b"]
         assert type(got["a"]) is tuple
         small, half = got["b"][0], got["b"][1]["c"]
         return [small.shape, half.dtype, *(one.tobytes() for one in (small, half, *got["a"]))]
 
     parts = [make(number) for number in range(7)]
-    expected = [wanted([np.asarray(pick(part)) for part in parts]).tobytes() for pick in (
-        lambda part: part["b"][0], lambda part: part["b"][1]["c"], lambda part: part["a"][0], lambda part: part["a"][1],
-    )]  # fmt: skip
+    expected = [
+        wanted([np.asarray(pick(part)) for part in parts]).tobytes()
+        for pick in (
+            lambda part: part["b"][0],
+            lambda part: part["b"][1]["c"],
+            lambda part: part["a"][0],
+            lambda part: part["a"][1],
+        )
+    ]
     assert everywhere(3, program, **PATHS[path]) == [[(2, 3), BFLOAT16, *expected]] * 3
 
 
@@ -142,10 +181,16 @@ def test_fewer_shards_than_ranks_and_groups():
     def program():
         group = sv.new_group([3, 1])
         one = sv.all_reduce_shards({0: [1.5, 2.5]} if sv.rank() == 2 else {})
-        inner = sv.all_reduce_shards({group.rank: float(sv.rank())}, "mean", group=group) if group.is_member else None
+        inner = (
+            sv.all_reduce_shards({group.rank: float(sv.rank())}, "mean", group=group)
+            if group.is_member
+            else None
+        )
         return one.tolist(), None if inner is None else float(inner)
 
-    assert everywhere(4, program, shared=True) == [([1.5, 2.5], 2.0 if rank in (1, 3) else None) for rank in range(4)]
+    assert everywhere(4, program, shared=True) == [
+        ([1.5, 2.5], 2.0 if rank in (1, 3) else None) for rank in range(4)
+    ]
 
 
 def test_the_input_stays_as_it_is_and_the_result_is_new():
@@ -207,8 +252,19 @@ def test_what_is_refused_leaves_the_group_usable(path):
     for told in (twice, hole, dtypes, shapes, nothing, ops):
         assert {kind for kind, *_ in told} == {"MismatchError"}
     assert all("shard 0 is brought by ranks 0 and 2" in words for _, words, _ in twice)
-    assert all("nobody brings shards 2-4" in words and table[2] == "brings shard 5: float64[]" for _, words, table in hole)
-    assert all(table == {0: "brings shard 0: float64[2]", 1: "brings shard 1: float32[2]", 2: "brings shard 2: float32[2]"} for *_, table in dtypes)
+    assert all(
+        "nobody brings shards 2-4" in words and table[2] == "brings shard 5: float64[]"
+        for _, words, table in hole
+    )
+    assert all(
+        table
+        == {
+            0: "brings shard 0: float64[2]",
+            1: "brings shard 1: float32[2]",
+            2: "brings shard 2: float32[2]",
+        }
+        for *_, table in dtypes
+    )
     assert all("same structure, shapes and dtypes" in words for _, words, _ in shapes)
     assert all("no rank brings a shard" in words for _, words, _ in nothing)
     assert [kind for kind, *_ in here] == ["MismatchError", "ConfigError", "MismatchError"]

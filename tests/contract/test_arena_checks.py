@@ -38,7 +38,10 @@ def test_what_has_been_given_out_may_be_used_by_all_ranks(arenas):
             offset = owner.allocate(nbytes)
             for arena in arenas:
                 assert arena.view(offset, nbytes, np.uint8).size == nbytes
-                assert arena.view(offset + nbytes // 2, nbytes - nbytes // 2, np.uint8).size == nbytes - nbytes // 2
+                assert (
+                    arena.view(offset + nbytes // 2, nbytes - nbytes // 2, np.uint8).size
+                    == nbytes - nbytes // 2
+                )
 
 
 def test_what_has_not_may_be_used_by_nobody(arenas):
@@ -46,12 +49,25 @@ def test_what_has_not_may_be_used_by_nobody(arenas):
     plan = layout.Layout(64 * MIB, 2)
     start, stop = plan.arrays(1)
     nobodys = [
-        (0, 8), (0, 20_000), (layout.HEADER_BYTES, 8), (plan.table(0), 64), (plan.table(1), 64), (plan.region(1)[1] - 64, 64),
-        (offset + 8192, 8), (offset, 8193), (start, stop - start), (64 * MIB - 64, 64), (64 * MIB, 64), (plan.arrays(0)[0], 64),
-    ]  # fmt: skip
+        (0, 8),
+        (0, 20_000),
+        (layout.HEADER_BYTES, 8),
+        (plan.table(0), 64),
+        (plan.table(1), 64),
+        (plan.region(1)[1] - 64, 64),
+        (offset + 8192, 8),
+        (offset, 8193),
+        (start, stop - start),
+        (64 * MIB - 64, 64),
+        (64 * MIB, 64),
+        (plan.arrays(0)[0], 64),
+    ]
     for arena in arenas:
         for where, nbytes in nobodys:
-            with pytest.raises(InternalError, match=rf"local rank {arena.local_rank} .* bytes \[{where}, {where + nbytes}\)"):
+            with pytest.raises(
+                InternalError,
+                match=rf"local rank {arena.local_rank} .* bytes \[{where}, {where + nbytes}\)",
+            ):
                 arena.view(where, nbytes, np.uint8)
     with pytest.raises(InternalError, match="nobody's"):
         arenas[0].rows([offset, offset + 8192], (10,), np.dtype(np.uint8))
@@ -103,4 +119,6 @@ def test_a_call_that_takes_nowhere_for_a_place_is_stopped(monkeypatch):
     for error in found:
         assert "call " in str(error)
         assert "rank " in str(error)
-        assert re.search(r"bytes \[0, (80000|160000)\) of the arena are no memory for arrays", str(error))
+        assert re.search(
+            r"bytes \[0, (80000|160000)\) of the arena are no memory for arrays", str(error)
+        )

@@ -110,7 +110,9 @@ def test_two_processes_share_one_memory(launcher):
     one = launcher()
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, launcher.path, JOB, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", WORKER, launcher.path, JOB, str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         for rank in range(2)
     ]
@@ -163,8 +165,13 @@ def test_who_is_refused_hears_why(launcher, job, generation, rank, words):
 def test_no_arena_is_a_reason_told_once(launcher):
     one = launcher(lambda generation: (None, f"none for generation {generation}"))
     for generation in (0, 0, 1):
-        assert fetch(launcher.path, JOB, generation, 0, 5) == (None, f"none for generation {generation}")
-    assert one.handing.take_said() == ["no shared memory, data go through unix sockets: none for generation 0"]
+        assert fetch(launcher.path, JOB, generation, 0, 5) == (
+            None,
+            f"none for generation {generation}",
+        )
+    assert one.handing.take_said() == [
+        "no shared memory, data go through unix sockets: none for generation 0"
+    ]
     assert one.handing.take_said() == []
 
 
@@ -174,20 +181,27 @@ def test_a_fallback_is_told_once(launcher, monkeypatch):
     for generation in range(3):
         for rank in range(2):
             os.close(fetch(launcher.path, JOB, generation, rank, 5)[0])
-    assert one.handing.take_said() == ["shared memory: a file in /dev/shm instead of memfd (Function not implemented)"]
+    assert one.handing.take_said() == [
+        "shared memory: a file in /dev/shm instead of memfd (Function not implemented)"
+    ]
 
 
 def test_nobody_there(tmp_path):
     fd, reason = fetch(str(tmp_path / "arena"), JOB, 0, 0, 5)
     assert fd is None
-    assert reason == f"the launcher hands over no arena ({tmp_path}/arena: No such file or directory)"
+    assert (
+        reason == f"the launcher hands over no arena ({tmp_path}/arena: No such file or directory)"
+    )
 
 
 def test_a_launcher_that_does_not_answer(pytestconfig):
     path = f"{pytestconfig.syncvar_runtime}/arena"
     stuck = Handing(path, JOB, 2, make)
     try:
-        assert fetch(path, JOB, 0, 0, 0.2) == (None, "the launcher did not hand over the arena within 0.2 s")
+        assert fetch(path, JOB, 0, 0, 0.2) == (
+            None,
+            "the launcher did not hand over the arena within 0.2 s",
+        )
     finally:
         stuck.close()
 
@@ -212,7 +226,9 @@ def test_a_launcher_that_is_gone_in_the_middle(pytestconfig):
     assert reason == "the launcher closed the connection"
 
 
-@pytest.mark.parametrize("data", [b"", b"x", b"\0" * 87, b"\0" * 88, b"\xff" * 89, b"GET / HTTP/1.1\r\n\r\n" * 3000])
+@pytest.mark.parametrize(
+    "data", [b"", b"x", b"\0" * 87, b"\0" * 88, b"\xff" * 89, b"GET / HTTP/1.1\r\n\r\n" * 3000]
+)
 def test_garbage_is_answered_and_dropped(launcher, data):
     one = launcher()
     with connected(launcher.path) as stranger:
@@ -247,7 +263,9 @@ def test_another_user_is_dropped(launcher, monkeypatch):
     one = launcher()
     asked = handing._peer_user
     strangers = iter([os.getuid() + 1])
-    monkeypatch.setattr(handing, "_peer_user", lambda connection: next(strangers, None) or asked(connection))
+    monkeypatch.setattr(
+        handing, "_peer_user", lambda connection: next(strangers, None) or asked(connection)
+    )
     with connected(launcher.path) as stranger, contextlib.suppress(ConnectionResetError):
         assert stranger.recv(10) == b""
     assert one.handing.refused_requests == 1
@@ -302,7 +320,9 @@ def test_each_generation_has_its_own_and_old_ones_are_let_go(launcher):
 def test_after_a_restart_nobody_gets_memory_of_an_earlier_generation(pytestconfig):
     path = f"{pytestconfig.syncvar_runtime}/arena"
     asked = []
-    server = Handing(path, JOB, 2, lambda generation: (asked.append(generation), (None, "none"))[1], 2)
+    server = Handing(
+        path, JOB, 2, lambda generation: (asked.append(generation), (None, "none"))[1], 2
+    )
     try:
         assert server._answer(_request(1)) == (-1, "generation 1 is over, 2 is in force")
         assert server._answer(_request(2)) == (-1, "none")
@@ -333,7 +353,9 @@ def test_nothing_is_left_open(launcher):
         for rank in range(2):
             fetched(launcher, generation, rank).close()
     until = time.monotonic() + 5
-    while len(os.listdir("/proc/self/fd")) > before + 1:  # the newest; the last connection is closed a moment later
+    while (
+        len(os.listdir("/proc/self/fd")) > before + 1
+    ):  # the newest; the last connection is closed a moment later
         assert time.monotonic() < until
         time.sleep(0.005)
     assert list(one.handing._arenas) == [19]

@@ -123,7 +123,9 @@ def test_a_file_without_a_name_where_there_is_no_memfd(host, monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     made = host.create()
     assert made.how == "a file in /dev/shm"
-    assert made.said == "shared memory: a file in /dev/shm instead of memfd (Function not implemented)"
+    assert (
+        made.said == "shared memory: a file in /dev/shm instead of memfd (Function not implemented)"
+    )
     assert os.fstat(made.fd).st_nlink == 0
     assert os.fstat(made.fd).st_mode & 0o777 == 0o600
     array = host.attach(made).empty(MIB, np.uint8)
@@ -144,7 +146,9 @@ def test_the_job_s_directory_is_the_last_way(host, monkeypatch, tmp_path):
         array[:] = 1
         del array
         offset = arena.allocate(40 * MIB)
-        assert not arena.view(offset, 40 * MIB, np.uint8).any(), "zeros, whether or not pages can be given back"
+        assert not arena.view(offset, 40 * MIB, np.uint8).any(), (
+            "zeros, whether or not pages can be given back"
+        )
         arena.release(offset)
 
 
@@ -170,7 +174,10 @@ def test_a_full_file_system_is_not_taken(host, monkeypatch):
         return allocate(fd, offset, nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    assert host.create().said == "shared memory: a file in /dev/shm instead of memfd (No space left on device)"
+    assert (
+        host.create().said
+        == "shared memory: a file in /dev/shm instead of memfd (No space left on device)"
+    )
 
 
 def test_an_old_system_that_does_not_know_a_flag(host, monkeypatch):
@@ -225,7 +232,9 @@ def test_another_processor_is_refused(host, monkeypatch):
     uname = os.uname()
     other = type("Uname", (), {"machine": "aarch64", "sysname": uname.sysname})
     monkeypatch.setattr(os, "uname", other)
-    with pytest.raises(ArenaUnavailable, match="aarch64 may show stores to other cores in another order"):
+    with pytest.raises(
+        ArenaUnavailable, match="aarch64 may show stores to other cores in another order"
+    ):
         host.attach(made)
 
 
@@ -238,7 +247,12 @@ def test_an_address_space_that_is_too_small(host):
         "except ArenaUnavailable as error:\n    print(error)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code, str(made.fd)], pass_fds=[made.fd], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code, str(made.fd)],
+        pass_fds=[made.fd],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     assert ended.stdout == (
         "mapping 1 TiB was refused: Cannot allocate memory; this process may map 8 GiB (ulimit -v); "
@@ -250,7 +264,9 @@ def test_an_address_space_that_is_too_small(host):
 # Arrays.
 
 
-@pytest.mark.parametrize("dtype", ["f4", "i1", "c16", "?", ">i4", "f2", "M8[s]", "S7", "V3", [("a", "i4"), ("b", "f8")]])
+@pytest.mark.parametrize(
+    "dtype", ["f4", "i1", "c16", "?", ">i4", "f2", "M8[s]", "S7", "V3", [("a", "i4"), ("b", "f8")]]
+)
 @pytest.mark.parametrize("shape", [(), 5, (3, 4), (0,), (2, 0, 3)])
 def test_arrays_of_every_shape_and_dtype(host, shape, dtype):
     arena = host.one()
@@ -288,7 +304,9 @@ def test_locate(host):
     assert arena.locate(np.zeros(3)) is None
     assert arena.locate(np.zeros((3, 3))[1]) is None
     assert arena.locate(np.frombuffer(b"abcd", np.uint8)) is None
-    assert arena.locate(arena.view(start, 4, np.uint8)) is None, "a view of anybody's memory owns nothing"
+    assert arena.locate(arena.view(start, 4, np.uint8)) is None, (
+        "a view of anybody's memory owns nothing"
+    )
     assert other.locate(array) is None
     assert arena.locate(array.view(np.matrix)) == start
 
@@ -302,7 +320,10 @@ def test_locate_costs_next_to_nothing_where_there_is_nothing(host):
 def test_memory_reads_as_zeros_and_is_aligned(host):
     arena = host.one()
     for _ in range(3):
-        offsets = [(arena.allocate(nbytes), nbytes) for nbytes in (0, 1, 100, 4096, 5000, 300_000, 3 * MIB, 20 * MIB)]
+        offsets = [
+            (arena.allocate(nbytes), nbytes)
+            for nbytes in (0, 1, 100, 4096, 5000, 300_000, 3 * MIB, 20 * MIB)
+        ]
         for offset, nbytes in offsets:
             view = arena.view(offset, nbytes, np.uint8)
             assert not view.any()
@@ -477,7 +498,9 @@ def test_a_full_region_is_told(host):
 def test_a_container_s_limit_is_told_before_anything_is_touched(host):
     class Full:
         def shortage(self, nbytes):
-            return Shortage(1900 * MIB, 2048 * MIB, "the container's limit (/sys/fs/cgroup/memory.max)")
+            return Shortage(
+                1900 * MIB, 2048 * MIB, "the container's limit (/sys/fs/cgroup/memory.max)"
+            )
 
     made = host.create()
     arena, before = host.attach(made, room=Full()), held(made)
@@ -495,8 +518,12 @@ def test_a_full_file_system_is_told(host, monkeypatch):
     monkeypatch.setattr(mapping.os, "posix_fallocate", full)
     with pytest.raises(ArenaFull) as caught:
         arena.allocate(100 * MIB)
-    assert str(caught.value).startswith("100 MiB of shared memory asked for, but the system has no more room where the arena is")
-    assert str(caught.value).endswith("ask for less, or raise the size of /dev/shm or the memory limit of the container")
+    assert str(caught.value).startswith(
+        "100 MiB of shared memory asked for, but the system has no more room where the arena is"
+    )
+    assert str(caught.value).endswith(
+        "ask for less, or raise the size of /dev/shm or the memory limit of the container"
+    )
 
 
 def full(fd, offset, nbytes):

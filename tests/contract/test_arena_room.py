@@ -29,13 +29,18 @@ def room(root, membership):
 
 def second_version(folder, limit, usage, stat=""):
     return {
-        f"{folder}__memory_DOT_max": f"{limit}\n", f"{folder}__memory_DOT_current": f"{usage}\n",
+        f"{folder}__memory_DOT_max": f"{limit}\n",
+        f"{folder}__memory_DOT_current": f"{usage}\n",
         f"{folder}__memory_DOT_stat": stat,
-    }  # fmt: skip
+    }
 
 
 def test_the_innermost_limit_that_does_not_allow_it(tree):
-    root = tree(**second_version("a", 100 * MIB, 90 * MIB), **second_version("a__b", "max", 1), **second_version("a__b__c", 50 * MIB, 1))
+    root = tree(
+        **second_version("a", 100 * MIB, 90 * MIB),
+        **second_version("a__b", "max", 1),
+        **second_version("a__b__c", 50 * MIB, 1),
+    )
     found = room(root, "0::/a/b/c\n")
     assert found.shortage(9 * MIB) is None
     short = found.shortage(11 * MIB)
@@ -68,10 +73,12 @@ def test_a_container_that_sees_its_own_group_as_the_top(tree):
 
 def test_first_version(tree):
     root = tree(
-        memory__job__memory_DOT_limit_in_bytes="5000\n", memory__job__memory_DOT_usage_in_bytes="4000\n",
+        memory__job__memory_DOT_limit_in_bytes="5000\n",
+        memory__job__memory_DOT_usage_in_bytes="4000\n",
         memory__job__memory_DOT_stat="inactive_file 9\ntotal_inactive_file 1000\ntotal_active_file 0\n",
-        memory__memory_DOT_limit_in_bytes="9223372036854771712\n", memory__memory_DOT_usage_in_bytes="999999\n",
-    )  # fmt: skip
+        memory__memory_DOT_limit_in_bytes="9223372036854771712\n",
+        memory__memory_DOT_usage_in_bytes="999999\n",
+    )
     membership = "8:pids:/\n4:memory:/job\n1:cpu,cpuacct:/\n0::/\n"
     assert room(root, membership).shortage(2000) is None
     assert room(root, membership).shortage(2001).used == 3000
@@ -81,7 +88,11 @@ def test_the_machine_s_memory(tree):
     root = tree(meminfo=MACHINE)
     assert room(root, "").shortage(10_000 * 1024) is None
     short = room(root, "").shortage(10_000 * 1024 + 1)
-    assert (short.used, short.limit, short.whose) == (10_000 * 1024, 20_000 * 1024, "the machine's memory")
+    assert (short.used, short.limit, short.whose) == (
+        10_000 * 1024,
+        20_000 * 1024,
+        "the machine's memory",
+    )
 
 
 def test_nothing_readable_is_no_limit(tree):
@@ -98,11 +109,30 @@ def test_nothing_readable_is_no_limit(tree):
         ({"cpu_DOT_max": "150000 100000\n"}, "0::/\n", 2),
         ({"cpu_DOT_max": "10000 100000\n"}, "0::/\n", 1),
         ({"cpu_DOT_max": "max 100000\n"}, "0::/\n", None),
-        ({"a__cpu_DOT_max": "300000 100000\n", "a__b__cpu_DOT_max": "800000 100000\n"}, "0::/a/b\n", 3),
+        (
+            {"a__cpu_DOT_max": "300000 100000\n", "a__b__cpu_DOT_max": "800000 100000\n"},
+            "0::/a/b\n",
+            3,
+        ),
         ({"unified__a__cpu_DOT_max": "300000 100000\n"}, "0::/a\n", 3),
-        ({"cpu__a__cpu_DOT_cfs_quota_us": "250000\n", "cpu__a__cpu_DOT_cfs_period_us": "100000\n"}, "1:cpu:/a\n", 3),
-        ({"cpu,acct__cpu_DOT_cfs_quota_us": "1\n", "cpu,acct__cpu_DOT_cfs_period_us": "10\n"}, "1:cpu,acct:/a\n", 1),
-        ({"cpu__a__cpu_DOT_cfs_quota_us": "-1\n", "cpu__a__cpu_DOT_cfs_period_us": "100000\n"}, "1:cpu:/a\n", None),
+        (
+            {
+                "cpu__a__cpu_DOT_cfs_quota_us": "250000\n",
+                "cpu__a__cpu_DOT_cfs_period_us": "100000\n",
+            },
+            "1:cpu:/a\n",
+            3,
+        ),
+        (
+            {"cpu,acct__cpu_DOT_cfs_quota_us": "1\n", "cpu,acct__cpu_DOT_cfs_period_us": "10\n"},
+            "1:cpu,acct:/a\n",
+            1,
+        ),
+        (
+            {"cpu__a__cpu_DOT_cfs_quota_us": "-1\n", "cpu__a__cpu_DOT_cfs_period_us": "100000\n"},
+            "1:cpu:/a\n",
+            None,
+        ),
         ({"cpu_DOT_max": "nonsense\n"}, "0::/\n", None),
         ({}, "", None),
     ],

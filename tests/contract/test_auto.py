@@ -64,7 +64,7 @@ def phases(strategy, v, x, lengths=(24, 24, 24)):
     return v.explain().changes
 
 
-# -- changes ----------------------------------------------------------------------------------------------------------
+# -- changes ---------------------------------------------------------------------------------------
 
 
 def test_runs_that_one_replica_has_left_while_there_was_nothing_to_decide(ranks):
@@ -90,7 +90,9 @@ def test_runs_that_one_replica_has_left_while_there_was_nothing_to_decide(ranks)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_workload_that_turns_is_answered_within_20_steps_on_all_replicas_at_the_same_step(ranks, size):
+def test_a_workload_that_turns_is_answered_within_20_steps_on_all_replicas_at_the_same_step(
+    ranks, size
+):
     def fn():
         strategy = sv.MirroredStrategy()
         v = made(strategy, np.zeros(2, np.float32))
@@ -100,7 +102,11 @@ def test_a_workload_that_turns_is_answered_within_20_steps_on_all_replicas_at_th
     found = ranks(size, fn)
     assert all(one == found[0] for one in found)
     changes, value, mode = found[0]
-    assert [(before, after) for _, before, after, _ in changes] == [("eager", "deferred"), ("deferred", "eager"), ("eager", "deferred")]
+    assert [(before, after) for _, before, after, _ in changes] == [
+        ("eager", "deferred"),
+        ("deferred", "eager"),
+        ("eager", "deferred"),
+    ]
     for (step, _, _, why), turn in zip(changes, (0, 24, 48), strict=True):
         assert turn < step <= turn + 20
         assert "increments" in why
@@ -131,7 +137,9 @@ def test_reproducible_bits_are_those_of_on_write(ranks, dtype, aggregation):
 
         for number in range(60):
             if number == 40:
-                auto.pin("deferred")  # in an arena AUTO does not choose it: there it costs reproducible increments as much
+                auto.pin(
+                    "deferred"
+                )  # in an arena AUTO does not choose it: there it costs reproducible increments as much
             values = []
             strategy.run(step, args=(20 <= number < 40,))
             strategy.run(same)
@@ -228,12 +236,18 @@ def test_other_calls_between_the_increments_end_it(ranks):
 
         for _ in range(60):
             strategy.run(step)
-        return [change[1:3] for change in v.explain().changes], [change[3] for change in v.explain().changes]
+        return [change[1:3] for change in v.explain().changes], [
+            change[3] for change in v.explain().changes
+        ]
 
     (changes, why), second = ranks(2, fn)
     assert (changes, why) == second
     # Where it is tried, it is left again, and then not tried for a while.
-    assert changes in ([], [("eager", "deferred"), ("deferred", "eager")], [("eager", "deferred"), ("deferred", "eager")] * 2)
+    assert changes in (
+        [],
+        [("eager", "deferred"), ("deferred", "eager")],
+        [("eager", "deferred"), ("deferred", "eager")] * 2,
+    )
     assert all("because of other calls" in one for one in why[1::2])
 
 
@@ -265,10 +279,12 @@ def test_one_replica_counts_nothing_and_sends_nothing():
         epoch = calls.next_call % 10**6
         return strategy.roster, v.explain().changes, sorted(v.explain().numbers), epoch, float(v)
 
-    assert run_ranks(1, fn) == [(None, [], ["collectives", "nbytes", "reads", "replicas", "writes"], 0, 1800.0)]
+    assert run_ranks(1, fn) == [
+        (None, [], ["collectives", "nbytes", "reads", "replicas", "writes"], 0, 1800.0)
+    ]
 
 
-# -- what may go wrong ------------------------------------------------------------------------------------------------
+# -- what may go wrong -----------------------------------------------------------------------------
 
 
 def test_variables_that_some_replicas_have_dropped_are_left_out(ranks):
@@ -331,7 +347,7 @@ def test_a_refused_increment_leaves_the_decision_points_where_they_are(ranks):
     assert first == second
 
 
-# -- the record -------------------------------------------------------------------------------------------------------
+# -- the record ------------------------------------------------------------------------------------
 
 
 def test_a_log_on_a_full_disk_is_named_once_and_the_run_goes_on(ranks, capsys):
@@ -348,7 +364,9 @@ def test_a_log_on_a_full_disk_is_named_once_and_the_run_goes_on(ranks, capsys):
 
 def test_a_log_that_cannot_be_written_is_an_error_before_the_first_run(ranks, tmp_path):
     config = RuntimeConfig(auto_log=str(tmp_path / "missing" / "file"))
-    with pytest.raises(sv.ConfigError, match="of SYNCVAR_AUTO_LOG: No such file or directory; make the folder"):
+    with pytest.raises(
+        sv.ConfigError, match="of SYNCVAR_AUTO_LOG: No such file or directory; make the folder"
+    ):
         ranks(2, lambda: made(sv.MirroredStrategy(), np.zeros(2), name="v"), config=config)
 
 
@@ -361,7 +379,12 @@ def test_decisions_are_logged_and_a_run_can_be_replayed(ranks, tmp_path, caplog)
         changes = phases(strategy, v, np.ones(2), (20, 20, 20))
         spmd = sv.Variable(0.0, aggregation="SUM", name="spmd")
         write_heavy(spmd, 1.0, 100)
-        return [one[:3] for one in changes], [one[:3] for one in spmd.explain().changes], changes[0][3], w.explain().changes
+        return (
+            [one[:3] for one in changes],
+            [one[:3] for one in spmd.explain().changes],
+            changes[0][3],
+            w.explain().changes,
+        )
 
     with caplog.at_level(logging.INFO, "syncvar"):
         first = ranks(2, fn, config=RuntimeConfig(auto_log=str(path)))
@@ -370,7 +393,11 @@ def test_decisions_are_logged_and_a_run_can_be_replayed(ranks, tmp_path, caplog)
     assert len(said) == 4
     assert "variable 'v' eager -> deferred" in said[0]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["to"] for line in lines if line.get("variable") == "v"] == ["deferred", "eager", "deferred"]
+    assert [line["to"] for line in lines if line.get("variable") == "v"] == [
+        "deferred",
+        "eager",
+        "deferred",
+    ]
     assert [line["at"] for line in lines if line.get("variable") == "spmd"] == ["write"]
 
     # Move one decision; the run that follows the file does it there.
@@ -381,7 +408,10 @@ def test_decisions_are_logged_and_a_run_can_be_replayed(ranks, tmp_path, caplog)
         moved.append(json.dumps(line) + "\n")
     path.write_text("".join(['{"strategy": "0", "begins": true}\n', *moved]))
     again = ranks(2, fn, config=RuntimeConfig(auto_replay=str(path)))
-    expected = [(step + 3 if after == "eager" else step, before, after) for step, before, after in first[0][0]]
+    expected = [
+        (step + 3 if after == "eager" else step, before, after)
+        for step, before, after in first[0][0]
+    ]
     for changes, spmd, why, other in again:
         assert changes == expected
         assert spmd == first[0][1]
@@ -444,7 +474,10 @@ def test_explain_says_why_there_is_nothing_to_decide():
         copied, own = made(strategy, aggregation="NONE"), made(strategy, synchronization="ON_READ")
         return copied.explain().reason, own.explain().reason
 
-    assert run_ranks(2, fn) == [("eager: float32 with aggregation NONE has no increments that could wait", "")] * 2
+    assert (
+        run_ranks(2, fn)
+        == [("eager: float32 with aggregation NONE has no increments that could wait", "")] * 2
+    )
     assert run_ranks(1, fn) == [("eager: with one replica nothing has to travel", "")]
 
 
@@ -463,8 +496,19 @@ def test_in_shared_memory_nothing_waits_and_nothing_is_decided(monkeypatch):
         said = w.explain()
         w.pin("deferred")
         write_heavy(w, 1.0, 5)
-        return float(v), v.explain().changes, said.mode, said.changes, said.reason, w.explain().numbers["pending"], float(w)
+        return (
+            float(v),
+            v.explain().changes,
+            said.mode,
+            said.changes,
+            said.reason,
+            w.explain().numbers["pending"],
+            float(w),
+        )
 
     why = "eager: in shared memory an increment is sent in less time than it takes to let it wait"
-    assert run_ranks(2, fn, shared=True, timeout_s=60) == [(3600.0, [], "ON_WRITE (eager)", [], why, 5, 410.0)] * 2
+    assert (
+        run_ranks(2, fn, shared=True, timeout_s=60)
+        == [(3600.0, [], "ON_WRITE (eager)", [], why, 5, 410.0)] * 2
+    )
     assert not agreed

@@ -93,7 +93,9 @@ def test_no_engine_where_the_others_come_soon(started):
         return len(started)
 
     seen = worlds(2, fn)
-    assert max(seen) < 10 if NATIVE else min(seen) > 30  # what stands still for a tenth of a second the engine takes over
+    assert (
+        max(seen) < 10 if NATIVE else min(seen) > 30
+    )  # what stands still for a tenth of a second the engine takes over
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -114,7 +116,9 @@ def test_several_are_waited_for_in_any_order_whoever_is_late(kernel, size):
                 met.wait(SOON_S)
             mine = order if rank == 0 else order[::-1]
             made = {number: works[number].wait().tolist() for number in mine}
-            assert [made[number] for number in range(3)] == [total(turn + number) for number in range(3)]
+            assert [made[number] for number in range(3)] == [
+                total(turn + number) for number in range(3)
+            ]
             assert all(work.done() for work in works)
 
     worlds(size, fn, kernel)
@@ -172,7 +176,11 @@ def test_nobody_waits_for_it(kernel):
         start(1)
         if not sv.rank():
             met.wait(SOON_S)
-        return [event.state for event in current().recorder.events() if event.what.startswith("all_reduce")]
+        return [
+            event.state
+            for event in current().recorder.events()
+            if event.what.startswith("all_reduce")
+        ]
 
     for states in worlds(2, fn, kernel):
         assert states[:15] == ["done"] * 15
@@ -248,7 +256,9 @@ def test_the_engine_sees_that_the_others_are_lost_while_the_program_computes(ker
         await_news(lambda engine: engine.failure is not None)
         return caught(work.wait)
 
-    first, second = run_ranks(2, fn, shared=True, config=CONFIG.replaced(kernel=kernel), timeout_s=60)
+    first, second = run_ranks(
+        2, fn, shared=True, config=CONFIG.replaced(kernel=kernel), timeout_s=60
+    )
     assert isinstance(first, sv.PeerLost)
     assert isinstance(second, ValueError)
 

@@ -174,7 +174,9 @@ def test_a_variable_that_one_replica_keeps_stays_whole():
             del v
             gc.collect()
             sv.barrier()
-            others = [sv.Variable(np.full(1000, float(number)), aggregation="SUM") for number in range(5)]
+            others = [
+                sv.Variable(np.full(1000, float(number)), aggregation="SUM") for number in range(5)
+            ]
         sv.barrier()
         del others
         return None if kept is None else bool((kept == 7.0).all())

@@ -16,7 +16,9 @@ class KerasModel:
 
     def __init__(self, arrays):
         self.arrays = [np.asarray(one) for one in arrays]
-        self.weights = [types.SimpleNamespace(path=f"dense/{number}") for number in range(len(arrays))]
+        self.weights = [
+            types.SimpleNamespace(path=f"dense/{number}") for number in range(len(arrays))
+        ]
 
     def get_weights(self):
         return [one.copy() for one in self.arrays]
@@ -30,13 +32,17 @@ def test_equal_values_pass_and_the_first_difference_is_named(layout):
     def fn():
         rank = sv.rank()
         nan = np.array([np.nan, -0.0, 1.0])
-        assert sv.check_equal({"w": nan, "step": 7, "kind": "sgd", "none": None, "empty": np.zeros((0, 3))})
+        assert sv.check_equal(
+            {"w": nan, "step": 7, "kind": "sgd", "none": None, "empty": np.zeros((0, 3))}
+        )
         assert sv.check_equal([], "nothing")
         large = np.zeros((300, 200))
         if rank == 1:
             large[250, 3] = 0.5
             large[299, 199] = 1.0
-        error = caught(lambda: sv.check_equal({"a": np.ones(2), "w": large, "z": [np.array(rank)]}, "state"))
+        error = caught(
+            lambda: sv.check_equal({"a": np.ones(2), "w": large, "z": [np.array(rank)]}, "state")
+        )
         assert type(error) is sv.MismatchError
         assert "state['w'] differs between the ranks, first at index (250, 3)" in str(error)
         assert "1 further arrays differ, the next is state['z'][0]" in str(error)
@@ -54,7 +60,11 @@ def test_equal_values_pass_and_the_first_difference_is_named(layout):
         error = caught(lambda: sv.check_equal("a" if rank else "b", "mode"))
         assert "mode = 'b'" in str(error)
         long = "a" * 100
-        for one, other in ((long, long[:-1] + "b"), (long, long + "a"), (long.encode(), long.encode() + b"a")):
+        for one, other in (
+            (long, long[:-1] + "b"),
+            (long, long + "a"),
+            (long.encode(), long.encode() + b"a"),
+        ):
             assert sv.check_equal({"text": one})
             error = caught(lambda pair=(one, other): sv.check_equal({"text": pair[rank == 2]}))
             assert type(error) is sv.MismatchError
@@ -63,7 +73,9 @@ def test_equal_values_pass_and_the_first_difference_is_named(layout):
         v = sv.Variable(np.zeros(3), synchronization="NONE", name="own")
         assert sv.check_equal([v])
         v.assign([0.0, 0.0, float(rank)])
-        assert "own differs between the ranks, first at index (2,)" in str(caught(lambda: sv.check_equal(v)))
+        assert "own differs between the ranks, first at index (2,)" in str(
+            caught(lambda: sv.check_equal(v))
+        )
 
     everywhere(3, fn, timeout_s=60, **LAYOUTS[layout])
 
@@ -87,8 +99,12 @@ def test_every_compares_at_each_so_many_calls_of_a_line():
 def test_what_cannot_be_compared_is_refused_on_all_ranks():
     def fn():
         for every in (0, True, 1.5):
-            assert "every must be a whole number" in str(caught(lambda every=every: sv.check_equal(1.0, every=every)))
-        error = caught(lambda: sv.check_equal({"w": [1.0, object() if sv.rank() else 2.0]}, "state"))
+            assert "every must be a whole number" in str(
+                caught(lambda every=every: sv.check_equal(1.0, every=every))
+            )
+        error = caught(
+            lambda: sv.check_equal({"w": [1.0, object() if sv.rank() else 2.0]}, "state")
+        )
         assert type(error) is (sv.ConfigError if sv.rank() else sv.MismatchError), error
         assert "state['w'][1]" in str(error)
         error = caught(lambda: sv.check_equal(1.0, "mine" if sv.rank() else "yours"))

@@ -35,25 +35,38 @@ def some(name, rng, shape=(7, 3)):
     if name.startswith(("int", "uint")):
         return rng.integers(0, 100, shape).astype(dtype)
     made = rng.standard_normal(shape)
-    return (made + 1j * rng.standard_normal(shape)).astype(dtype) if name.startswith("complex") else made.astype(dtype)
+    return (
+        (made + 1j * rng.standard_normal(shape)).astype(dtype)
+        if name.startswith("complex")
+        else made.astype(dtype)
+    )
 
 
-# -- dtypes, shapes, sizes ----------------------------------------------------------------------------------------
+# -- dtypes, shapes, sizes -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (4, 1), (1, 3)])
 def test_every_dtype_and_shape_on_another_number_of_replicas(tmp_path, before, after):
     rng = np.random.default_rng(3)
     values = {name: some(name, rng) for name in DTYPE_NAMES}
-    values |= {"scalar": np.float64(2.5), "empty": np.zeros((0, 4), np.float32), "big": rng.standard_normal(100_003)}
+    values |= {
+        "scalar": np.float64(2.5),
+        "empty": np.zeros((0, 4), np.float32),
+        "big": rng.standard_normal(100_003),
+    }
     values["special"] = np.array([np.nan, np.inf, -np.inf, -0.0, 5e-324])
 
     def save():
-        made = {name: sv.Variable(value, name=name, dtype=value.dtype) for name, value in values.items()}
+        made = {
+            name: sv.Variable(value, name=name, dtype=value.dtype) for name, value in values.items()
+        }
         sv.Checkpoint(**made).save(tmp_path / "c")
 
     def restore():
-        made = {name: sv.Variable(np.zeros_like(value), name=name, dtype=value.dtype) for name, value in values.items()}
+        made = {
+            name: sv.Variable(np.zeros_like(value), name=name, dtype=value.dtype)
+            for name, value in values.items()
+        }
         sv.Checkpoint(**made).restore(tmp_path / "c")
         return {name: (v.numpy().tobytes(), v.shape, v.dtype) for name, v in made.items()}
 
@@ -61,7 +74,11 @@ def test_every_dtype_and_shape_on_another_number_of_replicas(tmp_path, before, a
     for found in world(after, restore):
         for name, value in values.items():
             assert found[name] == (value.tobytes(), value.shape, value.dtype), name
-    sizes = [os.path.getsize(tmp_path / "c" / name) for name in os.listdir(tmp_path / "c") if name.startswith("shard")]
+    sizes = [
+        os.path.getsize(tmp_path / "c" / name)
+        for name in os.listdir(tmp_path / "c")
+        if name.startswith("shard")
+    ]
     assert len(sizes) == before
     assert max(sizes) - min(sizes) < 4000, "everybody writes as much"
 
@@ -69,7 +86,9 @@ def test_every_dtype_and_shape_on_another_number_of_replicas(tmp_path, before, a
 def test_other_tools_can_read_a_shard(tmp_path):
     rng = np.random.default_rng(4)
     values = {name: some(name, rng) for name in DTYPE_NAMES}
-    sv.Checkpoint(**{name: sv.Variable(v, dtype=v.dtype) for name, v in values.items()}).save(tmp_path)
+    sv.Checkpoint(**{name: sv.Variable(v, dtype=v.dtype) for name, v in values.items()}).save(
+        tmp_path
+    )
     (shard,) = tmp_path.glob("*.safetensors")
     with safetensors.safe_open(shard, "np") as file:
         assert set(file.keys()) == set(values)
@@ -83,8 +102,13 @@ def test_other_tools_can_read_a_shard(tmp_path):
 
 
 MODES = [
-    ("ON_WRITE", "SUM"), ("ON_READ", "SUM"), ("ON_READ", "MEAN"), ("ON_READ", "ONLY_FIRST_REPLICA"), ("ON_READ", "NONE"), ("NONE", "NONE"),
-]  # fmt: skip
+    ("ON_WRITE", "SUM"),
+    ("ON_READ", "SUM"),
+    ("ON_READ", "MEAN"),
+    ("ON_READ", "ONLY_FIRST_REPLICA"),
+    ("ON_READ", "NONE"),
+    ("NONE", "NONE"),
+]
 COPIES = {3: [0.1, 0.7, 1.9]}
 
 
@@ -92,7 +116,9 @@ COPIES = {3: [0.1, 0.7, 1.9]}
 @pytest.mark.parametrize("source", MODES, ids=" ".join)
 def test_any_mode_into_any_other(tmp_path, source, target):
     def make(mode, value):
-        return sv.Variable(value, dtype="float64", name="v", synchronization=mode[0], aggregation=mode[1])
+        return sv.Variable(
+            value, dtype="float64", name="v", synchronization=mode[0], aggregation=mode[1]
+        )
 
     def save():
         strategy = sv.MirroredStrategy()
@@ -126,7 +152,9 @@ def test_none_variables_may_exist_on_some_ranks_only_and_differ(tmp_path):
     def make():
         objects = {"w": sv.Variable(1.0, name="w")}
         if sv.rank() != 1:
-            objects["own"] = sv.Variable(np.full(sv.rank() + 1, 0.0), name="own", synchronization="NONE")
+            objects["own"] = sv.Variable(
+                np.full(sv.rank() + 1, 0.0), name="own", synchronization="NONE"
+            )
         return objects
 
     def save():
@@ -144,7 +172,7 @@ def test_none_variables_may_exist_on_some_ranks_only_and_differ(tmp_path):
     assert world(3, restore) == [[10.0], None, [12.0, 12.0, 12.0]]
 
 
-# -- other objects ------------------------------------------------------------------------------------------------
+# -- other objects ---------------------------------------------------------------------------------
 
 
 class Cursor:
@@ -194,10 +222,16 @@ def test_a_generator_of_another_kind_is_refused(tmp_path):
 
 
 def test_states_and_plain_data(tmp_path):
-    data = {"list": [1, 2.5, None, "text", b"bytes"], "tuple": (1 << 100, True), "nested": {"array": np.arange(3)}}
+    data = {
+        "list": [1, 2.5, None, "text", b"bytes"],
+        "tuple": (1 << 100, True),
+        "nested": {"array": np.arange(3)},
+    }
 
     def save():
-        sv.Checkpoint(same=Cursor(5), own=Cursor(sv.rank() + 2), epoch=3, name="x", data=data).save(tmp_path / "c")
+        sv.Checkpoint(same=Cursor(5), own=Cursor(sv.rank() + 2), epoch=3, name="x", data=data).save(
+            tmp_path / "c"
+        )
 
     def restore():
         checkpoint = sv.Checkpoint(same=Cursor(), own=Cursor(), epoch=0, name="", data=None)
@@ -220,8 +254,12 @@ def test_nested_checkpoints_and_containers(tmp_path):
     make(3.0).save(tmp_path)
     entries = json.loads((tmp_path / "manifest.json").read_text())["entries"]
     assert sorted(entries) == [
-        "model/layers/0/b", "model/layers/0/w", "model/layers/1/b", "model/layers/1/w", "model/scale",
-    ]  # fmt: skip
+        "model/layers/0/b",
+        "model/layers/0/w",
+        "model/layers/1/b",
+        "model/layers/1/w",
+        "model/scale",
+    ]
     other = make(0.0)
     other.restore(tmp_path)
     assert other.model.layers[1]["w"].numpy().tolist() == [3.0, 3.0]
@@ -237,7 +275,9 @@ def test_nested_checkpoints_and_containers(tmp_path):
 def test_an_optimizer_whose_slots_are_made_later(tmp_path):
     def step(strategy, optimizer, w, times):
         for number in range(times):
-            strategy.run(lambda n=number: optimizer.apply_gradients([(np.full(3, n + 1.0 + sv.rank()), w)]))
+            strategy.run(
+                lambda n=number: optimizer.apply_gradients([(np.full(3, n + 1.0 + sv.rank()), w)])
+            )
 
     def make():
         strategy = sv.MirroredStrategy()
@@ -257,7 +297,12 @@ def test_an_optimizer_whose_slots_are_made_later(tmp_path):
         checkpoint = sv.Checkpoint(w=w) if add else sv.Checkpoint(w=w, optimizer=optimizer)
         checkpoint.restore(tmp_path / "c")
         if add:
-            step(strategy, sv.optimizers.Adam(0.1, name="other"), sv.Variable(np.zeros(3), aggregation="MEAN"), 0)
+            step(
+                strategy,
+                sv.optimizers.Adam(0.1, name="other"),
+                sv.Variable(np.zeros(3), aggregation="MEAN"),
+                0,
+            )
             checkpoint.optimizer = optimizer
         assert not optimizer.tracked()
         step(strategy, optimizer, w, 2)
@@ -268,14 +313,17 @@ def test_an_optimizer_whose_slots_are_made_later(tmp_path):
     assert world(2, resumed, True) == expected
 
 
-# -- deferred, partial, all or nothing ----------------------------------------------------------------------------
+# -- deferred, partial, all or nothing -------------------------------------------------------------
 
 
 def test_entries_wait_for_their_objects(tmp_path, caplog):
     def save():
-        sv.Checkpoint(a=sv.Variable(1.0), b=sv.Variable([2.0, 3.0]), epoch=4, own=sv.Variable(sv.rank() + 0.5, synchronization="NONE")).save(
-            tmp_path / "c"
-        )  # fmt: skip
+        sv.Checkpoint(
+            a=sv.Variable(1.0),
+            b=sv.Variable([2.0, 3.0]),
+            epoch=4,
+            own=sv.Variable(sv.rank() + 0.5, synchronization="NONE"),
+        ).save(tmp_path / "c")
 
     def restore():
         checkpoint = sv.Checkpoint()
@@ -292,7 +340,9 @@ def test_entries_wait_for_their_objects(tmp_path, caplog):
             checkpoint.own = sv.Variable(0.0, synchronization="NONE")
             assert float(checkpoint.own) == 1.5
         checkpoint.save(tmp_path / "d")
-        return [float(checkpoint.a), *checkpoint.b.numpy().tolist()], [type(error) for error in found]
+        return [float(checkpoint.a), *checkpoint.b.numpy().tolist()], [
+            type(error) for error in found
+        ]
 
     world(2, save)
     with caplog.at_level(logging.WARNING, "syncvar"):
@@ -301,7 +351,9 @@ def test_entries_wait_for_their_objects(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_entries_without_objects_are_told_by_the_restore_and_by_the_first_save_unless_meant(tmp_path, caplog, partial):
+def test_entries_without_objects_are_told_by_the_restore_and_by_the_first_save_unless_meant(
+    tmp_path, caplog, partial
+):
     def save():
         w, optimizer = sv.Variable(np.zeros(3), name="w"), sv.optimizers.Adam(0.1)
         optimizer.apply_gradients([(np.ones(3), w)])
@@ -312,7 +364,9 @@ def test_entries_without_objects_are_told_by_the_restore_and_by_the_first_save_u
         checkpoint.restore(tmp_path / "c", partial=partial)
         for name in ("d", "e", "f"):
             checkpoint.save(tmp_path / name)
-        other = sv.Checkpoint(w=sv.Variable(np.zeros(3)), optimizer=sv.optimizers.Momentum(0.1), epoch=0)
+        other = sv.Checkpoint(
+            w=sv.Variable(np.zeros(3)), optimizer=sv.optimizers.Momentum(0.1), epoch=0
+        )
         error = caught(other.restore, tmp_path / "c", partial=partial)
         return str(error), other.epoch, other.optimizer.iterations
 
@@ -321,7 +375,10 @@ def test_entries_without_objects_are_told_by_the_restore_and_by_the_first_save_u
         for error, epoch, steps in world(2, restore):
             assert ("has the state of Adam" in error, epoch, steps) == (not partial, 4 * partial, 0)
     told = [line for line in caplog.messages if "epoch" in line]
-    expected = [["have no object in this program and are not restored"], [f"are not part of {tmp_path / 'd'}"]]
+    expected = [
+        ["have no object in this program and are not restored"],
+        [f"are not part of {tmp_path / 'd'}"],
+    ]
     assert len(told) == (0 if partial else 2), told
     for line, words in zip(told, expected, strict=False):
         assert all(word in line for word in words), told
@@ -346,7 +403,10 @@ def test_what_has_no_entry(tmp_path):
     assert (checkpoint.a, checkpoint.b) == (1, 2)
 
 
-@pytest.mark.parametrize("bad", [np.zeros(3, np.float32), np.zeros((2, 2), np.float32), np.zeros(2), np.zeros(2, np.int32)])
+@pytest.mark.parametrize(
+    "bad",
+    [np.zeros(3, np.float32), np.zeros((2, 2), np.float32), np.zeros(2), np.zeros(2, np.int32)],
+)
 def test_wrong_shape_or_dtype_names_both_sides_on_every_rank(tmp_path, bad):
     def save():
         sv.Checkpoint(a=sv.Variable(1.0), b=sv.Variable([1.0, 2.0])).save(tmp_path / "c")
@@ -368,7 +428,10 @@ def test_one_rank_that_cannot_is_enough(tmp_path):
     """Rank 1 has a variable of another shape under NONE, so only it sees the difference."""
 
     def make(shape):
-        return {"w": sv.Variable(0.0, name="w"), "own": sv.Variable(np.zeros(shape), name="own", synchronization="NONE")}
+        return {
+            "w": sv.Variable(0.0, name="w"),
+            "own": sv.Variable(np.zeros(shape), name="own", synchronization="NONE"),
+        }
 
     def save():
         sv.Checkpoint(**make(2)).save(tmp_path / "c")
@@ -387,12 +450,18 @@ def test_one_rank_that_cannot_is_enough(tmp_path):
 
 def test_an_object_that_refuses_takes_everything_back(tmp_path):
     def save():
-        sv.Checkpoint(a=sv.Variable(1.0), cursor=Cursor(13 if sv.rank() == 1 else 4), z=sv.Variable(2.0)).save(tmp_path / "c")
+        sv.Checkpoint(
+            a=sv.Variable(1.0), cursor=Cursor(13 if sv.rank() == 1 else 4), z=sv.Variable(2.0)
+        ).save(tmp_path / "c")
 
     def restore():
         checkpoint = sv.Checkpoint(a=sv.Variable(0.0), cursor=Cursor(1), z=sv.Variable(0.0))
         found = [caught(checkpoint.restore, tmp_path / "c")]
-        return [float(checkpoint.a), checkpoint.cursor.at, float(checkpoint.z)], [type(error) for error in found], str(found)
+        return (
+            [float(checkpoint.a), checkpoint.cursor.at, float(checkpoint.z)],
+            [type(error) for error in found],
+            str(found),
+        )
 
     world(2, save)
     for values, errors, words in world(2, restore):
@@ -401,16 +470,21 @@ def test_an_object_that_refuses_takes_everything_back(tmp_path):
         assert "thirteen" in words
 
 
-# -- arguments ----------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("objects", "words"),
     [
-        ({"save": 1}, "method"), ({"_a": 1}, "no name"), ({"a/b": 1}, "no name"), ({"": 1}, "no name"),
-        ({"a": object()}, "cannot hold"), ({"a": np.random.RandomState(1)}, "default_rng"), ({"a": print}, "cannot hold"),
+        ({"save": 1}, "method"),
+        ({"_a": 1}, "no name"),
+        ({"a/b": 1}, "no name"),
+        ({"": 1}, "no name"),
+        ({"a": object()}, "cannot hold"),
+        ({"a": np.random.RandomState(1)}, "default_rng"),
+        ({"a": print}, "cannot hold"),
     ],
-)  # fmt: skip
+)
 def test_what_a_checkpoint_cannot_hold(objects, words):
     with pytest.raises(sv.ConfigError, match=words):
         sv.Checkpoint(**objects)
@@ -419,11 +493,15 @@ def test_what_a_checkpoint_cannot_hold(objects, words):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (np.zeros(2, [("a", "f4")]), "cannot be communicated"), ([object()], "cannot hold"), ({"v": np.array([object()])}, "'a' cannot be saved"),
-        ([np.random.default_rng(1), 3], "name of its own"), ({3: np.random.default_rng(1)}, "names as keys"),
-        (np.array(["text"]), "cannot be communicated"), (np.array(["2020-01-01"], "M8[D]"), "cannot be communicated"),
+        (np.zeros(2, [("a", "f4")]), "cannot be communicated"),
+        ([object()], "cannot hold"),
+        ({"v": np.array([object()])}, "'a' cannot be saved"),
+        ([np.random.default_rng(1), 3], "name of its own"),
+        ({3: np.random.default_rng(1)}, "names as keys"),
+        (np.array(["text"]), "cannot be communicated"),
+        (np.array(["2020-01-01"], "M8[D]"), "cannot be communicated"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_saved_is_said_before_anything_is_written(tmp_path, value, words):
     with pytest.raises(sv.ConfigError, match=words):
         sv.Checkpoint(a=value).save(tmp_path / "c")
@@ -486,7 +564,7 @@ def test_not_found_on_every_rank(tmp_path):
             assert isinstance(error, FileNotFoundError)
 
 
-# -- contexts, groups, calls --------------------------------------------------------------------------------------
+# -- contexts, groups, calls -----------------------------------------------------------------------
 
 
 def test_saving_is_right_in_every_context_and_keeps_calls_aligned(tmp_path):
@@ -558,7 +636,7 @@ def test_a_lone_caller_gets_a_verdict(tmp_path):
     assert not (tmp_path / "c" / "lock.json").exists()
 
 
-# -- beside the program -------------------------------------------------------------------------------------------
+# -- beside the program ----------------------------------------------------------------------------
 
 
 def test_an_asynchronous_save_holds_what_was_there_when_it_began(tmp_path):
@@ -605,7 +683,9 @@ def test_an_error_of_the_writer_reaches_wait_on_every_rank(tmp_path, monkeypatch
     monkeypatch.setattr(Disk, "write", staticmethod(write))
 
     def fn():
-        pending = sv.Checkpoint(v=sv.Variable(1.0), own=sv.Variable(1.0, synchronization="NONE")).save(tmp_path / "c", async_op=True)
+        pending = sv.Checkpoint(
+            v=sv.Variable(1.0), own=sv.Variable(1.0, synchronization="NONE")
+        ).save(tmp_path / "c", async_op=True)
         first = caught(pending.wait)
         assert caught(pending.wait) is first is pending.exception()
         return [first]
@@ -637,7 +717,7 @@ def test_a_save_that_nobody_commits_leaves_nothing(tmp_path, caplog):
     assert "was never committed" in caplog.text
 
 
-# -- the manager --------------------------------------------------------------------------------------------------
+# -- the manager -----------------------------------------------------------------------------------
 
 
 def test_a_manager_keeps_the_latest_and_the_best(tmp_path):
@@ -659,7 +739,11 @@ def test_a_manager_keeps_the_latest_and_the_best(tmp_path):
     for names, best, latest, name in world(2, fn):
         assert names == ["step-0000000001", "step-0000000003", "step-0000000010"]
         assert (best, latest, name) == (1.0, 4.0, "step-0000000010")
-    assert sorted(os.listdir(tmp_path)) == ["step-0000000001", "step-0000000003", "step-0000000010"], "the lock is given back"
+    assert sorted(os.listdir(tmp_path)) == [
+        "step-0000000001",
+        "step-0000000003",
+        "step-0000000010",
+    ], "the lock is given back"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -774,24 +858,43 @@ def test_a_manager_removes_only_what_is_its_own(tmp_path):
         (torn / "shard-00112233aabbccdd-00000-of-00001.safetensors").write_text("")
         (torn / "lock.json").write_text("{}")
         manager.save(1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-0000000000", "step-0000000001", "step-x"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "notes",
+        "step-0000000000",
+        "step-0000000001",
+        "step-x",
+    ]
     assert os.listdir(tmp_path / "step-0000000000") == ["mine.txt"]
 
 
 def test_ranks_that_do_not_pass_the_same_step_or_metric(tmp_path):
     def fn(**different):
         with sv.CheckpointManager(sv.Checkpoint(v=sv.Variable(0.0)), tmp_path) as manager:
-            return type(caught(manager.save, **{key: value[sv.rank()] for key, value in different.items()}))
+            return type(
+                caught(manager.save, **{key: value[sv.rank()] for key, value in different.items()})
+            )
 
     assert world(2, functools.partial(fn, step=(1, 2))) == [sv.MismatchError] * 2
     assert world(2, functools.partial(fn, metric=(0.1, 0.2))) == [sv.MismatchError] * 2
     assert world(2, functools.partial(fn, step=(1, -1))) == [sv.MismatchError, sv.ConfigError]
-    assert world(2, functools.partial(fn, metric=(0.1, "low"))) == [sv.MismatchError, sv.ConfigError]
+    assert world(2, functools.partial(fn, metric=(0.1, "low"))) == [
+        sv.MismatchError,
+        sv.ConfigError,
+    ]
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"keep": 0}, {"keep": True}, {"best": "least"}, {"on_preemption": 1}, {"check_every": 0}, {"checkpoint": 3}, {"directory": 4}]
+    "arguments",
+    [
+        {"keep": 0},
+        {"keep": True},
+        {"best": "least"},
+        {"on_preemption": 1},
+        {"check_every": 0},
+        {"checkpoint": 3},
+        {"directory": 4},
+    ],
 )
 def test_wrong_arguments_of_a_manager(tmp_path, arguments):
     with pytest.raises(sv.ConfigError):
@@ -826,7 +929,9 @@ def test_the_end_of_a_block_commits_a_save_that_nobody_has_waited_for(tmp_path):
     assert run_ranks(2, rank) == [True, True]
 
 
-def test_state_that_differed_between_ranks_is_told_when_another_number_restores_it(tmp_path, caplog):
+def test_state_that_differed_between_ranks_is_told_when_another_number_restores_it(
+    tmp_path, caplog
+):
     class Model:
         def __init__(self, seen):
             self.seen = seen
@@ -845,6 +950,11 @@ def test_state_that_differed_between_ranks_is_told_when_another_number_restores_
         return model.seen
 
     assert run_ranks(3, restore) == [0, 1, -1]
-    told = [record.getMessage() for record in caplog.records if "keeps its own" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "keeps its own" in record.getMessage()
+    ]
     assert told == [next(iter(told))]
-    assert "'model' differed between the 2 ranks that saved it, and rank 2 keeps its own: restore_policy='cycle'" in told[0]
+    assert (
+        "'model' differed between the 2 ranks that saved it, and rank 2 keeps its own: restore_policy='cycle'"
+        in told[0]
+    )

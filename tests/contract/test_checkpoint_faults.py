@@ -138,7 +138,9 @@ def test_an_operation_fails(tmp_path, monkeypatch, operation, rank, file):
         results = save_new(path)
     assert disk.failed == 1
     assert [type(error) for error, _ in results] == [sv.CheckpointError] * 2
-    assert {calls for _, calls in results} == {2 if file == "shard" else 3}, "the same number of calls on every rank"
+    assert {calls for _, calls in results} == {2 if file == "shard" else 3}, (
+        "the same number of calls on every rank"
+    )
     own, told = results[rank][0], results[1 - rank][0]
     assert os.strerror(errno.EIO) in str(own)
     assert f"rank {rank}" in str(told)
@@ -173,8 +175,10 @@ def test_the_disk_is_full(tmp_path, monkeypatch, part):
     before = sorted(os.listdir(path))
     sizes = {name: os.path.getsize(tmp_path / "c" / name) for name in before}
     rank, file, size = [
-        (0, "shard", sizes[before[1]]), (1, "shard", sizes[before[2]]), (0, "manifest", sizes["manifest.json"])
-    ][part % 3]  # fmt: skip
+        (0, "shard", sizes[before[1]]),
+        (1, "shard", sizes[before[2]]),
+        (0, "manifest", sizes["manifest.json"]),
+    ][part % 3]
     at_byte = [0, 1, size // 2, size - 1][part // 3]
     with monkeypatch.context() as patch:
         disk = FaultyDisk(patch, "write", rank, file, errno.ENOSPC, at_byte)
@@ -213,7 +217,11 @@ checkpoint.restore(path)
 print(checkpoint.v.numpy().sum())
 """
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "c")], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", script, str(tmp_path / "c")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     error, value = done.stdout.splitlines()
     assert "File too large" in error
@@ -228,7 +236,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         assert calls == 1
 
 
-# -- files that change --------------------------------------------------------------------------------------------
+# -- files that change -----------------------------------------------------------------------------
 
 
 def shards(path):
@@ -285,7 +293,9 @@ def test_damage_is_seen_on_every_rank_and_nothing_is_restored(tmp_path, what):
     errors = [error for (error,) in world(2, fn)]
     assert all(isinstance(error, sv.CheckpointError) for error in errors), errors
     if what != "a bit of the manifest":
-        assert all(isinstance(error, sv.Corrupt) and error.expected != error.actual for error in errors), errors
+        assert all(
+            isinstance(error, sv.Corrupt) and error.expected != error.actual for error in errors
+        ), errors
 
 
 def newer_version(path):
@@ -337,7 +347,9 @@ def test_restore_latest_takes_the_one_before_those_that_are_damaged(tmp_path, ca
     warnings = [line for line in caplog.messages if "passes over one that is damaged" in line]
     assert len(warnings) == 2, "rank 0 warns of each"
     for folder in folders[1:]:
-        assert any(folder in line.split(": ", 1)[1] and words in line for line in warnings), warnings
+        assert any(folder in line.split(": ", 1)[1] and words in line for line in warnings), (
+            warnings
+        )
 
 
 def test_a_directory_of_damaged_checkpoints_is_not_an_empty_one(tmp_path):
@@ -381,7 +393,9 @@ HOSTILE = ("a/../../../b", "-rf", ".hidden", "..", "x" * 128)
 def test_no_name_reaches_outside_the_folder(tmp_path):
     """Files are named by a random identity and a rank: names of variables and keys stand in the manifest only."""
     folder = tmp_path / "in" / "c"
-    variables = {f"v{number}": sv.Variable(float(number), name=name) for number, name in enumerate(HOSTILE)}
+    variables = {
+        f"v{number}": sv.Variable(float(number), name=name) for number, name in enumerate(HOSTILE)
+    }
     state = {"../../../etc/x": 1.5, "a/b": np.arange(3.0), "~/x": 2, "\u202e": 3}
     checkpoint = sv.Checkpoint(state=state, **variables)
     checkpoint.save(folder)
@@ -398,7 +412,9 @@ def test_no_name_reaches_outside_the_folder(tmp_path):
             sv.Variable(0.0, name=name)
 
 
-@pytest.mark.parametrize("where", ["../outside/", "{folder}/../outside/", "./../outside/", "sub/../../outside/"])
+@pytest.mark.parametrize(
+    "where", ["../outside/", "{folder}/../outside/", "./../outside/", "sub/../../outside/"]
+)
 def test_a_manifest_that_names_files_elsewhere_opens_none(tmp_path, where, monkeypatch):
     """Even where the other file is whole and its digest right."""
     from syncvar.checkpoint.manifest import digest_of
@@ -434,14 +450,23 @@ def test_a_link_of_another_user_on_the_way_is_not_followed(tmp_path, foreign_lin
     sv.Checkpoint(n=3).save(tmp_path / "own" / "c")  # one's own links are followed
     foreign_link(tmp_path / "link", tmp_path / "theirs")
     for path in (tmp_path / "link", tmp_path / "link" / "new" / "c"):
-        with pytest.raises(sv.CheckpointError, match=r"nothing is written to \S*/link: it is a link that user \d+ has made"):
+        with pytest.raises(
+            sv.CheckpointError,
+            match=r"nothing is written to \S*/link: it is a link that user \d+ has made",
+        ):
             sv.Checkpoint(n=3).save(path)
-    with sv.CheckpointManager(sv.Checkpoint(n=2), tmp_path / "link") as manager, pytest.raises(sv.CheckpointError, match="is a link"):
+    with (
+        sv.CheckpointManager(sv.Checkpoint(n=2), tmp_path / "link") as manager,
+        pytest.raises(sv.CheckpointError, match="is a link"),
+    ):
         manager.save(1)
     assert os.listdir(tmp_path / "theirs") == ["c"]
 
 
-@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: os.mkfifo(path), lambda path: path.write_text("{}")])
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: path.mkdir(), lambda path: os.mkfifo(path), lambda path: path.write_text("{}")],
+)
 def test_a_manifest_that_is_none(tmp_path, make):
     make(tmp_path / "manifest.json")
     with pytest.raises(sv.CheckpointError):
@@ -464,7 +489,7 @@ def test_memory_is_not_taken_for_what_a_manifest_claims(tmp_path):
         sv.Checkpoint(v=sv.Variable(np.zeros(5)), n=0).restore(path)
 
 
-# -- two jobs -----------------------------------------------------------------------------------------------------
+# -- two jobs --------------------------------------------------------------------------------------
 
 HOLDER = """
 import fcntl, json, os, sys, time
@@ -482,7 +507,10 @@ manager.close()
 @contextlib.contextmanager
 def holder(folder, end):
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder), end], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(folder), end],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout.readline() == "holds\n"
@@ -496,17 +524,26 @@ def holder(folder, end):
 def test_a_second_job_is_refused_until_the_first_has_ended(tmp_path, caplog, end):
     with holder(tmp_path, end) as first:
         with sv.CheckpointManager(sv.Checkpoint(n=2), tmp_path) as manager:
-            with pytest.raises(sv.CheckpointError, match=f"in use: process {first.pid} on .*, started .*, holding it since"):
+            with pytest.raises(
+                sv.CheckpointError,
+                match=f"in use: process {first.pid} on .*, started .*, holding it since",
+            ):
                 manager.save(1)
-            assert manager.latest.endswith("step-0000000000"), "looking and restoring are not refused"
+            assert manager.latest.endswith("step-0000000000"), (
+                "looking and restoring are not refused"
+            )
             assert manager.restore_latest() == manager.latest
             first.stdin.write("\n")
             first.stdin.flush()
             first.wait(120)
             assert manager.save(1) == manager.latest
         assert not (tmp_path / "lock.json").exists()
-    said = [record.getMessage() for record in caplog.records if "left locked" in record.getMessage()]
-    assert len(said) == (end == "die"), "a lock that was left is explained, one that was given back is not"
+    said = [
+        record.getMessage() for record in caplog.records if "left locked" in record.getMessage()
+    ]
+    assert len(said) == (end == "die"), (
+        "a lock that was left is explained, one that was given back is not"
+    )
     assert all(f"process {first.pid}" in one for one in said)
 
 

@@ -57,7 +57,9 @@ def test_state_goes_to_the_variable_with_the_same_key(tmp_path, rule):
         first, second, half = variable(), variable(), variable("float16", name="half")
         optimizer = RULES[rule]()
         train(optimizer, (first, second, half), range(5))
-        checkpoint = sv.Checkpoint(first=first, parts={"second": second, "half": half}, optimizer=optimizer)
+        checkpoint = sv.Checkpoint(
+            first=first, parts={"second": second, "half": half}, optimizer=optimizer
+        )
         checkpoint.save(tmp_path / "c")
         train(optimizer, (first, second, half), range(5, 10))
         return bits(first, second, half), optimizer.iterations
@@ -67,7 +69,9 @@ def test_state_goes_to_the_variable_with_the_same_key(tmp_path, rule):
         variable(), variable()
         second, first = variable(), variable(name="half")
         optimizer = RULES[rule]()
-        sv.Checkpoint(optimizer=optimizer, parts={"second": second, "half": half}, first=first).restore(tmp_path / "c")
+        sv.Checkpoint(
+            optimizer=optimizer, parts={"second": second, "half": half}, first=first
+        ).restore(tmp_path / "c")
         train(optimizer, (first, second, half), range(5, 10))
         return bits(first, second, half), optimizer.iterations
 
@@ -161,7 +165,9 @@ def test_state_that_an_earlier_version_saved_by_names_is_refused_late_too(tmp_pa
         assert left_out == (type(None), "None", 0, True)
 
 
-@pytest.mark.parametrize(("saved", "restored"), [("Adam", "Momentum"), ("SGD", "Momentum"), ("Adam", "SGD")])
+@pytest.mark.parametrize(
+    ("saved", "restored"), [("Adam", "Momentum"), ("SGD", "Momentum"), ("Adam", "SGD")]
+)
 def test_state_of_another_kind_of_optimizer_is_an_error(tmp_path, saved, restored):
     def save():
         w, optimizer = variable(), getattr(sv.optimizers, saved)(0.1)

@@ -27,7 +27,9 @@ def folder(tmp_path):
     """Return the path of a checkpoint of 0.0, and a function that puts one of another number there, as a save does."""
 
     def save(name, value):
-        everywhere(lambda: sv.Checkpoint(v=sv.Variable(np.full(50, value))).save(tmp_path / name) and None)
+        everywhere(
+            lambda: sv.Checkpoint(v=sv.Variable(np.full(50, value))).save(tmp_path / name) and None
+        )
         return tmp_path / name
 
     path = save("0.0", 0.0)

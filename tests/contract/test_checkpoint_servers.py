@@ -21,7 +21,9 @@ CONFIG = RuntimeConfig(collective_timeout_s=10.0)
 
 def workers(count, fn, *arguments, servers=2, config=CONFIG):
     """Run `fn(*arguments)` in every worker of a job; return the results by rank."""
-    results = run_ranks(count, fn, *arguments, servers=LocalServers(count, servers), timeout_s=120, config=config)
+    results = run_ranks(
+        count, fn, *arguments, servers=LocalServers(count, servers), timeout_s=120, config=config
+    )
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -30,9 +32,13 @@ def workers(count, fn, *arguments, servers=2, config=CONFIG):
 
 def begun(shards=2, staleness=0, dtype="float32", optimizer=lambda: sv.optimizers.Adam(0.1)):
     """Make a table, a bias, an optimizer and a checkpoint of them."""
-    strategy = sv.ParameterServerStrategy(sv.partitioners.FixedShards(shards) if shards else None, staleness=staleness)
+    strategy = sv.ParameterServerStrategy(
+        sv.partitioners.FixedShards(shards) if shards else None, staleness=staleness
+    )
     with strategy.scope():
-        table = sv.Variable(np.linspace(-1, 1, 14).reshape(7, 2), name="table", dtype=dtype, aggregation="MEAN")
+        table = sv.Variable(
+            np.linspace(-1, 1, 14).reshape(7, 2), name="table", dtype=dtype, aggregation="MEAN"
+        )
         bias = sv.Variable(1.0, name="bias", dtype=dtype, aggregation="MEAN")
     made = optimizer()
     return strategy, table, bias, made, sv.Checkpoint(table=table, bias=bias, made=made, epoch=0)
@@ -45,12 +51,23 @@ def step(number, table, bias, optimizer):
 
 
 OPTIMIZERS = {
-    "Adam": lambda: sv.optimizers.Adam(0.1), "Momentum": lambda: sv.optimizers.Momentum(0.1), "SGD": lambda: sv.optimizers.SGD(0.1),
+    "Adam": lambda: sv.optimizers.Adam(0.1),
+    "Momentum": lambda: sv.optimizers.Momentum(0.1),
+    "SGD": lambda: sv.optimizers.SGD(0.1),
     "Adagrad": lambda: sv.optimizers.Adagrad(0.1, initial_accumulator_value=0.5),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("Adam", "float32"), ("Adam", "float16"), ("Momentum", "float64"), ("Adagrad", "float32"), ("SGD", "float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("Adam", "float32"),
+        ("Adam", "float16"),
+        ("Momentum", "float64"),
+        ("Adagrad", "float32"),
+        ("SGD", "float32"),
+    ],
+)
 def test_what_goes_on_from_a_checkpoint_has_the_bits_of_what_never_stopped(tmp_path, name, dtype):
     """Four steps, against two steps, a checkpoint, and two more with another number of servers and shards."""
 
@@ -120,7 +137,9 @@ def test_a_checkpoint_goes_between_servers_and_copies(tmp_path, name):
 
     workers(2, lambda: part(lambda: begun(optimizer=OPTIMIZERS[name]), 0, restores=False))
     workers(2, lambda: part(mirrored, 1, restores=True))
-    assert workers(2, lambda: part(lambda: begun(optimizer=OPTIMIZERS[name]), 2, restores=True)) == workers(2, through)
+    assert workers(
+        2, lambda: part(lambda: begun(optimizer=OPTIMIZERS[name]), 2, restores=True)
+    ) == workers(2, through)
 
 
 def test_a_checkpoint_is_of_one_version_though_workers_go_on(tmp_path):
@@ -130,7 +149,11 @@ def test_a_checkpoint_is_of_one_version_though_workers_go_on(tmp_path):
     def program():
         strategy = sv.ParameterServerStrategy(staleness=None)
         with strategy.scope():
-            a, b, done = sv.Variable(0, name="a"), sv.Variable(0, name="b"), sv.Variable(np.zeros(3, np.int64), name="done")
+            a, b, done = (
+                sv.Variable(0, name="a"),
+                sv.Variable(0, name="b"),
+                sv.Variable(np.zeros(3, np.int64), name="done"),
+            )
         checkpoint = sv.Checkpoint(a=a, b=b)
         if sv.rank() == 0:
             found = set()
@@ -174,10 +197,16 @@ def test_what_does_not_fit_is_refused_on_every_worker_and_nothing_changes(tmp_pa
         made_of_wrong_shape = sv.Checkpoint(table=other, bias=bias, made=made, epoch=7)
         more = sv.Checkpoint(table=table, bias=bias, made=made, epoch=7, more=other)
         errors = [
-            caught(made_of_wrong_shape.restore, tmp_path / "c"), caught(more.restore, tmp_path / "c"),
+            caught(made_of_wrong_shape.restore, tmp_path / "c"),
+            caught(more.restore, tmp_path / "c"),
             caught(checkpoint.restore, tmp_path / "nothing"),
-        ]  # fmt: skip
-        assert (table.numpy().tobytes(), float(other.numpy()[0, 0]), made_of_wrong_shape.epoch, more.epoch) == (before, 5.0, 7, 7)
+        ]
+        assert (
+            table.numpy().tobytes(),
+            float(other.numpy()[0, 0]),
+            made_of_wrong_shape.epoch,
+            more.epoch,
+        ) == (before, 5.0, 7, 7)
         more.restore(tmp_path / "c", partial=True)
         assert (more.epoch, float(other.numpy()[0, 0])) == (0, 5.0)
         return [(type(one).__name__, str(one)) for one in errors]
@@ -219,7 +248,11 @@ def test_rank_0_saves_and_other_workers_go_on(tmp_path):
         if sv.rank():
             assert checkpoint.save(tmp_path / "c") == str(tmp_path / "c")  # rank 0 never calls it
             assert checkpoint.save(tmp_path / "c", async_op=True).wait() == str(tmp_path / "c")
-            return [os.path.exists(tmp_path / "c"), os.path.basename(manager.save(3)), str(caught(manager.save))]
+            return [
+                os.path.exists(tmp_path / "c"),
+                os.path.basename(manager.save(3)),
+                str(caught(manager.save)),
+            ]
         return manager.save(3, async_op=True).wait()
 
     there, name, error = workers(2, program)[1]
@@ -281,7 +314,9 @@ def test_a_worker_that_is_started_again_alone_takes_nothing_back(tmp_path):
         local = LocalServers(2, 2)
         if found_some:
             workers(1, lambda: _one_checkpoint(tmp_path / "True"))
-        results = run_ranks(2, program, local, found_some, servers=local, timeout_s=120, config=CONFIG)
+        results = run_ranks(
+            2, program, local, found_some, servers=local, timeout_s=120, config=CONFIG
+        )
         assert results == [(True, 4 * found_some)] * 2, results
 
 
@@ -293,7 +328,9 @@ def _one_checkpoint(directory):
 
 
 @pytest.mark.parametrize("damaged", [1, 2])
-def test_all_workers_take_the_checkpoint_before_a_damaged_one_or_learn_that_there_is_none(tmp_path, damaged):
+def test_all_workers_take_the_checkpoint_before_a_damaged_one_or_learn_that_there_is_none(
+    tmp_path, damaged
+):
     def program(restores):
         _, _, _, _, checkpoint = begun(staleness=None)
         manager = sv.CheckpointManager(checkpoint, tmp_path)
@@ -335,7 +372,9 @@ def test_variables_on_servers_beside_copies_of_workers(tmp_path):
     assert workers(2, program, True) == [(2, 10, 1), (2, 11, 1)]
 
 
-def test_an_entry_waits_for_its_variable_and_slots_of_unknown_variables_are_not_lost_in_silence(tmp_path):
+def test_an_entry_waits_for_its_variable_and_slots_of_unknown_variables_are_not_lost_in_silence(
+    tmp_path,
+):
     _, table, bias, made, checkpoint = begun()
     step(0, table, bias, made)
     checkpoint.save(tmp_path / "c")
@@ -357,7 +396,15 @@ def test_rows_that_an_optimizer_has_stepped_go_on_from_where_they_were(tmp_path)
     rows = ([0, 2], np.ones((2, 2), np.float32))
     made.apply_gradients([(rows, table)])
     checkpoint.save(tmp_path / "c")
-    assert sv.load(sv.save(tmp_path / "f", made))[f"{table.name}/squares"][:, 0].tolist() == [1.5, 0.5, 1.5, 0.5, 0.5, 0.5, 0.5]
+    assert sv.load(sv.save(tmp_path / "f", made))[f"{table.name}/squares"][:, 0].tolist() == [
+        1.5,
+        0.5,
+        1.5,
+        0.5,
+        0.5,
+        0.5,
+        0.5,
+    ]
     made.apply_gradients([(rows, table)])
     made.apply_gradients([(([6], np.ones((1, 2), np.float32)), table)])
     wanted = table.numpy().tobytes()
@@ -407,11 +454,19 @@ def test_pushes_are_counted_through_checkpoints_and_what_is_lost_is_said_once(tm
     with caplog.at_level("WARNING", "syncvar"):
         assert workers(2, second) == [(5, {0: 5, 1: 5})] * 2
     said = sorted(record.getMessage() for record in caplog.records)
-    assert said == [f"rank {rank} goes on from {tmp_path / 'c'}: 1 of the 4 pushes that it had made are lost, number 4 and later" for rank in range(2)]
+    assert said == [
+        f"rank {rank} goes on from {tmp_path / 'c'}: 1 of the 4 pushes that it had made are lost, number 4 and later"
+        for rank in range(2)
+    ]
 
 
 def test_a_tally_outlives_its_process_but_not_its_own_start(tmp_path):
-    counts = [(0, None, 7), (0, 0, 9), (1, 9, 2), (1, 0, 3)]  # generation, what was counted before it, what is counted
+    counts = [
+        (0, None, 7),
+        (0, 0, 9),
+        (1, 9, 2),
+        (1, 0, 3),
+    ]  # generation, what was counted before it, what is counted
     for generation, before, count in counts:
         tally = Tally(tally_path(str(tmp_path), 3), generation)
         assert tally.before == (before or 0)

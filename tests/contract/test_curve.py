@@ -27,7 +27,9 @@ from syncvar.wire import CONTROL_NBYTES_MAX, Kind, pack_header
 from syncvar.wire.limits import FRAMING_NBYTES, UNPROVED_NBYTES_MAX
 
 SECRET = bytes(range(32))
-CONFIG = RuntimeConfig(heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=2.0)
+CONFIG = RuntimeConfig(
+    heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=2.0
+)
 MODES = {mode: CONFIG.replaced(encryption=mode) for mode in ("required", "control-only", "off")}
 
 
@@ -40,7 +42,17 @@ def world(secrets=(SECRET, SECRET), config=CONFIG):
     try:
         for rank, (context, secret) in enumerate(zip(contexts, secrets, strict=True)):
             keys = None if config.encryption == "off" else link_keys(secret)
-            ranks.append(ZeromqTransport(context, rank, f"ipc://{directory}", "job", config, outside="tcp://127.0.0.1", keys=keys))
+            ranks.append(
+                ZeromqTransport(
+                    context,
+                    rank,
+                    f"ipc://{directory}",
+                    "job",
+                    config,
+                    outside="tcp://127.0.0.1",
+                    keys=keys,
+                )
+            )
         for one in ranks:
             one.open({rank: other.outside for rank, other in enumerate(ranks)}, 0)
         yield ranks
@@ -105,7 +117,9 @@ def by_hand(context, address, *, ticket=None, rank=0, job="job"):
     """Return a socket that says of itself that it is a rank."""
     one = context.socket(zmq.DEALER)
     one.setsockopt(zmq.LINGER, 0)
-    one.setsockopt(zmq.ROUTING_ID, zeromq_module._IDENTITY.pack(b"s", job_nonce(job), 0, rank, b"12345678"))
+    one.setsockopt(
+        zmq.ROUTING_ID, zeromq_module._IDENTITY.pack(b"s", job_nonce(job), 0, rank, b"12345678")
+    )
     if ticket is not None:
         one.setsockopt(zmq.PLAIN_USERNAME, b"%d" % rank)
         one.setsockopt(zmq.PLAIN_PASSWORD, ticket)
@@ -158,7 +172,9 @@ def test_hello_is_checked_where_nothing_is_encrypted(mode):
 def test_a_payload_that_has_changed_on_its_way_is_refused(mode, parts):
     ticket = link_keys(SECRET).ticket(0, 1) if mode == "control-only" else None
     payload = bytes(range(200))
-    header = pack_header(Kind.DATA, 0, 0, 0, 7, nbytes=len(payload)) + zlib.crc32(payload).to_bytes(4, "little")
+    header = pack_header(Kind.DATA, 0, 0, 0, 7, nbytes=len(payload)) + zlib.crc32(payload).to_bytes(
+        4, "little"
+    )
     flipped = bytes([*payload[:100], payload[100] ^ 4, *payload[101:]])
     with world(config=MODES[mode]) as ranks, zmq.Context() as context:
         one = by_hand(context, ranks[1].outside, ticket=ticket)
@@ -178,7 +194,9 @@ def test_strangers_who_come_and_go_while_a_rank_computes_stop_nobody():
     with world() as ranks:
         assert passes(ranks).header.call == 7
         host, port = ranks[1].outside.removeprefix("tcp://").split(":")
-        for _ in range(1100):  # two messages each, and two thousand is what there is place for by default
+        for _ in range(
+            1100
+        ):  # two messages each, and two thousand is what there is place for by default
             with socket.create_connection((host, int(port)), timeout=10) as one:
                 assert one.recv(10)
         with socket.create_connection((host, int(port)), timeout=10) as one:
@@ -195,12 +213,18 @@ def test_strangers_are_refused_and_members_do_not_notice(caplog):
         strangers = [
             dealer(context, address),
             dealer(context, address, own, zmq.curve_keypair()[0]),
-            dealer(context, address, own, keys.listener[0]),  # knows the public key, which is no secret, and no more
+            dealer(
+                context, address, own, keys.listener[0]
+            ),  # knows the public key, which is no secret, and no more
         ]
         raw = [socket.create_connection((host, int(port))) for _ in range(20)]
         try:
             for number, one in enumerate(raw):
-                one.sendall((b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00", b"\xff" * 40, b"")[number % 4])
+                one.sendall(
+                    (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00", b"\xff" * 40, b"")[
+                        number % 4
+                    ]
+                )
             for one in strangers:
                 with contextlib.suppress(zmq.Again):
                     one.send(pack_header(Kind.DATA, 0, 0, 0, 9), zmq.NOBLOCK)
@@ -219,16 +243,22 @@ def test_strangers_are_refused_and_members_do_not_notice(caplog):
 
 
 def test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay():
-    patient = RuntimeConfig(heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=60.0)
+    patient = RuntimeConfig(
+        heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=60.0
+    )
     with world(config=patient) as ranks, contextlib.ExitStack() as stack:
         assert passes(ranks).header.call == 7
         for rank in (0, 1):  # one has members and strangers, one strangers only
             host, port = ranks[rank].outside.removeprefix("tcp://").split(":")
-            idle = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(120)]
+            idle = [
+                stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(120)
+            ]
             for number, one in enumerate(idle):
                 one.setblocking(False)
                 if number % 3 == 0:
-                    one.sendall(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0CURVE")  # a beginning that never goes on
+                    one.sendall(
+                        b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0CURVE"
+                    )  # a beginning that never goes on
 
             def is_closed(one):
                 try:
@@ -244,7 +274,9 @@ def test_strangers_who_say_nothing_are_closed_but_for_a_few_and_members_stay():
             while len(left) > WAITING_MAX and time.monotonic() < until:
                 left = [one for one in left if not is_closed(one)]
                 ranks[0].wait(0.01)
-            assert len(left) == WAITING_MAX, "the others are closed before the handshake's limit, and no more than need be"
+            assert len(left) == WAITING_MAX, (
+                "the others are closed before the handshake's limit, and no more than need be"
+            )
         assert passes(ranks).header.call == 7, "the member's connection is none of a stranger"
         assert ranks[1].receive() is None
 
@@ -255,25 +287,44 @@ def test_a_stranger_who_sends_more_than_a_handshake_needs_is_closed():
         host, port = ranks[1].outside.removeprefix("tcp://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as stranger:
             announced = (CONFIG.segment_bytes).to_bytes(8, "big")
-            stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(52, b"\0") + b"\x06" + announced)
+            stranger.sendall(
+                b"\xff"
+                + bytes(8)
+                + b"\x7f\x03\x01"
+                + b"CURVE".ljust(52, b"\0")
+                + b"\x06"
+                + announced
+            )
             stranger.sendall(bytes(2 * UNPROVED_NBYTES_MAX))
             with contextlib.suppress(ConnectionResetError):
                 while stranger.recv(64):  # the listener's greeting, and then the end
                     pass
         assert passes(ranks).header.call == 7
         for _ in range(3):  # a member sends much more
-            ranks[0].send(1, pack_header(Kind.DATA, 0, 0, 0, 8, nbytes=1 << 19), memoryview(bytes(1 << 19)))
+            ranks[0].send(
+                1, pack_header(Kind.DATA, 0, 0, 0, 8, nbytes=1 << 19), memoryview(bytes(1 << 19))
+            )
         time.sleep(0.3)
         assert passes(ranks).header.call == 8
 
 
-@pytest.mark.parametrize(("keys", "words"), [(None, ["another mode of encryption"]), (link_keys(SECRET), ["the same secret", "SYNCVAR_ENCRYPTION"])])
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (None, ["another mode of encryption"]),
+        (link_keys(SECRET), ["the same secret", "SYNCVAR_ENCRYPTION"]),
+    ],
+)
 def test_whoever_is_refused_before_it_could_read_why_is_told_what_it_may_be(keys, words):
     with socket.create_server(("127.0.0.1", 0)) as listener, zmq.Context() as context:
         listener.settimeout(10)
-        control = ZeromqControl(context, f"tcp://127.0.0.1:{listener.getsockname()[1]}", 1, CONFIG, keys)
+        control = ZeromqControl(
+            context, f"tcp://127.0.0.1:{listener.getsockname()[1]}", 1, CONFIG, keys
+        )
         try:
-            until = time.monotonic() + 30  # a reset that comes before the connection was noticed is no refusal, so ten may not do
+            until = (
+                time.monotonic() + 30
+            )  # a reset that comes before the connection was noticed is no refusal, so ten may not do
             with pytest.raises(HandshakeError) as told:
                 while time.monotonic() < until:
                     one, _ = listener.accept()
@@ -289,18 +340,35 @@ def test_every_socket_has_limits():
     with world() as ranks, zmq.Context() as context:
         ranks[0].send(1, pack_header(Kind.DATA, 0, 0, 0, 7))
         control = ZeromqControl(context, "ipc:///nowhere", 0, CONFIG)
-        store = Store(f"ipc://{os.path.dirname(ranks[0].address.removeprefix('ipc://'))}/store", 2, "job", CONFIG)
+        store = Store(
+            f"ipc://{os.path.dirname(ranks[0].address.removeprefix('ipc://'))}/store",
+            2,
+            "job",
+            CONFIG,
+        )
         try:
             limits = {}
-            for name, one in (("router", ranks[0]._router), ("link", ranks[0]._links[1].socket), ("control", control.socket), ("store", store.socket)):
-                limits[name] = one.getsockopt(zmq.MAXMSGSIZE), one.getsockopt(zmq.HANDSHAKE_IVL), one.getsockopt(zmq.LINGER)
+            for name, one in (
+                ("router", ranks[0]._router),
+                ("link", ranks[0]._links[1].socket),
+                ("control", control.socket),
+                ("store", store.socket),
+            ):
+                limits[name] = (
+                    one.getsockopt(zmq.MAXMSGSIZE),
+                    one.getsockopt(zmq.HANDSHAKE_IVL),
+                    one.getsockopt(zmq.LINGER),
+                )
         finally:
             control.close(0)
             store.close()
     frame, control = CONFIG.segment_bytes + FRAMING_NBYTES, CONTROL_NBYTES_MAX + FRAMING_NBYTES
     assert limits == {
-        "router": (frame, 3400, 0), "link": (frame, 3400, 0), "control": (control, 300_000, 0), "store": (control, 3400, 0),
-    }  # fmt: skip
+        "router": (frame, 3400, 0),
+        "link": (frame, 3400, 0),
+        "control": (control, 300_000, 0),
+        "store": (control, 3400, 0),
+    }
 
 
 def test_nobody_listens_without_a_secret():

@@ -40,7 +40,7 @@ def results(world_size, fn, **more):
     return everywhere(world_size, fn, **{"config": SOON, **more})
 
 
-# -- frames that come before their call ---------------------------------------------------------------------------
+# -- frames that come before their call ------------------------------------------------------------
 
 
 class Pair:
@@ -49,7 +49,15 @@ class Pair:
     def __init__(self, config=SOON):
         self.network = MemoryNetwork(2, coordinator=Coordinator(2, "j", config))
         self.engines = [
-            Engine(rank, 2, 0, MemoryTransport(self.network, rank), MemoryControl(self.network, rank), config, {})
+            Engine(
+                rank,
+                2,
+                0,
+                MemoryTransport(self.network, rank),
+                MemoryControl(self.network, rank),
+                config,
+                {},
+            )
             for rank in range(2)
         ]
 
@@ -67,10 +75,15 @@ def barrier_operation(engine, call):
     from syncvar.plans.link_rounds import prepare
 
     def body():
-        yield Stage(prepare(build("barrier", "dissemination", engine.rank, 2), (0, 1)), np.empty(0, np.uint8))
+        yield Stage(
+            prepare(build("barrier", "dissemination", engine.rank, 2), (0, 1)),
+            np.empty(0, np.uint8),
+        )
         return call
 
-    return Communicator(0, (0, 1), engine.rank, engine).operation(call, Request(f"barrier {call}", 11, body()))
+    return Communicator(0, (0, 1), engine.rank, engine).operation(
+        call, Request(f"barrier {call}", 11, body())
+    )
 
 
 def test_frames_that_come_between_the_numbering_of_a_call_and_its_start_are_kept():
@@ -78,7 +91,9 @@ def test_frames_that_come_between_the_numbering_of_a_call_and_its_start_are_kept
         zero.book.announce(0, 0)
         one.book.announce(0, 0)
         theirs = barrier_operation(one, 0)
-        one.start(theirs, None)  # its frame is on the way to rank 0, which has numbered call 0 but not started it
+        one.start(
+            theirs, None
+        )  # its frame is on the way to rank 0, which has numbered call 0 but not started it
         for _ in range(3):
             zero.poll()
         mine = barrier_operation(zero, 0)
@@ -101,7 +116,7 @@ def test_frames_of_calls_that_were_passed_over_are_dropped_and_their_credit_is_g
         assert one.wait(later[1]) == 5
 
 
-# -- ends ---------------------------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 
 def test_what_a_call_over_links_has_made_goes_with_its_last_reference():
@@ -143,7 +158,7 @@ def test_a_failure_from_another_thread_ends_a_call_that_is_in_a_step():
     assert operation.result is None
 
 
-# -- credit -------------------------------------------------------------------------------------------------------
+# -- credit ----------------------------------------------------------------------------------------
 
 TINY = RuntimeConfig(window_bytes=8192, segment_bytes=1024, collective_timeout_s=250.0)
 
@@ -232,7 +247,7 @@ class sv_group_without_meeting:
         pass
 
 
-# -- words to the launcher ----------------------------------------------------------------------------------------
+# -- words to the launcher -------------------------------------------------------------------------
 
 
 def test_only_the_driver_uses_the_control_channel():
@@ -269,7 +284,7 @@ def test_only_the_driver_uses_the_control_channel():
     assert all(alone)
 
 
-# -- poison and mismatch ------------------------------------------------------------------------------------------
+# -- poison and mismatch ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -280,7 +295,9 @@ def test_a_refused_call_is_told_to_all_and_the_group_goes_on_fifty_times(world_s
         seen = []
         for number in range(50):
             culprit = draw.randrange(world_size)
-            error = caught(lambda: sv.all_reduce(np.ones(3), "nonsense" if rank == culprit else "sum"))  # noqa: B023
+            error = caught(
+                lambda: sv.all_reduce(np.ones(3), "nonsense" if rank == culprit else "sum")  # noqa: B023
+            )
             if rank == culprit:
                 assert isinstance(error, ConfigError)
             else:
@@ -358,7 +375,7 @@ def test_a_bad_argument_of_a_group_is_told_to_the_others(call):
     assert results(3, fn) == [("MismatchError", 3), ("ConfigError", 3), ("MismatchError", 3)]
 
 
-# -- deadlock -----------------------------------------------------------------------------------------------------
+# -- deadlock --------------------------------------------------------------------------------------
 
 DEADLOCK = """
 import syncvar as sv
@@ -381,7 +398,9 @@ print("found")
 
 
 def test_ranks_that_wait_for_one_another_in_two_groups_are_told_at_once():
-    done = subprocess.run([sys.executable, "-c", DEADLOCK], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", DEADLOCK], capture_output=True, text=True, timeout=200, check=False
+    )
     assert (done.stdout.strip(), done.stderr) == ("found", "")
 
 
@@ -395,7 +414,7 @@ def test_calls_of_two_groups_started_in_another_order_are_no_deadlock():
     assert results(2, fn) == [[4, 4], [4, 4]]
 
 
-# -- deadline, loss, interruption, ends ---------------------------------------------------------------------------
+# -- deadline, loss, interruption, ends ------------------------------------------------------------
 
 
 def test_a_missed_deadline_names_the_missing_rank_on_all_and_breaks_every_group():
@@ -408,7 +427,10 @@ def test_a_missed_deadline_names_the_missing_rank_on_all_and_breaks_every_group(
         if rank == 1:
             release.wait(20)
             return caught(sv.barrier), caught(sv.barrier), None
-        errors = caught(lambda: sv.all_reduce(1.0, timeout=0.3 if rank == 0 else None)), caught(sv.barrier)
+        errors = (
+            caught(lambda: sv.all_reduce(1.0, timeout=0.3 if rank == 0 else None)),
+            caught(sv.barrier),
+        )
         more = caught(lambda: sv.barrier(group=group)) if rank != 1 else None
         release.set()
         return (*errors, more)
@@ -523,11 +545,19 @@ print(seen)
 
 
 def test_an_alarm_that_interrupts_a_wait_is_passed_on_breaks_the_group_and_is_told_to_the_peers():
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[0] == "passed on"
-    assert all(line.startswith("broken:") and "interrupted by Alarm" in line for line in lines[1:3]), lines
+    assert all(
+        line.startswith("broken:") and "interrupted by Alarm" in line for line in lines[1:3]
+    ), lines
     assert "(0, 'interrupted by Alarm in barrier" in lines[3]
 
 
@@ -601,7 +631,7 @@ def test_a_call_that_waits_to_be_started_is_finished_before_a_rank_leaves():
     assert [int(work.wait()) for work in kept] == [10, 10]
 
 
-# -- epochs -------------------------------------------------------------------------------------------------------
+# -- epochs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("calls_before", [0, 1, 3])
@@ -626,7 +656,9 @@ def test_a_rank_that_leaves_a_block_early_is_told_and_the_next_block_is_aligned(
         return seen, int(sv.all_reduce(rank))
 
     for rank, (seen, total) in enumerate(results(3, fn)):
-        assert seen == ["KeyError" if number % 3 == rank else "MismatchError" for number in range(5)]
+        assert seen == [
+            "KeyError" if number % 3 == rank else "MismatchError" for number in range(5)
+        ]
         assert total == 3
 
 
@@ -645,7 +677,7 @@ def test_frames_of_a_block_that_was_left_are_not_taken_for_those_of_the_next():
     results(2, fn)
 
 
-# -- joining anew, threads ----------------------------------------------------------------------------------------
+# -- joining anew, threads -------------------------------------------------------------------------
 
 
 def test_all_ranks_can_leave_and_join_anew_in_the_next_generation():

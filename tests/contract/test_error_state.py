@@ -28,7 +28,9 @@ def values(dtype, count):
     high = {"float16": 6e4, "bfloat16": 3e38, "float64": 1.5e308}.get(dtype.name, 3e38)
     low = {"float16": 6e-8, "bfloat16": 1e-38, "float64": 5e-324}.get(dtype.name, 1e-45)
     with np.errstate(all="ignore"):
-        return np.resize(np.array([high, -high, low, np.inf, np.nan, 1.0, 0.0]).astype(dtype), count)
+        return np.resize(
+            np.array([high, -high, low, np.inf, np.nan, 1.0, 0.0]).astype(dtype), count
+        )
 
 
 def everything(count):
@@ -36,13 +38,22 @@ def everything(count):
     made = []
 
     def keep(result):
-        made.extend(np.asarray(one).tobytes() for one in (result if isinstance(result, tuple) else (result,)) if one is not None)
+        made.extend(
+            np.asarray(one).tobytes()
+            for one in (result if isinstance(result, tuple) else (result,))
+            if one is not None
+        )
 
     for dtype, op in itertools.product(DTYPES, OPS if count < 100 else OPS[:2]):
         if np.dtype(dtype).kind == "c" and op not in ("sum", "mean", "prod"):
             continue
         x = values(dtype, count)
-        for call in (sv.all_reduce, sv.reduce, sv.scan, *([] if op.endswith("loc") else [sv.exscan, sv.reduce_scatter])):
+        for call in (
+            sv.all_reduce,
+            sv.reduce,
+            sv.scan,
+            *([] if op.endswith("loc") else [sv.exscan, sv.reduce_scatter]),
+        ):
             keep(call(x, op))
         if op in ("sum", "mean", "prod") and x.dtype.kind in "fV":
             keep(sv.all_reduce(x, op, prescale=1e30, postscale=1e30))
@@ -89,7 +100,10 @@ def test_numpy_told_to_raise_gives_the_same_bytes(ranks, count):
 
 def test_warnings_that_are_errors_are_none(ranks):
     def fn():
-        return [np.isinf(sv.all_reduce(np.full(count, 3e38, np.float32))).all() for count in (3, 200_000)], everything(7)
+        return [
+            np.isinf(sv.all_reduce(np.full(count, 3e38, np.float32))).all()
+            for count in (3, 200_000)
+        ], everything(7)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -107,16 +121,28 @@ def everyday(size):
             signed = x * np.asarray(sign, dtype)
         with strategy.scope():
             summed = sv.Variable(np.zeros(x.shape, dtype), aggregation="SUM")
-            mean = sv.Variable(np.zeros(x.shape, dtype), aggregation="SUM" if kind in "ic" else "MEAN")
-            own = sv.Variable(np.zeros(x.shape, dtype), synchronization="ON_READ", aggregation="SUM")
+            mean = sv.Variable(
+                np.zeros(x.shape, dtype), aggregation="SUM" if kind in "ic" else "MEAN"
+            )
+            own = sv.Variable(
+                np.zeros(x.shape, dtype), synchronization="ON_READ", aggregation="SUM"
+            )
         for _, op in itertools.product(range(3), ("sum", "mean", "prod", "min", "max")):
             if kind != "c" or op not in ("min", "max"):
                 for value in (x, x[0], {"a": x[:1], "b": x[1:3]}, [x, x[1]], signed):
                     sv.all_reduce(value, op)
-                sv.all_reduce(x, op, out=np.empty_like(x, np.float64 if kind == "i" and op == "mean" else None))
+                sv.all_reduce(
+                    x,
+                    op,
+                    out=np.empty_like(x, np.float64 if kind == "i" and op == "mean" else None),
+                )
                 sv.reduce_scatter(x, op)
         for _ in range(3):
-            strategy.run(lambda all_of=(summed, mean, own), x=x: [write(x) for v in all_of for write in (v.assign, v.assign_add, v.assign_sub)])
+            strategy.run(
+                lambda all_of=(summed, mean, own), x=x: [
+                    write(x) for v in all_of for write in (v.assign, v.assign_add, v.assign_sub)
+                ]
+            )
             own.numpy()
             strategy.reduce("SUM", x, axis=None)
         for v in (summed, mean):

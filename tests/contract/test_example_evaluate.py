@@ -28,7 +28,9 @@ def test_all_workers_count_every_digit_once():
     np.add.at(expected, (digits, found), 1)
     distances = []
     for size, rows in ((1, 1797), (1, 100), (2, 100), (3, 100), (3, 1796)):
-        scores = everywhere(size, lambda rows=rows: evaluate.evaluate(sv.MirroredStrategy(), images, digits, rows))
+        scores = everywhere(
+            size, lambda rows=rows: evaluate.evaluate(sv.MirroredStrategy(), images, digits, rows)
+        )
         assert {(one.accuracy, one.seen) for one in scores} == {(accuracy, 1797)}
         assert all(one.confusion.tolist() == expected.tolist() for one in scores)
         distances += [one.mean_distance for one in scores]
@@ -40,15 +42,22 @@ def test_steps_of_which_most_workers_have_no_row():
     one, *others = (
         scores
         for size in (1, 4)
-        for scores in everywhere(size, lambda: evaluate.evaluate(sv.MirroredStrategy(), images, digits, 2))
+        for scores in everywhere(
+            size, lambda: evaluate.evaluate(sv.MirroredStrategy(), images, digits, 2)
+        )
     )
     assert {(scores.accuracy, scores.seen) for scores in others} == {(one.accuracy, 13)}
-    assert {scores.mean_of_means for scores in others} != {one.mean_of_means}, "the short cut is another number"
+    assert {scores.mean_of_means for scores in others} != {one.mean_of_means}, (
+        "the short cut is another number"
+    )
 
 
 def test_the_last_line(capsys):
     everywhere(3, evaluate.main)
-    assert capsys.readouterr().out.splitlines()[-1] == "accuracy=0.9037284362826934 right=1624 seen=1797 workers=3"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "accuracy=0.9037284362826934 right=1624 seen=1797 workers=3"
+    )
 
 
 def test_a_missing_scikit_learn(monkeypatch):

@@ -18,7 +18,7 @@ QUICK = RuntimeConfig(collective_timeout_s=0.4, shutdown_timeout_s=0.2)
 PATIENT = RuntimeConfig(collective_timeout_s=30.0, segment_bytes=4096)
 
 
-# -- the seed decides ---------------------------------------------------------------------------------------------
+# -- the seed decides ------------------------------------------------------------------------------
 
 
 def survivors(seed, disturbance):
@@ -58,7 +58,7 @@ def test_the_same_seed_makes_the_same_decisions_however_threads_run():
     assert survivors(1, 0) != survivors(2, 0)
 
 
-# -- loss ---------------------------------------------------------------------------------------------------------
+# -- loss ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
@@ -96,7 +96,7 @@ def test_a_frame_lost_now_and_then_gives_right_results_or_an_error_and_never_wro
         assert max(done for done, _ in out) - min(done for done, _ in out) <= 1
 
 
-# -- cut ----------------------------------------------------------------------------------------------------------
+# -- cut -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [0, 1, 4, 10])
@@ -117,7 +117,7 @@ def test_a_cut_link_is_a_lost_peer_for_both_ends_and_for_everybody(link, number)
     assert out[one].rank == other or out[other].rank == one
 
 
-# -- delay and reorder: right results -----------------------------------------------------------------------------
+# -- delay and reorder: right results --------------------------------------------------------------
 
 DTYPES = ["int8", "uint32", "int64", "float16", "float32", "float64", "complex128"]
 
@@ -129,9 +129,13 @@ def contribution(rank, count, dtype):
 def folded(op, parts):
     total = parts[0].astype("c16" if parts[0].dtype.kind == "c" else "f8")
     for part in parts[1:]:
-        total = {"sum": np.add, "mean": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[op](
-            total, part.astype(total.dtype)
-        )
+        total = {
+            "sum": np.add,
+            "mean": np.add,
+            "prod": np.multiply,
+            "min": np.minimum,
+            "max": np.maximum,
+        }[op](total, part.astype(total.dtype))
     return total / len(parts) if op == "mean" else total
 
 
@@ -147,19 +151,31 @@ def check_collectives(world_size, counts):
                 assert got.dtype == parts[0].dtype
                 assert np.array_equal(got, folded(op, parts).astype(dtype))
         if n in (1, 2, 4) and dtype[0] in "fi":
-            assert np.array_equal(sv.all_reduce(parts[rank].astype("f8"), "mean"), folded("mean", parts))
+            assert np.array_equal(
+                sv.all_reduce(parts[rank].astype("f8"), "mean"), folded("mean", parts)
+            )
         out = np.empty_like(parts[rank])
         assert sv.all_reduce(parts[rank], out=out) is out
         assert np.array_equal(out, folded("sum", parts).astype(dtype))
         root = index % n
-        assert np.array_equal(sv.broadcast(parts[root] if rank == root else None, root=root), parts[root])
-        assert np.array_equal(sv.broadcast(parts[rank] if rank == root else np.empty(count, dtype), root=root), parts[root])
+        assert np.array_equal(
+            sv.broadcast(parts[root] if rank == root else None, root=root), parts[root]
+        )
+        assert np.array_equal(
+            sv.broadcast(parts[rank] if rank == root else np.empty(count, dtype), root=root),
+            parts[root],
+        )
         uneven = [part[: (7 * one + 3) % (count + 1)] for one, part in enumerate(parts)]
         assert np.array_equal(sv.all_gather(uneven[rank]), np.concatenate(uneven))
         assert np.array_equal(
             sv.all_gather(parts[rank].reshape(1, -1), axis=-1), np.concatenate(parts).reshape(1, -1)
         )
-        works = [sv.all_reduce(parts[rank] if dtype[0] == "c" else parts[rank].astype("f8") + k, async_op=True) for k in range(8)]
+        works = [
+            sv.all_reduce(
+                parts[rank] if dtype[0] == "c" else parts[rank].astype("f8") + k, async_op=True
+            )
+            for k in range(8)
+        ]
         for k, work in enumerate(works):
             want = folded("sum", parts) + (0 if dtype[0] == "c" else n * k)
             assert np.array_equal(work.wait(), want.astype(dtype if dtype[0] == "c" else "f8"))
@@ -170,7 +186,9 @@ def check_collectives(world_size, counts):
     assert [float(one) for one in tree["b"][1]] == [n, 2.0 * n]
     sent = sv.broadcast({"x": np.arange(5), "y": [1, 2.5]} if rank == n - 1 else None, root=n - 1)
     assert list(sent["x"]) == [0, 1, 2, 3, 4]
-    everyone = [{"rank": one, "text": "é" * one, "big": 1 << (60 + one), "t": (1, None)} for one in range(n)]
+    everyone = [
+        {"rank": one, "text": "é" * one, "big": 1 << (60 + one), "t": (1, None)} for one in range(n)
+    ]
     assert sv.all_gather_object(everyone[rank]) == everyone
     assert sv.broadcast_object(everyone[rank] if rank == 0 else object(), 0) == everyone[0]
     assert sv.gather_object(rank, n - 1) == (list(range(n)) if rank == n - 1 else None)
@@ -186,26 +204,38 @@ def check_groups(n):
     backwards = sv.new_group(range(n - 1, -1, -1))
     even, odd = sv.new_group(range(0, n, 2)), sv.new_group(range(n // 2, n))
     groups = [group for group in (None, backwards, even, odd) if group is None or group.is_member]
-    works = [(group, k, sv.all_reduce(rank + k, group=group, async_op=True)) for k in range(4) for group in groups]
+    works = [
+        (group, k, sv.all_reduce(rank + k, group=group, async_op=True))
+        for k in range(4)
+        for group in groups
+    ]
     for group, k, work in reversed(works):
         members = range(n) if group is None else group.ranks
         assert int(work.wait()) == sum(members) + k * len(members)
     assert list(sv.all_gather(rank, group=backwards)) == list(range(n - 1, -1, -1))
     half = backwards.split(rank % 2, key=-rank)
-    assert list(sv.all_gather(rank, group=half)) == sorted((one for one in range(n) if one % 2 == rank % 2), reverse=True)
+    assert list(sv.all_gather(rank, group=half)) == sorted(
+        (one for one in range(n) if one % 2 == rank % 2), reverse=True
+    )
 
 
 NETWORKS = {
-    "both": Faults(seed=3, delay_max=3, reorder=0.3), "delay": Faults(seed=1, delay_max=4), "reorder": Faults(seed=2, reorder=0.4),
+    "both": Faults(seed=3, delay_max=3, reorder=0.3),
+    "delay": Faults(seed=1, delay_max=4),
+    "reorder": Faults(seed=2, reorder=0.4),
     "calm": Faults(),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("world_size", "network"), covering([2, 3, 4, 5, 1], list(NETWORKS), strength=1))
+@pytest.mark.parametrize(
+    ("world_size", "network"), covering([2, 3, 4, 5, 1], list(NETWORKS), strength=1)
+)
 def test_every_collective_is_exact_under_delay_and_reordering(world_size, network):
     faults = NETWORKS[network]
     counts = [*sorted({0, 1, max(0, world_size - 1), world_size, world_size + 1}), 10_007]
-    out = run_ranks(world_size, check_collectives, world_size, counts, config=PATIENT, faults=faults)
+    out = run_ranks(
+        world_size, check_collectives, world_size, counts, config=PATIENT, faults=faults
+    )
     assert out == ["done"] * world_size, out
 
 
@@ -214,7 +244,14 @@ def test_every_collective_is_exact_under_delay_and_reordering(world_size, networ
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_every_collective_is_exact_under_many_seeds(world_size, seed):
     faults = Faults(seed=seed, delay_max=seed % 7, reorder=(seed % 5) / 10)
-    out = run_ranks(world_size, check_collectives, world_size, [0, 1, world_size, 10_007], config=PATIENT, faults=faults)
+    out = run_ranks(
+        world_size,
+        check_collectives,
+        world_size,
+        [0, 1, world_size, 10_007],
+        config=PATIENT,
+        faults=faults,
+    )
     assert out == ["done"] * world_size, out
 
 

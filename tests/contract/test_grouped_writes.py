@@ -39,19 +39,35 @@ def test_pieces_cover_the_stretch_once(counts):
             assert made.tolist() == whole[start:stop].tolist()
 
 
-@pytest.mark.parametrize("counts", COUNTS, ids=lambda counts: f"{len(counts)} arrays, {sum(counts)}")
+@pytest.mark.parametrize(
+    "counts", COUNTS, ids=lambda counts: f"{len(counts)} arrays, {sum(counts)}"
+)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_structure_is_reduced_like_its_leaves(ranks, size, counts):
     def fn():
-        tree = {f"leaf{index}": np.arange(count, dtype=np.float32) % 5 * (sv.rank() + 1) for index, count in enumerate(counts)}
+        tree = {
+            f"leaf{index}": np.arange(count, dtype=np.float32) % 5 * (sv.rank() + 1)
+            for index, count in enumerate(counts)
+        }
         tree["half"] = np.full(3, sv.rank(), np.float16)
         tree["more"] = [np.full((2, 2), sv.rank(), np.float16).T, np.int64(sv.rank())]
         together = sv.all_reduce(tree, reproducible=True)
-        out = {name: np.zeros_like(value) for name, value in tree.items() if name.startswith("leaf")}
+        out = {
+            name: np.zeros_like(value) for name, value in tree.items() if name.startswith("leaf")
+        }
         sv.all_reduce({name: tree[name] for name in out}, "mean", out=out)
-        right = all((together[name] == sv.all_reduce(tree[name], reproducible=True)).all() for name in out)
-        right = right and all((out[name] == sv.all_reduce(tree[name], "mean")).all() for name in out)
-        return right, together["half"].tolist(), together["more"][0].tolist(), int(together["more"][1])
+        right = all(
+            (together[name] == sv.all_reduce(tree[name], reproducible=True)).all() for name in out
+        )
+        right = right and all(
+            (out[name] == sv.all_reduce(tree[name], "mean")).all() for name in out
+        )
+        return (
+            right,
+            together["half"].tolist(),
+            together["more"][0].tolist(),
+            int(together["more"][1]),
+        )
 
     ones = float(sum(range(size)))
     assert ranks(size, fn) == [(True, [ones] * 3, [[ones] * 2] * 2, int(ones))] * size
@@ -63,17 +79,26 @@ def test_a_group_of_variables_is_written_like_one_after_another(ranks):
         name = "arena" if current().arena else "links"
         with strategy.scope():
             made = [
-                sv.Variable(np.zeros(shape, dtype), aggregation=how, synchronization=mode, name=f"{name}{number}")
+                sv.Variable(
+                    np.zeros(shape, dtype),
+                    aggregation=how,
+                    synchronization=mode,
+                    name=f"{name}{number}",
+                )
                 for number, (shape, dtype, how, mode) in enumerate(
                     [
-                        ((4,), "float32", "SUM", "ON_WRITE"), ((2, 3), "float32", "MEAN", "ON_WRITE"),
-                        ((), "float64", "SUM", "ON_WRITE"), ((70_000,), "float32", "SUM", "ON_WRITE"),
-                        ((3,), "float16", "SUM", "ON_WRITE"), ((2,), "int64", "SUM", "ON_WRITE"),
-                        ((2,), "float32", "ONLY_FIRST_REPLICA", "ON_WRITE"), ((2,), "float32", "SUM", "ON_READ"),
+                        ((4,), "float32", "SUM", "ON_WRITE"),
+                        ((2, 3), "float32", "MEAN", "ON_WRITE"),
+                        ((), "float64", "SUM", "ON_WRITE"),
+                        ((70_000,), "float32", "SUM", "ON_WRITE"),
+                        ((3,), "float16", "SUM", "ON_WRITE"),
+                        ((2,), "int64", "SUM", "ON_WRITE"),
+                        ((2,), "float32", "ONLY_FIRST_REPLICA", "ON_WRITE"),
+                        ((2,), "float32", "SUM", "ON_READ"),
                         ((2,), "float32", "NONE", "NONE"),
                     ]
                 )
-            ]  # fmt: skip
+            ]
 
         def step():
             kept = made[0].numpy()
@@ -97,7 +122,10 @@ def test_a_wrong_value_writes_nothing_anywhere(ranks):
     def fn():
         strategy = sv.MirroredStrategy()
         with strategy.scope():
-            v, w = sv.Variable(np.ones(2), aggregation="SUM"), sv.Variable(np.ones(3), aggregation="SUM")
+            v, w = (
+                sv.Variable(np.ones(2), aggregation="SUM"),
+                sv.Variable(np.ones(3), aggregation="SUM"),
+            )
 
         def step():
             with pytest.raises((sv.ConfigError, sv.MismatchError)):
@@ -147,12 +175,21 @@ def test_operands_may_be_views_of_each_other_and_of_the_copies(ranks, dtype):
     def fn():
         strategy = sv.MirroredStrategy()
         with strategy.scope():
-            group = [sv.Variable(np.full((2, 3), index, dtype), aggregation="SUM") for index in range(6)]
+            group = [
+                sv.Variable(np.full((2, 3), index, dtype), aggregation="SUM") for index in range(6)
+            ]
 
         def step():
             flat = np.arange(24).astype(dtype) + sv.rank()
             reads = [v.read_value(copy=False) for v in group]
-            values = [flat[:6].reshape(2, 3), flat[12:24:2].reshape(2, 3), flat[3:9].reshape(3, 2).T, reads[4], reads[3], flat[6:12].reshape(2, 3)]
+            values = [
+                flat[:6].reshape(2, 3),
+                flat[12:24:2].reshape(2, 3),
+                flat[3:9].reshape(3, 2).T,
+                reads[4],
+                reads[3],
+                flat[6:12].reshape(2, 3),
+            ]
             wanted = [read + sum_of(value) for read, value in zip(reads, values, strict=True)]
             sv.assign_add_all(list(zip(group, values, strict=True)))
             return [np.array_equal(v.numpy(), want) for v, want in zip(group, wanted, strict=True)]
@@ -169,12 +206,19 @@ def test_operands_may_be_views_of_each_other_and_of_the_copies(ranks, dtype):
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
 def test_results_of_a_structure_go_to_arrays_that_are_not_contiguous(ranks, op, dtype):
     def fn():
-        values = [np.arange(6).astype(dtype).reshape(2, 3) * (sv.rank() + 1), np.array(7 + sv.rank()).astype(dtype), np.arange(4).astype(dtype)]
+        values = [
+            np.arange(6).astype(dtype).reshape(2, 3) * (sv.rank() + 1),
+            np.array(7 + sv.rank()).astype(dtype),
+            np.arange(4).astype(dtype),
+        ]
         room = np.full((4, 2, 4), -1, dtype)
         outs = [room[0, :, :3], room[1, 0, 0:1].reshape(()), room[:, 1, 3]]
         made = sv.all_reduce(values, op, out=outs)
         alone = [sv.all_reduce(value, op) for value in values]
-        right = all(one is out and np.array_equal(one, want) for one, out, want in zip(made, outs, alone, strict=True))
+        right = all(
+            one is out and np.array_equal(one, want)
+            for one, out, want in zip(made, outs, alone, strict=True)
+        )
         return right, int((room == -1).sum())
 
     assert ranks(2, fn) == [(True, 32 - 6 - 1 - 4)] * 2
@@ -219,30 +263,49 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("places", "what"), covering(PLACES, [(np.float32, "sum"), (np.float16, "mean")], strength=1))
+@pytest.mark.parametrize(
+    ("places", "what"), covering(PLACES, [(np.float32, "sum"), (np.float16, "mean")], strength=1)
+)
 def test_long_arrays_are_reduced_where_they_lie(places, what):
     (size, of_x, of_out), (dtype, op) = places, what
     counts = LONG if op == "sum" else LONG[:3]
 
     def where(word, index):
         odd = (sv.rank() + index) % 2
-        return {"by rank": ["private", "resident"][odd], "other by rank": ["resident", "private"][odd]}.get(word, word)
+        return {
+            "by rank": ["private", "resident"][odd],
+            "other by rank": ["resident", "private"][odd],
+        }.get(word, word)
 
     def fn():
         wanted = [
-            sum(np.arange(count) % 7 + rank + 1 for rank in range(size)) / (size if op == "mean" else 1) for count in counts
+            sum(np.arange(count) % 7 + rank + 1 for rank in range(size))
+            / (size if op == "mean" else 1)
+            for count in counts
         ]
         for _ in range(2):
             xs = [_placed(where(of_x, index), count, dtype) for index, count in enumerate(counts)]
             own = of_out == "x" or (of_out == "x or resident" and sv.rank() % 2)
-            outs = xs if own else [_placed(where(of_out, index)[-8:], count, dtype) for index, count in enumerate(counts)]
+            outs = (
+                xs
+                if own
+                else [
+                    _placed(where(of_out, index)[-8:], count, dtype)
+                    for index, count in enumerate(counts)
+                ]
+            )
             before = [x.copy() for x in xs]
             made = sv.all_reduce(xs, op, out=outs)
             if not all(one is out for one, out in zip(made, outs, strict=True)):
                 return "another array"
-            if not all(np.array_equal(out, want.astype(dtype)) for out, want in zip(outs, wanted, strict=True)):
+            if not all(
+                np.array_equal(out, want.astype(dtype))
+                for out, want in zip(outs, wanted, strict=True)
+            ):
                 return "a wrong sum"
-            if outs is not xs and not all(np.array_equal(x, one) for x, one in zip(xs, before, strict=True)):
+            if outs is not xs and not all(
+                np.array_equal(x, one) for x, one in zip(xs, before, strict=True)
+            ):
                 return "an operand was changed"
             single = sv.all_reduce(before[0], op, out=_placed("resident", counts[0], dtype))
             if not np.array_equal(single, outs[0]):
@@ -254,7 +317,12 @@ def test_long_arrays_are_reduced_where_they_lie(places, what):
 
 @pytest.mark.parametrize(
     ("size", "dtype", "operation"),
-    [(2, "float32", "assign_add"), (3, "float16", "assign_sub"), (3, "int64", "assign_add"), (2, "float16", "assign")],
+    [
+        (2, "float32", "assign_add"),
+        (3, "float16", "assign_sub"),
+        (3, "int64", "assign_add"),
+        (2, "float16", "assign"),
+    ],
 )
 def test_long_variables_are_written_on_all_ranks_by_the_owners(size, dtype, operation):
     counts = (300_000, 9, 550_000)
@@ -262,15 +330,23 @@ def test_long_variables_are_written_on_all_ranks_by_the_owners(size, dtype, oper
     def fn():
         strategy = sv.MirroredStrategy()
         with strategy.scope():
-            group = [sv.Variable(np.full(count, 3, dtype), aggregation="SUM", name=f"g{count}") for count in counts]
-            single = [sv.Variable(np.full(count, 3, dtype), aggregation="SUM", name=f"s{count}") for count in counts]
+            group = [
+                sv.Variable(np.full(count, 3, dtype), aggregation="SUM", name=f"g{count}")
+                for count in counts
+            ]
+            single = [
+                sv.Variable(np.full(count, 3, dtype), aggregation="SUM", name=f"s{count}")
+                for count in counts
+            ]
 
         def step():
             parts = [(np.arange(count) % 5 + sv.rank()).astype(dtype) for count in counts]
             getattr(sv, f"{operation}_all")(list(zip(group, parts, strict=True)))
             for v, x in zip(single, parts, strict=True):
                 getattr(v, operation)(x)
-            held = [v.read_value() for v in single]  # while they are seen, the next write goes elsewhere
+            held = [
+                v.read_value() for v in single
+            ]  # while they are seen, the next write goes elsewhere
             getattr(single[0], operation)(parts[0])
             getattr(group[0], operation)(parts[0])
             return held[0].astype(np.float64).sum()
@@ -337,5 +413,8 @@ def test_a_view_taken_beside_a_write_does_not_change(way):
 
 def test_what_is_no_pairs_is_refused_by_name():
     for wrong in (None, 3):
-        with pytest.raises(sv.ConfigError, match=r"assign_add_all takes pairs of a variable and a value, for instance \[\(v, 1\.0\), \(w, x\)\], not"):
+        with pytest.raises(
+            sv.ConfigError,
+            match=r"assign_add_all takes pairs of a variable and a value, for instance \[\(v, 1\.0\), \(w, x\)\], not",
+        ):
             sv.assign_add_all(wrong)

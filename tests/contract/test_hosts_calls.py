@@ -28,7 +28,14 @@ def ranks(size, hosts, fn, **more):
 def test_the_collectives_take_the_way_over_hosts():
     def fn():
         plans = []
-        for collective in ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange", "reduce"):
+        for collective in (
+            "all_reduce",
+            "all_gather",
+            "broadcast",
+            "barrier",
+            "header_exchange",
+            "reduce",
+        ):
             plans.append(type(current().world.plan(collective, 4, 4)).__name__)
         return plans
 
@@ -86,7 +93,10 @@ def test_started_calls_of_several_groups_go_on_together():
         everyone = sv.new_group([0, 1, 2, 3, 4])
         others = sv.new_group([1, 3, 4, 2])  # host 1's ranks in the middle: over links alone
         rows = sv.new_group([0, 1])
-        started = [sv.all_reduce(np.full(30_000, number + 1.0), group=everyone, async_op=True) for number in range(4)]
+        started = [
+            sv.all_reduce(np.full(30_000, number + 1.0), group=everyone, async_op=True)
+            for number in range(4)
+        ]
         if others.is_member:
             started.append(sv.all_reduce(np.ones(10), group=others, async_op=True))
         started.append(sv.broadcast(np.arange(20_000), root=3, async_op=True))
@@ -106,7 +116,8 @@ def test_calls_that_are_refused_leave_every_later_one_right(seed):
     """At random ranks, other calls and bad arguments, small and long, one after the other."""
     plan = np.random.default_rng(seed)
     steps = [
-        (int(plan.integers(0, 5)), int(plan.integers(0, 5)), int(plan.choice([3, 40_000]))) for _ in range(12)
+        (int(plan.integers(0, 5)), int(plan.integers(0, 5)), int(plan.choice([3, 40_000])))
+        for _ in range(12)
     ]
 
     def fn():
@@ -128,7 +139,13 @@ def test_calls_that_are_refused_leave_every_later_one_right(seed):
 
     for rank, seen in enumerate(ranks(5, 2, fn)):
         for (kind, odd, _), got in zip(steps, seen, strict=True):
-            wanted = 15.0 if kind == 0 else "ConfigError" if kind == 2 and rank == odd else "MismatchError"
+            wanted = (
+                15.0
+                if kind == 0
+                else "ConfigError"
+                if kind == 2 and rank == odd
+                else "MismatchError"
+            )
             assert got == wanted
 
 

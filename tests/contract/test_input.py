@@ -37,7 +37,7 @@ def lists(batches):
     return [batch.tolist() for batch in batches]
 
 
-# -- global batches -----------------------------------------------------------------------------------------------
+# -- global batches --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -107,11 +107,20 @@ def test_an_element_without_a_first_axis(size):
 @pytest.mark.parametrize(
     ("batches", "words"),
     [
-        (lambda rank: [np.zeros(4)] * (3 - (rank == 1)), "has ended on some replicas and not on others"),
+        (
+            lambda rank: [np.zeros(4)] * (3 - (rank == 1)),
+            "has ended on some replicas and not on others",
+        ),
         (lambda rank: [np.zeros(4 + (rank == 1))], "differ in length"),
         (lambda rank: [np.zeros((4, 1 + (rank == 1)))], "differ in structure, dtype or shape"),
-        (lambda rank: [np.zeros(4, np.float32 if rank == 1 else float)], "differ in structure, dtype or shape"),
-        (lambda rank: [{"a": np.zeros(4)} if rank == 1 else [np.zeros(4)]], "differ in structure, dtype or shape"),
+        (
+            lambda rank: [np.zeros(4, np.float32 if rank == 1 else float)],
+            "differ in structure, dtype or shape",
+        ),
+        (
+            lambda rank: [{"a": np.zeros(4)} if rank == 1 else [np.zeros(4)]],
+            "differ in structure, dtype or shape",
+        ),
     ],
 )
 def test_global_batches_that_differ_are_told_to_all(batches, words):
@@ -136,7 +145,11 @@ def test_different_contents_are_said_and_under_strict_refused():
     def program():
         rows = np.arange(6) + sv.rank()
         # Warnings are the process's: rank 0 watches for all, from before the first batch until all have gone on.
-        with pytest.warns(RuntimeWarning, match="examples are lost or counted twice") if sv.rank() == 0 else nullcontext():
+        with (
+            pytest.warns(RuntimeWarning, match="examples are lost or counted twice")
+            if sv.rank() == 0
+            else nullcontext()
+        ):
             parts = lists(sv.MirroredStrategy().experimental_distribute_dataset([rows, rows]))
             sv.barrier()
         with pytest.raises(MismatchError, match="one seed everywhere") as caught:
@@ -146,7 +159,7 @@ def test_different_contents_are_said_and_under_strict_refused():
     assert everywhere(2, program) == [([[0, 1, 2]] * 2, 2), ([[4, 5, 6]] * 2, 2)]
 
 
-# -- a dataset of each replica ------------------------------------------------------------------------------------
+# -- a dataset of each replica ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -154,8 +167,14 @@ def test_different_contents_are_said_and_under_strict_refused():
 def test_uneven_datasets_end_together(lengths, shared):
     def make(context):
         rank = context.input_pipeline_id
-        assert (context.num_input_pipelines, context.num_replicas_in_sync) == (len(lengths), len(lengths))
-        return [{"x": np.full((2, 3), 10 * rank + step, np.float32), "n": np.full(2, rank)} for step in range(lengths[rank])]
+        assert (context.num_input_pipelines, context.num_replicas_in_sync) == (
+            len(lengths),
+            len(lengths),
+        )
+        return [
+            {"x": np.full((2, 3), 10 * rank + step, np.float32), "n": np.full(2, rank)}
+            for step in range(lengths[rank])
+        ]
 
     def program():
         distributed = sv.MirroredStrategy().distribute_datasets_from_function(make)
@@ -169,14 +188,23 @@ def test_uneven_datasets_end_together(lengths, shared):
         assert len(batches) == max(lengths)
         for step, batch in enumerate(batches):
             rows = 2 if step < lengths[rank] else 0
-            assert (batch["x"].shape, batch["x"].dtype, batch["n"].shape) == ((rows, 3), np.float32, (rows,))
+            assert (batch["x"].shape, batch["x"].dtype, batch["n"].shape) == (
+                (rows, 3),
+                np.float32,
+                (rows,),
+            )
             assert batch["n"].dtype == np.int64
             assert not rows or (batch["x"] == 10 * rank + step).all()
 
 
 def test_a_kind_of_batch_that_changes_is_told_to_those_who_have_ended():
     def make(context):
-        long = [np.zeros((1, 4)), np.zeros((1, 4)), np.zeros((1, 7), np.int16), np.zeros((1, 7), np.int16)]
+        long = [
+            np.zeros((1, 4)),
+            np.zeros((1, 4)),
+            np.zeros((1, 7), np.int16),
+            np.zeros((1, 7), np.int16),
+        ]
         return long if context.input_pipeline_id == 1 else long[:1]
 
     def program():
@@ -190,21 +218,29 @@ def test_a_kind_of_batch_that_changes_is_told_to_those_who_have_ended():
 
 def test_containers_are_kept_where_they_have_been_seen():
     def make(context):
-        return [Pair(np.ones(1), np.array(["text"]))] * (2 if context.input_pipeline_id == 0 else context.input_pipeline_id - 1)
+        return [Pair(np.ones(1), np.array(["text"]))] * (
+            2 if context.input_pipeline_id == 0 else context.input_pipeline_id - 1
+        )
 
     def program():
-        return [type(batch).__name__ for batch in sv.get_strategy().distribute_datasets_from_function(make)]
+        return [
+            type(batch).__name__
+            for batch in sv.get_strategy().distribute_datasets_from_function(make)
+        ]
 
     assert everywhere(3, program) == [["Pair", "Pair"], ["tuple", "tuple"], ["Pair", "Pair"]]
 
 
 @pytest.mark.parametrize(
-    "other", [np.zeros((2, 3)), np.zeros((2, 4), np.float32), [np.zeros((2, 4))], {"x": np.zeros((2, 4))}]
+    "other",
+    [np.zeros((2, 3)), np.zeros((2, 4), np.float32), [np.zeros((2, 4))], {"x": np.zeros((2, 4))}],
 )
 def test_batches_that_do_not_fit_together_are_told_to_all(other):
     def program():
         make = lambda context: [other if context.input_pipeline_id == 1 else np.zeros((2, 4))]
-        with pytest.raises(MismatchError, match="differ in structure, dtype or shape of a row") as caught:
+        with pytest.raises(
+            MismatchError, match="differ in structure, dtype or shape of a row"
+        ) as caught:
             list(sv.MirroredStrategy().distribute_datasets_from_function(make))
         assert "float64[rows, 4], 2 rows" in caught.value.table[2]
         return float(sv.all_reduce(1.0))
@@ -225,7 +261,11 @@ def test_an_exception_while_reading_is_told_to_all(ahead):
 
         dataset = sv.data.from_generator(elements)
         strategy = sv.MirroredStrategy()
-        iterator = iter(strategy.distribute_datasets_from_function(lambda _: dataset.prefetch(ahead) if ahead else dataset))
+        iterator = iter(
+            strategy.distribute_datasets_from_function(
+                lambda _: dataset.prefetch(ahead) if ahead else dataset
+            )
+        )
         next(iterator)
         with pytest.raises(OSError if fails else MismatchError, match="the disk is gone") as caught:
             next(iterator)
@@ -240,9 +280,17 @@ def test_an_exception_while_reading_is_told_to_all(ahead):
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda rank: (lambda _: 5) if rank == 1 else (lambda _: []), ConfigError, "an iterable of batches, not int"),
+        (
+            lambda rank: (lambda _: 5) if rank == 1 else (lambda _: []),
+            ConfigError,
+            "an iterable of batches, not int",
+        ),
         (lambda rank: 7 if rank == 1 else (lambda _: []), ConfigError, "fn must be a function"),
-        (lambda rank: (lambda _: 1 // 0) if rank == 1 else (lambda _: []), ZeroDivisionError, "ZeroDivisionError|division"),
+        (
+            lambda rank: (lambda _: 1 // 0) if rank == 1 else (lambda _: []),
+            ZeroDivisionError,
+            "ZeroDivisionError|division",
+        ),
     ],
 )
 def test_a_function_that_fails_on_one_replica(make, error, words):
@@ -250,7 +298,9 @@ def test_a_function_that_fails_on_one_replica(make, error, words):
         strategy = sv.MirroredStrategy()
         with pytest.raises(error if sv.rank() == 1 else MismatchError, match=words):
             strategy.distribute_datasets_from_function(make(sv.rank()))
-        with pytest.raises(ConfigError if sv.rank() == 1 else MismatchError, match="iterable of batches"):
+        with pytest.raises(
+            ConfigError if sv.rank() == 1 else MismatchError, match="iterable of batches"
+        ):
             strategy.experimental_distribute_dataset(3 if sv.rank() == 1 else [])
         return float(sv.all_reduce(1.0))
 
@@ -275,16 +325,23 @@ def test_where_input_is_distributed():
         seen = []
         with strategy.scope():
             seen.append(lists(strategy.experimental_distribute_dataset([np.arange(4)])))
-            for call in (other.experimental_distribute_dataset, other.distribute_datasets_from_function):
+            for call in (
+                other.experimental_distribute_dataset,
+                other.distribute_datasets_from_function,
+            ):
                 with pytest.raises(UsageError, match="under another strategy"):
                     call([])
-        with pytest.raises(UsageError, match="experimental_distribute_dataset is called inside run"):
+        with pytest.raises(
+            UsageError, match="experimental_distribute_dataset is called inside run"
+        ):
             strategy.run(lambda: strategy.experimental_distribute_dataset([]))
         iterator = iter(strategy.experimental_distribute_dataset([np.arange(4)]))
         seen.append(strategy.run(lambda: next(iterator).tolist()))
         half = sv.new_group([0])
         if half.is_member:
-            seen.append(lists(sv.MirroredStrategy(half).experimental_distribute_dataset([np.arange(4)])))
+            seen.append(
+                lists(sv.MirroredStrategy(half).experimental_distribute_dataset([np.arange(4)]))
+            )
         else:
             with pytest.raises(UsageError, match="not a member"):
                 sv.MirroredStrategy(half).experimental_distribute_dataset([])
@@ -293,7 +350,7 @@ def test_where_input_is_distributed():
     assert everywhere(2, program) == [[[[0, 1]], [0, 1], [[0, 1, 2, 3]]], [[[2, 3]], [2, 3]]]
 
 
-# -- weights ------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -314,9 +371,12 @@ def test_training_over_uneven_data_is_exact(lengths, shared):
         with strategy.scope():
             w = sv.Variable(np.zeros(3), aggregation="MEAN", dtype=np.float64)
             loss, seen = (
-                sv.Variable(0.0, dtype=np.float64, synchronization="ON_READ", aggregation="SUM") for _ in range(2)
+                sv.Variable(0.0, dtype=np.float64, synchronization="ON_READ", aggregation="SUM")
+                for _ in range(2)
             )
-            largest = sv.Variable(-1.0, dtype=np.float64, synchronization="ON_READ", aggregation="MEAN")
+            largest = sv.Variable(
+                -1.0, dtype=np.float64, synchronization="ON_READ", aggregation="MEAN"
+            )
 
         def step(batch):
             rows, wanted = batch
@@ -365,21 +425,26 @@ def test_metrics_over_short_global_batches_are_exact():
         with strategy.scope():
             total = sv.Variable(0.0, dtype=np.float64, synchronization="ON_READ", aggregation="SUM")
             count = sv.Variable(0, synchronization="ON_READ", aggregation="SUM")
-        dataset = strategy.experimental_distribute_dataset(sv.data.from_arrays(values, batch_size=5))
+        dataset = strategy.experimental_distribute_dataset(
+            sv.data.from_arrays(values, batch_size=5)
+        )
 
         def step(batch):
             total.assign_add(batch.sum())
             count.assign_add(len(batch))
             return batch
 
-        means = [strategy.reduce("MEAN", strategy.run(step, (batch,)), axis=0).item() for batch in dataset]
+        means = [
+            strategy.reduce("MEAN", strategy.run(step, (batch,)), axis=0).item()
+            for batch in dataset
+        ]
         return means, float(total.sync()), int(count.sync())
 
     for size in (1, 2, 4):
         assert everywhere(size, program) == [([3.0, 8.0, 11.0], 66.0, 11)] * size
 
 
-# -- positions ----------------------------------------------------------------------------------------------------
+# -- positions -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 4)])
@@ -433,7 +498,10 @@ def test_a_position_in_datasets_of_each_replica_and_in_lists():
         again = iter(strategy.distribute_datasets_from_function(make))
         again.load_state_dict(state)
         whole = strategy.experimental_distribute_dataset([np.arange(2)])
-        with pytest.raises(ConfigError, match="input 'batches from a function' and this iterator has 'global batches'"):
+        with pytest.raises(
+            ConfigError,
+            match="input 'batches from a function' and this iterator has 'global batches'",
+        ):
             iter(whole).load_state_dict(state)
         return state["position"], lists(again), lists(iterator)
 
@@ -447,7 +515,9 @@ def test_a_checkpoint_continues_on_another_number_of_replicas(tmp_path):
     def make():
         strategy = sv.MirroredStrategy()
         with strategy.scope():
-            total = sv.Variable(0.0, dtype=np.float64, synchronization="ON_READ", aggregation="SUM", name="total")
+            total = sv.Variable(
+                0.0, dtype=np.float64, synchronization="ON_READ", aggregation="SUM", name="total"
+            )
         dataset = sv.data.from_arrays(data, batch_size=4, shuffle=True, seed=2).prefetch(1)
         iterator = iter(strategy.experimental_distribute_dataset(dataset))
         return strategy, total, iterator, sv.Checkpoint(total=total, input=iterator)
@@ -505,7 +575,9 @@ def test_closing_and_dropping_end_the_threads():
 
 def test_the_input_context():
     assert sv.InputContext(2, 1, 4).get_per_replica_batch_size(12) == 3
-    with pytest.raises(ConfigError, match="13 rows cannot be shared evenly by 4 replicas; take 12 or 16"):
+    with pytest.raises(
+        ConfigError, match="13 rows cannot be shared evenly by 4 replicas; take 12 or 16"
+    ):
         sv.InputContext(2, 1, 4).get_per_replica_batch_size(13)
     for wrong in (-4, 8.0, True, None):
         with pytest.raises(ConfigError, match="global_batch_size"):

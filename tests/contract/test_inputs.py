@@ -86,7 +86,10 @@ class both_objects(both):  # noqa: N801
 
     def __init__(self, x):
         other = 1 - sv.rank()
-        self.sent, self.coming = sv.send_object({"x": x}, other, async_op=True), sv.recv_object(other, async_op=True)
+        self.sent, self.coming = (
+            sv.send_object({"x": x}, other, async_op=True),
+            sv.recv_object(other, async_op=True),
+        )
 
 
 def same(got, wanted, what):
@@ -112,7 +115,9 @@ def test_every_collective_takes_its_input_when_it_is_called(layout):
 
     def fn():
         rank = sv.rank()
-        for count, make in itertools.product((10, 20_000, 140_000) if layout == "arena" else (10, 20_000), (np.empty, sv.empty)):
+        for count, make in itertools.product(
+            (10, 20_000, 140_000) if layout == "arena" else (10, 20_000), (np.empty, sv.empty)
+        ):
             xs = [make(count) for _ in range(3)]
             for name, (call, wanted) in CALLS.items():
                 started = []
@@ -122,16 +127,23 @@ def test_every_collective_takes_its_input_when_it_is_called(layout):
                     x[...] = -1.0
                 for turn, work in enumerate(started):
                     parts = [of(one, count, turn) for one in range(2)]
-                    same(work.wait(), wanted(parts, rank), f"{name} of {count} by {make.__module__}, {turn}")
+                    same(
+                        work.wait(),
+                        wanted(parts, rank),
+                        f"{name} of {count} by {make.__module__}, {turn}",
+                    )
 
     results(2, fn, layout)
 
 
 def test_every_collective_that_can_be_started_is_among_them():
     names = {
-        name for name in sv.__all__
-        if not isinstance(getattr(sv, name), type) and callable(getattr(sv, name)) and "async_op" in signature(getattr(sv, name)).parameters
-    }  # fmt: skip
+        name
+        for name in sv.__all__
+        if not isinstance(getattr(sv, name), type)
+        and callable(getattr(sv, name))
+        and "async_op" in signature(getattr(sv, name)).parameters
+    }
     tested = {name.split()[0].rstrip(",") for name in CALLS} | {"recv", "recv_object", "barrier"}
     assert names <= tested
 
@@ -155,7 +167,7 @@ REFUSED = {
     "all_gather_object": lambda x: sv.all_gather_object(x),
     "initial value": lambda x: sv.Variable(x),
     "initial values in a list": lambda x: sv.Variable([1.0, x[1]]),
-}  # fmt: skip
+}
 WRITES = {
     "assign": lambda v, x: v.assign(x),
     "assign_add": lambda v, x: v.assign_add(x),
@@ -172,15 +184,26 @@ def test_masked_arrays_are_refused_before_anything_is_sent(layout):
 
     def fn():
         v = sv.Variable(np.zeros(3), aggregation=sv.VariableAggregation.SUM)
-        calls = [*REFUSED.items(), *((name, lambda x, write=write: write(v, x)) for name, write in WRITES.items())]
+        calls = [
+            *REFUSED.items(),
+            *((name, lambda x, write=write: write(v, x)) for name, write in WRITES.items()),
+        ]
         for name, call in calls:
             if sv.rank() == 0:
-                with pytest.raises(sv.ConfigError, match=r"masked|MaskedArray|MaskedConstant") as caught:
+                with pytest.raises(
+                    sv.ConfigError, match=r"masked|MaskedArray|MaskedConstant"
+                ) as caught:
                     call(MASKED)
-                assert "filled(0)" in str(caught.value) or "out.data" in str(caught.value) or "object" in name, name
+                assert (
+                    "filled(0)" in str(caught.value)
+                    or "out.data" in str(caught.value)
+                    or "object" in name
+                ), name
             else:
                 with pytest.raises(sv.MismatchError, match=r"masked|Masked"):
-                    call(MASKED.filled(0) if name != "one element" else np.ma.array([1.0, 2.0]).data)
+                    call(
+                        MASKED.filled(0) if name != "one element" else np.ma.array([1.0, 2.0]).data
+                    )
             assert float(sv.all_reduce(1.0)) == 2.0
         assert not v.numpy().any()
 
@@ -215,7 +238,10 @@ def test_too_many_dimensions_are_the_same_error_on_every_path(layout, call):
 
     def fn():
         for _ in range(3):
-            with pytest.raises(sv.ConfigError, match=r"an array of 20 dimensions cannot be communicated; reshape it to 13 or fewer"):
+            with pytest.raises(
+                sv.ConfigError,
+                match=r"an array of 20 dimensions cannot be communicated; reshape it to 13 or fewer",
+            ):
                 call(np.ones((1,) * 20))
             got = call(np.ones((1,) * 13))
             assert got is None or got.ndim == 13
@@ -232,7 +258,9 @@ def test_the_deadline_of_a_wait_is_the_one_that_is_told(layout):
         if sv.rank() == 1:
             assert given_up.wait(20)  # in no call
             return None
-        with pytest.raises(sv.DeadlineExceeded, match=r"did not finish within 0\.2 s: rank 0 waited") as caught:
+        with pytest.raises(
+            sv.DeadlineExceeded, match=r"did not finish within 0\.2 s: rank 0 waited"
+        ) as caught:
             sv.all_reduce(1.0, async_op=True).wait(timeout=0.2)
         given_up.set()
         return caught.value.timeout_s

@@ -13,7 +13,15 @@ from syncvar_launcher import inquiries
 from syncvar_launcher.inquiries import ANSWER_S, SOCKET, Inquiries
 from syncvar_launcher.stacks import Asked
 
-JOB = {"name": "1a2b3c4d", "pid": 7, "workers": 2, "servers": 0, "lasted_s": 1.0, "command": "syncvar-launch a.py", "folder": "/job"}
+JOB = {
+    "name": "1a2b3c4d",
+    "pid": 7,
+    "workers": 2,
+    "servers": 0,
+    "lasted_s": 1.0,
+    "command": "syncvar-launch a.py",
+    "folder": "/job",
+}
 
 
 class Stacks:
@@ -46,7 +54,9 @@ def ends():
 def server(tmp_path, ends):
     """The launcher's end, and a function that connects to it and sends."""
     stacks = Stacks()
-    with_sockets = Inquiries(tmp_path, lambda: JOB, stacks, lambda rank: "not waiting in any call", range(2))
+    with_sockets = Inquiries(
+        tmp_path, lambda: JOB, stacks, lambda rank: "not waiting in any call", range(2)
+    )
 
     def connect(data):
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -103,7 +113,13 @@ def test_who_does_not_answer_in_time_is_named(server):
 
 def test_strangers_nonsense_and_silence_are_let_go(server, monkeypatch):
     service, stacks, connect = server
-    for nonsense in (b"\xc1", b"x" * 10, msgpack.packb([1]), msgpack.packb({"answer": 1}), msgpack.packb(7)):
+    for nonsense in (
+        b"\xc1",
+        b"x" * 10,
+        msgpack.packb([1]),
+        msgpack.packb({"answer": 1}),
+        msgpack.packb(7),
+    ):
         assert received(connect(nonsense)) == b""
     monkeypatch.setattr(inquiries, "_is_ours", lambda _: False)
     assert received(connect(question())) == b""

@@ -30,7 +30,9 @@ class Pair:
         self.memory = mmap.mmap(-1, BOX + 256 + RING_BYTES)
         self.words = memoryview(self.memory).cast("Q")
         self.words[BOX // 8 + RING] = RING_BYTES
-        arena = SimpleNamespace(words=self.words, memory=self.memory, ground=np.frombuffer(self.memory, np.uint8))
+        arena = SimpleNamespace(
+            words=self.words, memory=self.memory, ground=np.frombuffer(self.memory, np.uint8)
+        )
         self.out, self.into = Outbox(arena, BOX), Inbox(arena, BOX)
 
     def at(self, word):
@@ -60,10 +62,27 @@ class End:
         self.engine = AdmissionState()
         self.engine.is_quiet = True
         self.native = message_end(
-            pair.memory, BOX, BOX + 256, RING_BYTES, RING_BYTES // 2, 65536, ABORT_AT, IDENTITY, 400, False, int(patience_s * 1e9),
-            count=self.count, engine=self.engine, context=SimpleNamespace(uneven=None), add=self.added.append,
-            go_on=self._go_on, busy=self.busy, box=self.lock, kept={}, shared=[],
-        )  # fmt: skip
+            pair.memory,
+            BOX,
+            BOX + 256,
+            RING_BYTES,
+            RING_BYTES // 2,
+            65536,
+            ABORT_AT,
+            IDENTITY,
+            400,
+            False,
+            int(patience_s * 1e9),
+            count=self.count,
+            engine=self.engine,
+            context=SimpleNamespace(uneven=None),
+            add=self.added.append,
+            go_on=self._go_on,
+            busy=self.busy,
+            box=self.lock,
+            kept={},
+            shared=[],
+        )
         self.native.remember(x.dtype, x.shape, what_of(1, 7, x.ndim), "told")
 
     def _go_on(self, array, call, begin, number, done, error):
@@ -109,7 +128,9 @@ def test_parts_flow_through_a_ring_that_may_be_shorter_than_the_message(nbytes):
         assert pair.at(USED) == pair.at(FILLED)
         assert pair.at(ATTENDED) == 0
     for end in (sender, receiver):
-        assert [(told, call) for told, call, *_ in end.added] == [("told", CALL + turn) for turn in range(4)]
+        assert [(told, call) for told, call, *_ in end.added] == [
+            ("told", CALL + turn) for turn in range(4)
+        ]
         assert (end.count.number, end.count.next_call) == (CALL + 4, CALL + 4)
         assert end.is_free()
         assert not end.handed
@@ -138,7 +159,9 @@ def test_a_sender_whose_receiver_stops_hands_over_at_the_byte_it_has_reached():
     while done < 100_000:
         entry = pair.into.first()
         if entry is not None:
-            got[entry.place : entry.place + entry.nbytes] = pair.into.bytes_at(entry.data, entry.nbytes)
+            got[entry.place : entry.place + entry.nbytes] = pair.into.bytes_at(
+                entry.data, entry.nbytes
+            )
             done = entry.place + entry.nbytes
             pair.into.free()
     pair.abort()  # so that the sender waits no longer than until the ring is full
@@ -149,7 +172,9 @@ def test_a_sender_whose_receiver_stops_hands_over_at_the_byte_it_has_reached():
     assert done < gone < x.nbytes
     while done < x.nbytes:  # what the engine does
         while (entry := pair.into.first()) is not None:
-            got[entry.place : entry.place + entry.nbytes] = pair.into.bytes_at(entry.data, entry.nbytes)
+            got[entry.place : entry.place + entry.nbytes] = pair.into.bytes_at(
+                entry.data, entry.nbytes
+            )
             done = entry.place + entry.nbytes
             pair.into.free()
         gone += pair.out.part(IDENTITY, CALL, gone, x.data) if gone < x.nbytes else 0

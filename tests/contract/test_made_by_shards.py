@@ -20,7 +20,9 @@ def workers(count, fn, servers=2):
 def rows(shard_info):
     """Return rows that know their numbers."""
     first = shard_info.offset[0]
-    return np.repeat(np.arange(first, first + shard_info.shape[0]), shard_info.shape[1]).reshape(shard_info.shape)
+    return np.repeat(np.arange(first, first + shard_info.shape[0]), shard_info.shape[1]).reshape(
+        shard_info.shape
+    )
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -32,11 +34,23 @@ def test_the_chief_makes_each_shard_by_itself(shards):
             calls.append((shard_info.shape, shard_info.offset))
             return rows(shard_info)
 
-        with sv.ParameterServerStrategy(sv.partitioners.FixedShards(shards), staleness=None).scope():
+        with sv.ParameterServerStrategy(
+            sv.partitioners.FixedShards(shards), staleness=None
+        ).scope():
             table = sv.Variable(make, shape=(7, 2), dtype="float32", name="table")
-        return calls, isinstance(table, sv.ShardedVariable), table.dtype, table.numpy().tolist(), table.lookup([6, 0, 3]).tolist()
+        return (
+            calls,
+            isinstance(table, sv.ShardedVariable),
+            table.dtype,
+            table.numpy().tolist(),
+            table.lookup([6, 0, 3]).tolist(),
+        )
 
-    parts = [((7, 2), (0, 0))] if shards == 1 else [((3, 2), (0, 0)), ((2, 2), (3, 0)), ((2, 2), (5, 0))]
+    parts = (
+        [((7, 2), (0, 0))]
+        if shards == 1
+        else [((3, 2), (0, 0)), ((2, 2), (3, 0)), ((2, 2), (5, 0))]
+    )
     value = [[float(row)] * 2 for row in range(7)]
     same = (shards > 1, np.dtype("float32"), value, [value[6], value[0], value[3]])
     assert workers(3, program) == [(parts, *same), ([], *same), ([], *same)]
@@ -68,10 +82,22 @@ def test_elsewhere_it_makes_all_as_one_part():
         (rows, {"dtype": "float32"}, r"so shape= must say"),
         (rows, {"shape": (4, 2)}, r"so dtype= must say"),
         (rows, {"shape": (4, -2), "dtype": "float32"}, r"no length of a shape may be negative"),
-        (rows, {"shape": "large", "dtype": "float32"}, r"must be an integer or a tuple of integers, not 'large'"),
-        (lambda shard_info: np.zeros((3, 3)), {"shape": (4, 2), "dtype": "float64"}, r"initial_value has shape \(3, 3\), and shape= says \(4, 2\)"),
+        (
+            rows,
+            {"shape": "large", "dtype": "float32"},
+            r"must be an integer or a tuple of integers, not 'large'",
+        ),
+        (
+            lambda shard_info: np.zeros((3, 3)),
+            {"shape": (4, 2), "dtype": "float64"},
+            r"initial_value has shape \(3, 3\), and shape= says \(4, 2\)",
+        ),
         (np.zeros(3), {"shape": 4}, r"initial_value has shape \(3,\), and shape= says \(4,\)"),
-        (lambda: np.zeros(3), {"shape": 4}, r"initial_value has shape \(3,\), and shape= says \(4,\)"),
+        (
+            lambda: np.zeros(3),
+            {"shape": 4},
+            r"initial_value has shape \(3,\), and shape= says \(4,\)",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(strategy, given, options, words):

@@ -28,7 +28,7 @@ def ranks(request):
     return run
 
 
-# -- messages -----------------------------------------------------------------------------------------------------
+# -- messages --------------------------------------------------------------------------------------
 
 
 def test_messages_of_one_tag_arrive_in_order_and_tags_do_not_disturb_each_other(ranks):
@@ -62,7 +62,9 @@ def test_a_message_keeps_its_shape_and_dtype(ranks):
 
     def fn():
         if sv.rank() == 1:
-            return [(got.shape, got.dtype.name, got.tolist()) for got in (sv.recv(0) for _ in values)]
+            return [
+                (got.shape, got.dtype.name, got.tolist()) for got in (sv.recv(0) for _ in values)
+            ]
         for value in values:
             sv.send(value, 1)
         return None
@@ -107,11 +109,17 @@ def test_a_receive_from_oneself_may_be_started_before_the_message_is_sent(ranks)
         group = sv.new_group([1, 0])
         out = np.zeros(2)
         first, second = sv.recv(rank, async_op=True), sv.recv(rank, async_op=True, out=out)
-        tagged, other = sv.recv(rank, tag=3, async_op=True), sv.recv_object(rank, tag=4, async_op=True)
+        tagged, other = (
+            sv.recv(rank, tag=3, async_op=True),
+            sv.recv_object(rank, tag=4, async_op=True),
+        )
         grouped = sv.recv(group.rank, group=group, async_op=True)
         narrow = sv.recv(rank, tag=5, out=np.zeros(3), async_op=True)
         assert not first.done()
-        with pytest.raises(sv.UsageError, match=f"recv from rank {rank}, which is this one: it has sent itself nothing with tag 0.*Send first, or wait after that"):
+        with pytest.raises(
+            sv.UsageError,
+            match=f"recv from rank {rank}, which is this one: it has sent itself nothing with tag 0.*Send first, or wait after that",
+        ):
             first.wait(timeout=5)
         with pytest.raises(sv.UsageError, match=r"sent itself nothing.*async_op=True"):
             sv.recv(rank)  # those that were started come first
@@ -138,10 +146,19 @@ def test_a_receive_from_oneself_may_be_started_before_the_message_is_sent(ranks)
     [
         (lambda: sv.send(1, 9), "dest 9 is not in the group"),
         (lambda: sv.send(1, "x"), "dest must be a rank"),
-        (lambda: sv.recv(-1), "source -1 is not in the group: .*None is no rank.*start a receive from each rank, works = "),
-        (lambda: sv.recv(None), "source must be a rank, not None: .*start a receive from each rank"),
+        (
+            lambda: sv.recv(-1),
+            "source -1 is not in the group: .*None is no rank.*start a receive from each rank, works = ",
+        ),
+        (
+            lambda: sv.recv(None),
+            "source must be a rank, not None: .*start a receive from each rank",
+        ),
         (lambda: sv.send(1, -2), "dest -2 is not in the group: .*None is no rank"),
-        (lambda: sv.send({"a": 7}, 0), "send takes an array or a number, not {'a': 7}: write sv.send_object.o, dest."),
+        (
+            lambda: sv.send({"a": 7}, 0),
+            "send takes an array or a number, not {'a': 7}: write sv.send_object.o, dest.",
+        ),
         (lambda: sv.send([{"a": 7}], 0), "send takes an array or a number"),
         (lambda: sv.send("text", 0), "send takes an array or a number, not 'text'"),
         (lambda: sv.send(1, 0, tag=-1), "tag must be"),
@@ -176,13 +193,22 @@ def test_objects_are_messages_in_order_with_arrays_and_told_apart(ranks):
                 sv.send_object(object(), other, tag=6)
             sv.send_object("after it", other, tag=6)
             return
-        assert [sv.recv_object(other, tag=4) for _ in range(2)] == [{"a": 7, "b": [3.14, None]}, (1, "two")]
+        assert [sv.recv_object(other, tag=4) for _ in range(2)] == [
+            {"a": 7, "b": [3.14, None]},
+            (1, "two"),
+        ]
         assert sv.recv_object(other, tag=4, timeout=20.0) == big
         later = sv.recv_object(other, async_op=True).wait()
         assert later["later"].tolist() == [0, 1, 2]
-        with pytest.raises(sv.ConfigError, match=r"the message is an array, int64\[2\], and no object: take it with sv\.recv\(source\)"):
+        with pytest.raises(
+            sv.ConfigError,
+            match=r"the message is an array, int64\[2\], and no object: take it with sv\.recv\(source\)",
+        ):
             sv.recv_object(other, tag=5)
-        with pytest.raises(sv.ConfigError, match=r"the message is an object and no array: take it with sv\.recv_object"):
+        with pytest.raises(
+            sv.ConfigError,
+            match=r"the message is an object and no array: take it with sv\.recv_object",
+        ):
             sv.recv(other, tag=5)
         with pytest.raises(sv.MismatchError, match="cannot travel"):
             sv.recv_object(other, tag=6)
@@ -196,7 +222,10 @@ def test_objects_are_messages_in_order_with_arrays_and_told_apart(ranks):
         sv.recv(0)
     with pytest.raises(sv.ConfigError, match="and no object"):
         sv.recv_object(0)
-    with pytest.raises(sv.UsageError, match="recv_object from rank 0, which is this one: it has sent itself nothing"):
+    with pytest.raises(
+        sv.UsageError,
+        match="recv_object from rank 0, which is this one: it has sent itself nothing",
+    ):
         sv.recv_object(0)
 
 
@@ -224,7 +253,7 @@ def test_messages_within_a_group_name_its_ranks(ranks):
     assert ranks(3, fn) == [8, None, None]
 
 
-# -- groups -------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 def test_a_mesh_has_a_group_for_each_line(ranks):
@@ -232,9 +261,15 @@ def test_a_mesh_has_a_group_for_each_line(ranks):
         grid = sv.mesh((2, -1))
         one = sv.mesh((4,), ["data"])
         return (
-            grid.coordinates, grid.row.ranks, grid.column.ranks, grid.axis("row").ranks, grid.axis(0).ranks,
-            int(sv.all_reduce(sv.rank(), group=grid.row)), one.axis("data").size, grid.rank_at(1, 0),
-        )  # fmt: skip
+            grid.coordinates,
+            grid.row.ranks,
+            grid.column.ranks,
+            grid.axis("row").ranks,
+            grid.axis(0).ranks,
+            int(sv.all_reduce(sv.rank(), group=grid.row)),
+            one.axis("data").size,
+            grid.rank_at(1, 0),
+        )
 
     results = ranks(4, fn)
     assert results[2] == ((1, 0), (2, 3), (0, 2), (2, 3), (0, 2), 5, 4, 2)
@@ -262,7 +297,7 @@ def test_a_destroyed_group_refuses_calls_and_others_go_on(ranks):
     assert ranks(2, fn) == [2, 2]
 
 
-# -- ops ----------------------------------------------------------------------------------------------------------
+# -- ops -------------------------------------------------------------------------------------------
 
 
 def test_minloc_and_maxloc_tell_the_lowest_rank_and_the_first_nan(ranks):
@@ -274,7 +309,12 @@ def test_minloc_and_maxloc_tell_the_lowest_rank_and_the_first_nan(ranks):
         if sv.rank() == 1:
             assert values.tolist() == [1.0, -2.0, 2.0]
             assert ranks_of.tolist() == [0, 2, 0]
-        return low[:3].tolist(), where.tolist(), place.tolist(), bool(np.isnan(low[3]) and np.isnan(high[3]))
+        return (
+            low[:3].tolist(),
+            where.tolist(),
+            place.tolist(),
+            bool(np.isnan(low[3]) and np.isnan(high[3])),
+        )
 
     assert ranks(3, fn) == [([1.0, -2.0, 2.0], [0, 2, 0, 1], [0, 0, 0, 1], True)] * 3
 
@@ -286,7 +326,11 @@ def test_a_registered_op_gets_the_lower_ranks_on_the_left(ranks):
     def fn():
         small = sv.all_reduce(np.array([sv.rank() + 1]), "leftmost").tolist()
         large = sv.all_reduce(np.full(200_000, sv.rank() + 1), "LEFTMOST")
-        return small, bool((large == 1).all()), float(sv.all_reduce(np.array([3.0, 4.0])[sv.rank() % 2], "hypot"))
+        return (
+            small,
+            bool((large == 1).all()),
+            float(sv.all_reduce(np.array([3.0, 4.0])[sv.rank() % 2], "hypot")),
+        )
 
     assert ranks(2, fn) == [([1], True, 5.0)] * 2
 
@@ -299,10 +343,15 @@ def test_the_ranks_keep_their_order_at_every_size(ranks, size, count):
     def fn():
         mine = np.full(count, sv.rank())
         same = np.zeros(count)
-        right = [sv.all_reduce(mine, "rightmost"), sv.reduce_scatter(np.full(size, sv.rank()), "rightmost")]
+        right = [
+            sv.all_reduce(mine, "rightmost"),
+            sv.reduce_scatter(np.full(size, sv.rank()), "rightmost"),
+        ]
         rooted = sv.reduce(mine, "rightmost", root=1)
         right += [] if rooted is None else [rooted]
-        return all(bool((one == size - 1).all()) for one in right), int(sv.all_reduce(same, "minloc")[1].max())
+        return all(bool((one == size - 1).all()) for one in right), int(
+            sv.all_reduce(same, "minloc")[1].max()
+        )
 
     assert ranks(size, fn) == [(True, 0)] * size
 
@@ -310,9 +359,12 @@ def test_the_ranks_keep_their_order_at_every_size(ranks, size, count):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("sum", np.add), "built-in"), (("a b", np.add), "letters"), (("twice", 3), "function"), ((3, np.add), "letters"),
+        (("sum", np.add), "built-in"),
+        (("a b", np.add), "letters"),
+        (("twice", 3), "function"),
+        ((3, np.add), "letters"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_op_is_refused(arguments, words):
     with pytest.raises(sv.ConfigError, match=words):
         sv.register_op(*arguments)
@@ -371,21 +423,30 @@ def test_a_timeout_is_any_positive_number(ranks):
     ranks(2, body)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan"), True, np.True_, "5", np.array(5.0), 1j], ids=str)
+@pytest.mark.parametrize(
+    "timeout", [0, -1, float("nan"), True, np.True_, "5", np.array(5.0), 1j], ids=str
+)
 def test_what_is_no_time_is_refused(timeout):
-    with pytest.raises(sv.ConfigError, match="timeout must be a positive number of seconds or None"):
+    with pytest.raises(
+        sv.ConfigError, match="timeout must be a positive number of seconds or None"
+    ):
         sv.all_reduce(1, timeout=timeout)
-    with pytest.raises(sv.ConfigError, match="timeout must be a positive number of seconds or None"):
+    with pytest.raises(
+        sv.ConfigError, match="timeout must be a positive number of seconds or None"
+    ):
         sv.MirroredStrategy(timeout=timeout)
 
 
 @pytest.mark.parametrize(
     ("op", "dtype", "words"),
     [
-        ("and", "float32", "bools and integers"), ("xor", "complex64", "bools and integers"),
-        ("minloc", "complex128", "no order"), ("sum", "bool", "no meaning"), ("nand", "int8", "op must be one of"),
+        ("and", "float32", "bools and integers"),
+        ("xor", "complex64", "bools and integers"),
+        ("minloc", "complex128", "no order"),
+        ("sum", "bool", "no meaning"),
+        ("nand", "int8", "op must be one of"),
     ],
-)  # fmt: skip
+)
 def test_an_op_without_meaning_for_a_dtype_is_refused(op, dtype, words):
     with pytest.raises(sv.ConfigError, match=words):
         sv.all_reduce(np.zeros(2, dtype), op)
@@ -407,7 +468,7 @@ def test_exscan_of_an_op_without_identity_is_refused():
         sv.exscan(np.ones(2), "minloc")
 
 
-# -- scales and weights -------------------------------------------------------------------------------------------
+# -- scales and weights ----------------------------------------------------------------------------
 
 
 def test_prescale_is_each_ranks_own_and_postscale_everybodys(ranks):
@@ -416,7 +477,13 @@ def test_prescale_is_each_ranks_own_and_postscale_everybodys(ranks):
         made = sv.all_reduce(x, prescale=sv.rank() + 1, postscale=0.5)
         mean = sv.all_reduce(np.full(2, sv.rank(), np.float32), "mean", weight=sv.rank())
         out = np.empty(1)
-        return made.dtype.name, made.tolist(), mean.tolist(), sv.all_reduce(np.ones(1), postscale=3, out=out) is out, out.tolist()
+        return (
+            made.dtype.name,
+            made.tolist(),
+            mean.tolist(),
+            sv.all_reduce(np.ones(1), postscale=3, out=out) is out,
+            out.tolist(),
+        )
 
     assert ranks(3, fn) == [("float16", [12.0] * 3, [np.float32(5 / 3)] * 2, True, [9.0])] * 3
 
@@ -433,23 +500,29 @@ def test_different_postscales_are_a_mismatch(ranks):
 @pytest.mark.parametrize(
     ("x", "options", "words"),
     [
-        (np.arange(3), {"prescale": 0.5}, "rounded"), (np.ones(3), {"prescale": "x"}, "must be a number"),
-        (np.ones(3), {"postscale": 1j}, "real number"), (np.ones(3), {"weight": 2.0}, "belongs to the mean"),
-        ({"a": np.ones(3)}, {"prescale": 2.0}, "one array"), (np.ones(3), {"op": "minloc", "out": np.ones(3)}, "two arrays"),
+        (np.arange(3), {"prescale": 0.5}, "rounded"),
+        (np.ones(3), {"prescale": "x"}, "must be a number"),
+        (np.ones(3), {"postscale": 1j}, "real number"),
+        (np.ones(3), {"weight": 2.0}, "belongs to the mean"),
+        ({"a": np.ones(3)}, {"prescale": 2.0}, "one array"),
+        (np.ones(3), {"op": "minloc", "out": np.ones(3)}, "two arrays"),
     ],
-)  # fmt: skip
+)
 def test_scales_that_cannot_be_are_refused(x, options, words):
     with pytest.raises(sv.ConfigError, match=words):
         sv.all_reduce(x, **options)
 
 
-# -- algorithms and started calls ---------------------------------------------------------------------------------
+# -- algorithms and started calls ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "reproducible", "owners", "direct"])
 def test_a_forced_algorithm_gives_the_same_sum(ranks, algorithm):
     def fn():
-        return [int(sv.all_reduce(np.full(count, sv.rank()), algorithm=algorithm).sum()) for count in (1, 7, 100_000)]
+        return [
+            int(sv.all_reduce(np.full(count, sv.rank()), algorithm=algorithm).sum())
+            for count in (1, 7, 100_000)
+        ]
 
     assert ranks(3, fn) == [[3, 21, 300_000]] * 3
 
@@ -468,7 +541,10 @@ def test_the_error_of_a_started_call_says_where_it_was_started(ranks):
         work = sv.all_reduce(np.ones(2 + sv.rank()), async_op=True)
         with pytest.raises(sv.MismatchError) as caught:
             work.wait()
-        return any("was started at" in note and "test_messages_groups_ops" in note for note in caught.value.__notes__)
+        return any(
+            "was started at" in note and "test_messages_groups_ops" in note
+            for note in caught.value.__notes__
+        )
 
     assert ranks(2, fn) == [True] * 2
 
@@ -490,7 +566,9 @@ def test_a_rank_of_weight_zero_takes_no_part():
     def fn():
         rank = sv.rank()
         x = np.full(3, np.nan if rank else 2.0)
-        return sv.all_reduce(x, "mean", weight=0 if rank else 5).tolist(), sv.all_reduce(x, "mean", weight=0.0).tolist()
+        return sv.all_reduce(x, "mean", weight=0 if rank else 5).tolist(), sv.all_reduce(
+            x, "mean", weight=0.0
+        ).tolist()
 
     for shared in (False, True):
         for some, none in run_ranks(2, fn, shared=shared):
@@ -525,10 +603,18 @@ def test_tags_that_are_not_used_any_more_are_let_go_and_can_be_used_again(ranks)
 def test_an_op_is_the_same_however_it_is_written(ranks):
     """A member of ReduceOp, or its name in any case; also where ranks write it differently, and in structures."""
     calls = [
-        sv.all_reduce, sv.reduce, sv.reduce_scatter, sv.scan, sv.exscan, lambda x, op: sv.all_reduce({"a": x, "b": 1}, op),
-        lambda x, op: sv.reduce([x, x], op), lambda x, op: sv.all_reduce(x, op, weight=2.0), lambda x, op: sv.all_reduce(x, op, reproducible=True),
-        lambda x, op: sv.all_reduce_shards({sv.rank(): x}, op), lambda x, op: sv.MirroredStrategy().reduce(op, x, axis=None),
-    ]  # fmt: skip
+        sv.all_reduce,
+        sv.reduce,
+        sv.reduce_scatter,
+        sv.scan,
+        sv.exscan,
+        lambda x, op: sv.all_reduce({"a": x, "b": 1}, op),
+        lambda x, op: sv.reduce([x, x], op),
+        lambda x, op: sv.all_reduce(x, op, weight=2.0),
+        lambda x, op: sv.all_reduce(x, op, reproducible=True),
+        lambda x, op: sv.all_reduce_shards({sv.rank(): x}, op),
+        lambda x, op: sv.MirroredStrategy().reduce(op, x, axis=None),
+    ]
 
     def fn():
         for call in calls:

@@ -20,17 +20,38 @@ from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
-IN_PARTS = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0, single_copy="off")
+IN_PARTS = RuntimeConfig(
+    collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0, single_copy="off"
+)
 SHORT = 256 << 10  # bytes of a ring: it comes round often
-CHECKED = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0, check_arena="on")
+CHECKED = RuntimeConfig(
+    collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0, check_arena="on"
+)
 
 
 def ways(what="send"):
     """Return how the messages of this rank went: "arena message", or over links."""
-    return {event.path for event in current().recorder.events() if event.what.startswith(what) and event.state == "done"}
+    return {
+        event.path
+        for event in current().recorder.events()
+        if event.what.startswith(what) and event.state == "done"
+    }
 
 
-DTYPES = ["bool", "int8", "uint16", "int32", "int64", "uint64", "float16", "float32", "float64", "complex64", "complex128", "bfloat16"]
+DTYPES = [
+    "bool",
+    "int8",
+    "uint16",
+    "int32",
+    "int64",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "bfloat16",
+]
 SHAPES = [(), (1,), (0,), (3, 0, 2), (5, 7), (2, 1, 3, 4), (1021,), (8192,), (8193,), (300, 300)]
 
 
@@ -57,12 +78,15 @@ def _resident(x):
     return made
 
 
-@pytest.mark.parametrize("config", [SOON, IN_PARTS, CHECKED], ids=["read where they lie", "in parts", "checked"])
+@pytest.mark.parametrize(
+    "config", [SOON, IN_PARTS, CHECKED], ids=["read where they lie", "in parts", "checked"]
+)
 def test_arrays_of_any_dtype_shape_and_layout_arrive_as_they_were_sent(config):
     cases = [
         (dtype, SHAPES[(number * 7 + turn) % len(SHAPES)], layout)
-        for turn, layout in enumerate(LAYOUTS) for number, dtype in enumerate(DTYPES)
-    ]  # fmt: skip
+        for turn, layout in enumerate(LAYOUTS)
+        for number, dtype in enumerate(DTYPES)
+    ]
 
     def fn():
         for number, (dtype, shape, layout) in enumerate(cases):
@@ -70,7 +94,12 @@ def test_arrays_of_any_dtype_shape_and_layout_arrive_as_they_were_sent(config):
             if sv.rank() == 0:
                 sv.send(LAYOUTS[layout](x), 1, tag=number % 3)
                 continue
-            out = [None, np.empty_like(x), np.array(x * 0, order="F"), np.empty((*x.shape, 2), x.dtype)[..., 0]][number % 4]
+            out = [
+                None,
+                np.empty_like(x),
+                np.array(x * 0, order="F"),
+                np.empty((*x.shape, 2), x.dtype)[..., 0],
+            ][number % 4]
             got = sv.recv(0, tag=number % 3, out=out)
             assert out is None or got is out
             assert got.dtype == x.dtype
@@ -89,7 +118,10 @@ def _program(seed, size, steps):
     waiting = []  # (source, dest, tag, number), sent and not received
     for number in range(steps):
         source, dest = chance.sample(range(size), 2)
-        tag, nbytes = chance.randrange(3), chance.choice([0, 8, 100, 4096, 60_000, 65_536, 65_544, 200_000, 700_000])
+        tag, nbytes = (
+            chance.randrange(3),
+            chance.choice([0, 8, 100, 4096, 60_000, 65_536, 65_544, 200_000, 700_000]),
+        )
         is_started = nbytes > 65_536 or chance.random() < 0.3
         lines[source].append(("send", dest, tag, number, nbytes, is_started))
         waiting.append((source, dest, tag, number, nbytes))
@@ -97,7 +129,9 @@ def _program(seed, size, steps):
             pick = chance.choice(waiting)
             pick = next(one for one in waiting if one[:3] == pick[:3])  # the oldest of its tag
             waiting.remove(pick)
-            lines[pick[1]].append(("recv", pick[0], pick[2], pick[3], pick[4], chance.random() < 0.3))
+            lines[pick[1]].append(
+                ("recv", pick[0], pick[2], pick[3], pick[4], chance.random() < 0.3)
+            )
     for source, dest, tag, number, nbytes in waiting:
         lines[dest].append(("recv", source, tag, number, nbytes, False))
     return lines
@@ -175,7 +209,9 @@ def test_what_finds_no_room_in_the_box_goes_over_a_link_and_nothing_waits_or_cha
         other = 1 - sv.rank()
         for tag in (5, 6):
             for number in range(20):
-                sv.send(np.full(8000, number), other, tag=tag)  # 64 KB each: far more than a box holds
+                sv.send(
+                    np.full(8000, number), other, tag=tag
+                )  # 64 KB each: far more than a box holds
         sv.barrier()
         for tag in (6, 5):
             for number in range(20):
@@ -183,7 +219,11 @@ def test_what_finds_no_room_in_the_box_goes_over_a_link_and_nothing_waits_or_cha
         sv.barrier()
         sv.send(1, other)
         assert sv.recv(other) == 1
-        return len(ways()), next(event.path for event in reversed(current().recorder.events()) if event.what.startswith("send"))
+        return len(ways()), next(
+            event.path
+            for event in reversed(current().recorder.events())
+            if event.what.startswith("send")
+        )
 
     assert everywhere(2, fn, shared=True, config=SOON) == [(2, "arena message")] * 2
 
@@ -293,7 +333,11 @@ def test_a_cycle_of_long_messages_gets_a_verdict_and_the_pair_goes_on(config):
         work = sv.send(np.full(100_000, 7.0), other, async_op=True)
         assert (sv.recv(before) == 7.0).all()
         work.wait()
-        return [str(event.path) for event in current().recorder.events() if event.what.startswith("send")][-1]
+        return [
+            str(event.path)
+            for event in current().recorder.events()
+            if event.what.startswith("send")
+        ][-1]
 
     assert everywhere(3, fn, shared=True, config=config) == ["arena message"] * 3
 
@@ -316,7 +360,9 @@ def test_a_receive_whose_out_does_not_fit_uses_the_message_up_and_the_sender_goe
 
 
 def test_a_wait_that_meets_its_deadline_names_the_other_rank_and_breaks_the_group():
-    brief = RuntimeConfig(collective_timeout_s=0.3, report_after_s=5.0, rendezvous_timeout_s=10.0, stall_warning_s=5.0)
+    brief = RuntimeConfig(
+        collective_timeout_s=0.3, report_after_s=5.0, rendezvous_timeout_s=10.0, stall_warning_s=5.0
+    )
     over = threading.Barrier(2)
 
     def receiving():
@@ -335,7 +381,10 @@ def test_a_wait_that_meets_its_deadline_names_the_other_rank_and_breaks_the_grou
         over.wait(20)
         return error
 
-    for fn, words in ((receiving, "recv(from rank 1, tag 0)"), (sending, "send(float64[100000] to rank 1, tag 0)")):
+    for fn, words in (
+        (receiving, "recv(from rank 1, tag 0)"),
+        (sending, "send(float64[100000] to rank 1, tag 0)"),
+    ):
         error, theirs = run_ranks(2, fn, shared=True, config=brief, timeout_s=120)
         assert isinstance(error, sv.DeadlineExceeded), error
         assert words in str(error)
@@ -373,7 +422,9 @@ def test_two_threads_of_a_rank_receive_different_tags_from_the_same_rank():
             except BaseException as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=talk, args=(tag,), name=f"syncvar-test-{tag}") for tag in (1, 2)]
+        threads = [
+            threading.Thread(target=talk, args=(tag,), name=f"syncvar-test-{tag}") for tag in (1, 2)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -444,7 +495,7 @@ def test_what_has_come_of_a_failed_receive_is_dropped_by_whoever_has_the_box_nex
     assert everywhere(2, fn, shared=True, config=SOON) == [None, ((True, 800), False, 0)]
 
 
-# -- the ring itself ----------------------------------------------------------------------------------------------
+# -- the ring itself -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -477,9 +528,13 @@ def test_a_ring_gives_back_what_was_put_in_order_however_it_is_filled(pair, seed
         here, number, asked = [], 0, 0
         for _ in range(1000):
             if chance.random() < 0.55:
-                data = chance.randbytes(chance.choice([0, 1, 8, 63, 64, 1000, 1023, 1024, 5000, 65_536]))
+                data = chance.randbytes(
+                    chance.choice([0, 1, 8, 63, 64, 1000, 1023, 1024, 5000, 65_536])
+                )
                 shape = (1,) * chance.randrange(4) + (len(data),)
-                if out.put(what_of(1, 5, len(shape)), 1 << 63 | seed, number, shape, data, len(data)):
+                if out.put(
+                    what_of(1, 5, len(shape)), 1 << 63 | seed, number, shape, data, len(data)
+                ):
                     here.append((number, shape, data))
                     number += 1
                 else:
@@ -490,7 +545,13 @@ def test_a_ring_gives_back_what_was_put_in_order_however_it_is_filled(pair, seed
                 assert (entry is None) == (not here)
                 if entry is not None:
                     was, shape, data = here.pop(0)
-                    assert (entry.form, entry.kind, entry.dtype, entry.stream, entry.call) == (Form.WHOLE, 1, 5, 1 << 63 | seed, was)
+                    assert (entry.form, entry.kind, entry.dtype, entry.stream, entry.call) == (
+                        Form.WHOLE,
+                        1,
+                        5,
+                        1 << 63 | seed,
+                        was,
+                    )
                     assert entry.shape == shape
                     assert into.bytes_at(entry.data, entry.nbytes).tobytes() == data
                     into.free()
@@ -500,7 +561,9 @@ def test_a_ring_gives_back_what_was_put_in_order_however_it_is_filled(pair, seed
     pair(test)
 
 
-def test_eight_long_messages_may_be_open_and_a_number_is_used_again_when_it_was_answered_or_given_up(pair):
+def test_eight_long_messages_may_be_open_and_a_number_is_used_again_when_it_was_answered_or_given_up(
+    pair,
+):
     def test(out, into):
         def tell():
             return out.tell(what_of(1, 5, 1), 1, 0, (1 << 20,), 1 << 20, 4096, 0)
@@ -512,7 +575,13 @@ def test_eight_long_messages_may_be_open_and_a_number_is_used_again_when_it_was_
         out.give_up(2)
         assert [out.answer(number) for number in (1, 2)] == [2, 0]
         assert [tell(), tell(), tell()] == [9, 10, 0]
-        assert [into.was_given_up(number) for number in (1, 2, 3, 9, 10)] == [False, True, False, False, False]
+        assert [into.was_given_up(number) for number in (1, 2, 3, 9, 10)] == [
+            False,
+            True,
+            False,
+            False,
+            False,
+        ]
         into.want(3)
         assert out.answer(3) == 1
         assert out.answer(9) == 0

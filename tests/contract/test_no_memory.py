@@ -8,7 +8,9 @@ import syncvar as sv
 from syncvar.config import RuntimeConfig
 
 CONFIG = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
-HUGE = np.lib.stride_tricks.as_strided(np.ones(1, "f4"), (1 << 60,), (0,))  # no address space has room for a copy of it
+HUGE = np.lib.stride_tricks.as_strided(
+    np.ones(1, "f4"), (1 << 60,), (0,)
+)  # no address space has room for a copy of it
 
 CALLS = {  # all of them copy what is brought, or cut it
     "reduce": lambda x, how: sv.reduce(x, root=1, **how),
@@ -29,7 +31,10 @@ def test_a_rank_without_memory_tells_the_others_and_all_go_on(name, kernel, way)
     def fn():
         seen = []
         for turn in range(3):
-            for x in (HUGE if sv.rank() == 0 else np.ones(4, "f4"), np.arange(4, dtype="f4") + sv.rank() * 10**turn):
+            for x in (
+                HUGE if sv.rank() == 0 else np.ones(4, "f4"),
+                np.arange(4, dtype="f4") + sv.rank() * 10**turn,
+            ):
                 try:
                     made = call(x)
                     seen.append(None if made is None else made.tolist())
@@ -45,8 +50,10 @@ def test_a_rank_without_memory_tells_the_others_and_all_go_on(name, kernel, way)
     for turn in range(3):
         mine, theirs = np.arange(4.0), np.arange(4.0) + 10**turn
         wanted = {
-            "reduce": [None, mine + theirs], "scan": [mine, mine + theirs], "exscan": [np.zeros(4), mine],
+            "reduce": [None, mine + theirs],
+            "scan": [mine, mine + theirs],
+            "exscan": [np.zeros(4), mine],
             "all_reduce, scaled": [mine + theirs, mine + theirs],
-        }[name]  # fmt: skip
+        }[name]
         for seen, right in zip((one, other), wanted, strict=True):
             assert seen[3 * turn + 1] == (None if right is None else right.tolist())

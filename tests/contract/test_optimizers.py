@@ -83,7 +83,9 @@ def test_every_copy_makes_the_same_step(context, way):
     for rank, values in enumerate(made):
         for (name, mode), value in zip(kinds, values, strict=True):
             factor = 1 if context == "cross" else (1, 2)[rank] if mode == "NONE" else 1.5
-            expected = reference(MAKERS[name], [own(step, 0) * np.float32(factor) for step in range(3)])
+            expected = reference(
+                MAKERS[name], [own(step, 0) * np.float32(factor) for step in range(3)]
+            )
             assert value == expected.tobytes(), (name, mode)
 
 
@@ -101,7 +103,10 @@ def test_none_variables_never_send_a_message():
 
 def test_one_step_is_one_call_for_all_variables():
     def fn():
-        vs = [sv.Variable(np.zeros(3, dtype), name=f"v{number}") for number, dtype in enumerate(["float32", "float16", "float64", "float32"])]
+        vs = [
+            sv.Variable(np.zeros(3, dtype), name=f"v{number}")
+            for number, dtype in enumerate(["float32", "float16", "float64", "float32"])
+        ]
         apart = sv.Variable(np.zeros(3), synchronization="NONE")
         optimizer = OPT.Adam(0.5, epsilon=0.0)
         counts = []
@@ -162,7 +167,11 @@ def test_inside_merge_call_gradients_are_reduced_first():
                 optimizer.apply_gradients([(gradient, v)])
             optimizer.apply_gradients([(strategy.reduce("MEAN", gradient, axis=None), v)])
 
-        strategy.run(lambda: sv.get_replica_context().merge_call(merged, args=(np.array([float(sv.rank())], np.float32),)))
+        strategy.run(
+            lambda: sv.get_replica_context().merge_call(
+                merged, args=(np.array([float(sv.rank())], np.float32),)
+            )
+        )
         return v.numpy().item()
 
     assert everywhere(2, fn) == [0.5, 0.5]
@@ -256,8 +265,15 @@ def test_a_none_gradient_leaves_its_variable_and_its_slots():
         for _ in range(3):
             optimizer.apply_gradients([([1.0], v), (None, w)])
         slots = [key for key in optimizer.tracked() if key.startswith("w/")]
-        optimizer.apply_gradients([([1.0], v), ([1.0], w)])  # its first step is corrected as a first step
-        return slots, v.numpy().item(), w.numpy().item(), int(optimizer.tracked()["w/steps"].numpy())
+        optimizer.apply_gradients(
+            [([1.0], v), ([1.0], w)]
+        )  # its first step is corrected as a first step
+        return (
+            slots,
+            v.numpy().item(),
+            w.numpy().item(),
+            int(optimizer.tracked()["w/steps"].numpy()),
+        )
 
     for slots, v, w, steps in everywhere(2, fn):
         assert slots == []
@@ -266,7 +282,14 @@ def test_a_none_gradient_leaves_its_variable_and_its_slots():
         assert steps == 1
 
 
-@pytest.mark.parametrize(("mode", "dtype", "error"), [("ON_READ", "float32", "ON_READ"), ("ON_WRITE", "int64", "int64"), ("ON_WRITE", "complex64", "complex64")])
+@pytest.mark.parametrize(
+    ("mode", "dtype", "error"),
+    [
+        ("ON_READ", "float32", "ON_READ"),
+        ("ON_WRITE", "int64", "int64"),
+        ("ON_WRITE", "complex64", "complex64"),
+    ],
+)
 def test_what_cannot_be_stepped(mode, dtype, error):
     v = sv.Variable(np.zeros(2, dtype), synchronization=mode)
     with pytest.raises(sv.ConfigError, match=error):
@@ -303,7 +326,7 @@ def test_an_explicit_strategys_variables_outside_its_scope_are_in_cross_context(
     assert everywhere(2, fn) == [(0.0, True)] * 2
 
 
-# -- accumulation -------------------------------------------------------------------------------------------------------
+# -- accumulation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["links", "arena"])
@@ -316,7 +339,9 @@ def test_three_calls_are_one_step(way):
             optimizer = OPT.SGD(1.0, accumulate=3)
             for call in range(6):
                 before = current().world.next_call
-                optimizer.apply_gradients([([call * (1.0 + sv.rank())], v), ([1.0 + call], apart)], reduce=reduce)
+                optimizer.apply_gradients(
+                    [([call * (1.0 + sv.rank())], v), ([1.0 + call], apart)], reduce=reduce
+                )
                 if call:  # the first call makes the slots
                     made.append((current().world.next_call - before, optimizer.iterations))
         return made, v.numpy().item(), apart.numpy().item()
@@ -336,7 +361,9 @@ def test_a_refused_call_of_several_is_told_at_the_last_one():
         if sv.rank() == 1:
             with pytest.raises(sv.ConfigError, match="shape"):
                 optimizer.apply_gradients([([1.0, 2.0], v)])
-            with pytest.raises(sv.ConfigError, match=r"earlier call of this step was refused.*shape"):
+            with pytest.raises(
+                sv.ConfigError, match=r"earlier call of this step was refused.*shape"
+            ):
                 optimizer.apply_gradients([([1.0], v)])
         else:
             optimizer.apply_gradients([([1.0], v)])
@@ -389,7 +416,7 @@ def test_none_variables_step_with_shared_ones_that_have_no_gradient_at_first():
     assert everywhere(2, fn) == [(0.0, -1.0, 2), (0.0, -2.0, 2)]
 
 
-# -- weights ------------------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["links", "arena"])
@@ -408,7 +435,9 @@ def test_uneven_and_empty_batches_weigh_right(way, accumulate):
         for batch in np.array_split(mine, accumulate):
             with np.errstate(invalid="ignore"):
                 mean = np.float32(batch.sum()) / np.float32(len(batch))  # NaN where there is none
-            optimizer.apply_gradients([([mean], v), ([mean, -mean], w), ([mean], apart)], weight=len(batch))
+            optimizer.apply_gradients(
+                [([mean], v), ([mean, -mean], w), ([mean], apart)], weight=len(batch)
+            )
         return v.numpy().item(), w.numpy().tolist(), apart.numpy().item()
 
     made = everywhere(3, fn, shared=way == "arena")
@@ -444,7 +473,7 @@ def test_a_weight_belongs_to_the_mean():
         OPT.SGD().apply_gradients([([1.0], v)], reduce="meen")
 
 
-# -- clipping and what is not finite ------------------------------------------------------------------------------------
+# -- clipping and what is not finite ---------------------------------------------------------------
 
 
 def test_the_norm_is_that_of_the_combined_gradients():
@@ -453,7 +482,9 @@ def test_the_norm_is_that_of_the_combined_gradients():
         apart = sv.Variable([0.0], synchronization="NONE")
         optimizer = OPT.SGD(1.0, clip_norm=1.0)
         # means 3 and 4: norm 5; the NONE variable counts apart
-        optimizer.apply_gradients([([6.0 * sv.rank()], v), ([8.0 * sv.rank()], w), ([0.5 + sv.rank()], apart)])
+        optimizer.apply_gradients(
+            [([6.0 * sv.rank()], v), ([8.0 * sv.rank()], w), ([0.5 + sv.rank()], apart)]
+        )
         return v.numpy().item(), w.numpy().item(), apart.numpy().item()
 
     made = everywhere(2, fn)
@@ -479,7 +510,7 @@ def test_allow_lets_them_through():
     assert v.numpy()[1] == 0.0
 
 
-# -- slots and what a program sees --------------------------------------------------------------------------------------
+# -- slots and what a program sees -----------------------------------------------------------------
 
 
 def test_slots_can_be_made_before_the_first_step():
@@ -490,16 +521,34 @@ def test_slots_can_be_made_before_the_first_step():
         optimizer.build([v, half])
         optimizer.build([v])
         tracked = optimizer.tracked()
-        assert [slot is tracked[key] for key, slot in zip(tracked, optimizer.variables, strict=True)] == [True] * len(tracked)
-        return sorted((key, slot.name, slot.dtype.name, slot.synchronization.name, slot.trainable) for key, slot in tracked.items())
+        assert [
+            slot is tracked[key] for key, slot in zip(tracked, optimizer.variables, strict=True)
+        ] == [True] * len(tracked)
+        return sorted(
+            (key, slot.name, slot.dtype.name, slot.synchronization.name, slot.trainable)
+            for key, slot in tracked.items()
+        )
 
     rows = everywhere(2, fn)[0]
     assert [row[0] for row in rows] == [
-        "accumulated_replicas", "accumulated_weight", "calls", "half/accumulated", "half/m", "half/master", "half/steps",
-        "half/v", "iterations", "w/accumulated", "w/m", "w/steps", "w/v",
-    ]  # fmt: skip
+        "accumulated_replicas",
+        "accumulated_weight",
+        "calls",
+        "half/accumulated",
+        "half/m",
+        "half/master",
+        "half/steps",
+        "half/v",
+        "iterations",
+        "w/accumulated",
+        "w/m",
+        "w/steps",
+        "w/v",
+    ]
     assert {row[0]: row[1] for row in rows}["w/m"] == "w/Adam/m"
-    assert {row[2] for row in rows if row[0].startswith("half") and not row[0].endswith("steps")} == {"float32"}
+    assert {
+        row[2] for row in rows if row[0].startswith("half") and not row[0].endswith("steps")
+    } == {"float32"}
     assert {row[3] for row in rows if "accumulated" in row[0]} == {"ON_READ"}
     assert not any(row[4] for row in rows)
 
@@ -546,13 +595,18 @@ def test_state_put_into_another_optimizer_goes_on_where_the_first_one_stopped():
 @pytest.mark.parametrize("way", ["links", "arena"])
 def test_a_checkpoint_restored_before_the_slots_exist_goes_on_with_the_same_bits(way, tmp_path):
     def run(restore):
-        w, half = sv.Variable(START, name="w"), sv.Variable(np.ones((2, 2), np.float16), name="half")
+        w, half = (
+            sv.Variable(START, name="w"),
+            sv.Variable(np.ones((2, 2), np.float16), name="half"),
+        )
         optimizer = OPT.Adam(0.1, accumulate=2)
         checkpoint = sv.Checkpoint(w=w, half=half, optimizer=optimizer)
 
         def steps(numbers):
             for number in numbers:
-                optimizer.apply_gradients([(own(number, sv.rank()), w), (own(number, sv.rank()).astype(np.float16), half)])
+                optimizer.apply_gradients(
+                    [(own(number, sv.rank()), w), (own(number, sv.rank()).astype(np.float16), half)]
+                )
 
         if restore:
             checkpoint.restore(tmp_path / "saved")
@@ -571,13 +625,18 @@ def test_a_checkpoint_restored_before_the_slots_exist_goes_on_with_the_same_bits
 @pytest.mark.parametrize("way", ["links", "arena"])
 @pytest.mark.parametrize("kind", ["mean", "sum", "weight", "given"])
 def test_accumulated_gradients_survive_any_change_of_the_world(kind, way, tmp_path):
-    examples = np.random.default_rng(5).normal(size=(4, 60, 2))  # four calls to a step, cut evenly over any world
+    examples = np.random.default_rng(5).normal(
+        size=(4, 60, 2)
+    )  # four calls to a step, cut evenly over any world
 
     def run(calls, *, restore=None, save=None):
         rank, size = sv.rank(), sv.world_size()
         strategy = sv.MirroredStrategy()
         with strategy.scope():
-            w, half = sv.Variable(np.ones(2), name="w"), sv.Variable(np.ones(2, np.float16), name="half")
+            w, half = (
+                sv.Variable(np.ones(2), name="w"),
+                sv.Variable(np.ones(2, np.float16), name="half"),
+            )
         optimizer = OPT.SGD(0.5, accumulate=4)
         checkpoint = sv.Checkpoint(w=w, half=half, optimizer=optimizer)
         if not calls:
@@ -591,7 +650,9 @@ def test_accumulated_gradients_survive_any_change_of_the_world(kind, way, tmp_pa
             if kind == "sum":
                 gradient, options = mine.sum(axis=0) / 60, {"reduce": "sum"}
             elif kind == "weight":
-                mine = rows[rank:] if rank == size - 1 else rows[rank : rank + 1]  # one each, the last has the others
+                mine = (
+                    rows[rank:] if rank == size - 1 else rows[rank : rank + 1]
+                )  # one each, the last has the others
                 gradient, options = mine.mean(axis=0), {"weight": len(mine)}
             elif kind == "given":
                 gradient = rows.mean(axis=0)
@@ -608,13 +669,17 @@ def test_accumulated_gradients_survive_any_change_of_the_world(kind, way, tmp_pa
         return w.numpy().tolist(), half.numpy().tolist(), optimizer.iterations
 
     def on(size, *arguments, **options):
-        results = everywhere(size, lambda: run(*arguments, **options), shared=way == "arena" and size > 1)
+        results = everywhere(
+            size, lambda: run(*arguments, **options), shared=way == "arena" and size > 1
+        )
         assert results == results[:1] * size
         return results[0]
 
     through = on(3, range(4))
     factor = 4 if kind == "sum" else 1  # the calls of a step are added up as the replicas are
-    assert through[0] == pytest.approx((1 - 0.5 * factor * examples.mean(axis=(0, 1))).tolist(), rel=1e-6)
+    assert through[0] == pytest.approx(
+        (1 - 0.5 * factor * examples.mean(axis=(0, 1))).tolist(), rel=1e-6
+    )
     on(3, range(2), save="3")
     assert on(3, range(2, 4), restore="3") == through, "the same world goes on with the same bits"
     for size in (1, 2, 4, 5):
@@ -650,7 +715,12 @@ def test_long_names_leave_room_for_the_slots():
     v = sv.Variable([1.0], name="n" * 128)
     optimizer = OPT.Adam(name="o" * 64)
     optimizer.apply_gradients([([1.0], v)])
-    assert [len(slot.name) for slot in optimizer.variables] == [64 + len("/iterations"), 128, 128, 128]
+    assert [len(slot.name) for slot in optimizer.variables] == [
+        64 + len("/iterations"),
+        128,
+        128,
+        128,
+    ]
     assert list(optimizer.tracked())[1] == f"{v.name}/m"
     assert repr(OPT.SGD(0.5)) == "<sv.optimizers.SGD learning_rate=0.5 iterations=0>"
 
@@ -661,8 +731,12 @@ def test_a_shared_and_a_none_variable_may_have_one_name():
     optimizer = OPT.Momentum(0.5)
     optimizer.apply_gradients([([1.0], shared), ([2.0], apart)])
     tracked = optimizer.tracked()
-    assert sorted(tracked) == sorted(["iterations", f"{shared.name}/momentum", f"NONE:{shared.name}/momentum"])
-    assert [float(tracked[f"{where}{shared.name}/momentum"].numpy()[0]) for where in ("", "NONE:")] == [1.0, 2.0]
+    assert sorted(tracked) == sorted(
+        ["iterations", f"{shared.name}/momentum", f"NONE:{shared.name}/momentum"]
+    )
+    assert [
+        float(tracked[f"{where}{shared.name}/momentum"].numpy()[0]) for where in ("", "NONE:")
+    ] == [1.0, 2.0]
 
 
 def test_the_arena_keeps_gradients_and_steps_without_growing():
@@ -675,7 +749,9 @@ def test_the_arena_keeps_gradients_and_steps_without_growing():
         places = [v._storage.array.ctypes.data, plan.shared[0].whole.ctypes.data]
         for _ in range(3):
             optimizer.apply_gradients([(gradient, v)])
-        return places == [v._storage.array.ctypes.data, plan.shared[0].whole.ctypes.data], len(optimizer._plans)
+        return places == [v._storage.array.ctypes.data, plan.shared[0].whole.ctypes.data], len(
+            optimizer._plans
+        )
 
     assert everywhere(2, fn, shared=True) == [(True, 1)] * 2
 
@@ -683,15 +759,28 @@ def test_the_arena_keeps_gradients_and_steps_without_growing():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: OPT.SGD(-1), "learning_rate"), (lambda: OPT.SGD("0.1"), "learning_rate"), (lambda: OPT.SGD(float("nan")), "learning_rate"),
-        (lambda: OPT.SGD(True), "learning_rate"), (lambda: OPT.Momentum(0.1, 1.0), "momentum < 1"), (lambda: OPT.Momentum(nesterov=1), "nesterov"),
-        (lambda: OPT.Adam(beta_1=1.0), "beta_1"), (lambda: OPT.Adam(beta_2=-0.1), "beta_2"), (lambda: OPT.Adam(epsilon=-1), "epsilon"),
-        (lambda: OPT.RMSProp(rho=2), "rho"), (lambda: OPT.RMSProp(centered=None), "centered"), (lambda: OPT.Adagrad(initial_accumulator_value=-1), "initial"),
-        (lambda: OPT.SGD(weight_decay=-1), "weight_decay"), (lambda: OPT.SGD(clip_norm=0), "clip_norm"), (lambda: OPT.SGD(clip_value="x"), "clip_value"),
-        (lambda: OPT.SGD(accumulate=0), "accumulate"), (lambda: OPT.SGD(accumulate=1.5), "accumulate"), (lambda: OPT.SGD(nonfinite="skipp"), "did you mean skip"),
-        (lambda: setattr(OPT.SGD(), "learning_rate", None), "learning_rate"), (lambda: OPT.SGD(name="a b"), "name of an optimizer"),
+        (lambda: OPT.SGD(-1), "learning_rate"),
+        (lambda: OPT.SGD("0.1"), "learning_rate"),
+        (lambda: OPT.SGD(float("nan")), "learning_rate"),
+        (lambda: OPT.SGD(True), "learning_rate"),
+        (lambda: OPT.Momentum(0.1, 1.0), "momentum < 1"),
+        (lambda: OPT.Momentum(nesterov=1), "nesterov"),
+        (lambda: OPT.Adam(beta_1=1.0), "beta_1"),
+        (lambda: OPT.Adam(beta_2=-0.1), "beta_2"),
+        (lambda: OPT.Adam(epsilon=-1), "epsilon"),
+        (lambda: OPT.RMSProp(rho=2), "rho"),
+        (lambda: OPT.RMSProp(centered=None), "centered"),
+        (lambda: OPT.Adagrad(initial_accumulator_value=-1), "initial"),
+        (lambda: OPT.SGD(weight_decay=-1), "weight_decay"),
+        (lambda: OPT.SGD(clip_norm=0), "clip_norm"),
+        (lambda: OPT.SGD(clip_value="x"), "clip_value"),
+        (lambda: OPT.SGD(accumulate=0), "accumulate"),
+        (lambda: OPT.SGD(accumulate=1.5), "accumulate"),
+        (lambda: OPT.SGD(nonfinite="skipp"), "did you mean skip"),
+        (lambda: setattr(OPT.SGD(), "learning_rate", None), "learning_rate"),
+        (lambda: OPT.SGD(name="a b"), "name of an optimizer"),
     ],
-)  # fmt: skip
+)
 def test_wrong_numbers(make, words):
     with pytest.raises(sv.ConfigError, match=words):
         make()
@@ -707,19 +796,23 @@ def test_a_schedule_that_gives_no_number_is_told():
         v = sv.Variable([1.0])
         optimizer = OPT.SGD(lambda step: 0.5 if step == 0 or sv.rank() == 0 else "x")
         optimizer.apply_gradients([([1.0], v)])
-        with pytest.raises(sv.MismatchError if sv.rank() == 0 else sv.ConfigError, match="learning_rate"):
+        with pytest.raises(
+            sv.MismatchError if sv.rank() == 0 else sv.ConfigError, match="learning_rate"
+        ):
             optimizer.apply_gradients([([1.0], v)])
         return v.numpy().item()
 
     assert everywhere(2, fn) == [0.5, 0.5]
 
 
-# -- equal bits ---------------------------------------------------------------------------------------------------------
+# -- equal bits ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["links", "arena"])
 def test_1_2_and_4_workers_end_with_the_same_bits(way):
-    shards = np.random.default_rng(3).normal(size=(3, 4, 2, 2)) * np.array([1e-3, 1.0, 1e3, 7.0]).reshape(4, 1, 1)
+    shards = np.random.default_rng(3).normal(size=(3, 4, 2, 2)) * np.array(
+        [1e-3, 1.0, 1e3, 7.0]
+    ).reshape(4, 1, 1)
     shards = shards.astype(np.float32)
 
     def run(name):
@@ -737,7 +830,11 @@ def test_1_2_and_4_workers_end_with_the_same_bits(way):
             strategy.run(step, args=(parts,))
         return v.numpy().tobytes()
 
-    made = [value for size in (1, 2, 4) for value in everywhere(size, lambda: tuple(map(run, MAKERS)), shared=way == "arena")]
+    made = [
+        value
+        for size in (1, 2, 4)
+        for value in everywhere(size, lambda: tuple(map(run, MAKERS)), shared=way == "arena")
+    ]
     assert len(made) == 7
     assert len(set(made)) == 1
 
@@ -749,7 +846,10 @@ PATHS = {"links": {}, "arena": {"shared": True}, "hosts": {"shared": True, "host
 def test_any_number_of_workers_steps_by_shards_to_the_same_bits(way):
     draw = np.random.default_rng(3)
     steps = [
-        [{"v": draw.normal(size=(2, 2)) * 10.0 ** draw.integers(-3, 3), "h": draw.normal(size=5)} for _ in range(7)]
+        [
+            {"v": draw.normal(size=(2, 2)) * 10.0 ** draw.integers(-3, 3), "h": draw.normal(size=5)}
+            for _ in range(7)
+        ]
         for _ in range(3)
     ]
 
@@ -761,16 +861,27 @@ def test_any_number_of_workers_steps_by_shards_to_the_same_bits(way):
         optimizer = MAKERS[name](clip_norm=3.0)
 
         def step(parts):
-            mine = [one for one in range(7) if (one * one) % sv.world_size() == sv.rank()]  # some have none
-            pairs = [({one: parts[one][key].astype(np.float32) for one in mine}, to) for key, to in (("v", v), ("h", half))]
-            optimizer.apply_gradients([*pairs, ({one: parts[one]["h"] for one in mine}, wide)], shards=True)
+            mine = [
+                one for one in range(7) if (one * one) % sv.world_size() == sv.rank()
+            ]  # some have none
+            pairs = [
+                ({one: parts[one][key].astype(np.float32) for one in mine}, to)
+                for key, to in (("v", v), ("h", half))
+            ]
+            optimizer.apply_gradients(
+                [*pairs, ({one: parts[one]["h"] for one in mine}, wide)], shards=True
+            )
 
         for parts in steps:
             strategy.run(step, args=(parts,))
         return v.numpy().tobytes(), half.numpy().tobytes(), wide.numpy().tobytes()
 
     sizes = {"links": (1, 3), "arena": (2, 5), "hosts": (4,)}[way]
-    made = [value for size in sizes for value in everywhere(size, lambda: tuple(map(run, MAKERS)), **PATHS[way])]
+    made = [
+        value
+        for size in sizes
+        for value in everywhere(size, lambda: tuple(map(run, MAKERS)), **PATHS[way])
+    ]
     assert len(set(made)) == 1
     assert made[0] == everywhere(1, lambda: tuple(map(run, MAKERS)))[0]
 
@@ -792,7 +903,11 @@ def test_the_mean_of_shards_is_over_shards():
         (lambda v: [([1.0], v)], {}, "must be a dict of id -> gradient, not list"),
         (lambda v: [({0: [1.0, 2.0]}, v)], {}, "shard 0 of the gradient of variable 'v"),
         (lambda v: [({-1: [1.0]}, v)], {}, "0 or more, not -1"),
-        (lambda v: [({0: [1.0]}, v), ({1: [1.0]}, sv.Variable([1.0], name="w"))], {}, r"variable 'w' is of the shards \[1\]"),
+        (
+            lambda v: [({0: [1.0]}, v), ({1: [1.0]}, sv.Variable([1.0], name="w"))],
+            {},
+            r"variable 'w' is of the shards \[1\]",
+        ),
         (lambda v: [({0: [1.0]}, v)], {"weight": 2.0}, "weight belongs to a replica"),
         (lambda v: [({0: [1.0]}, v)], {"reduce": None}, "inside strategy.run or outside"),
         (lambda v: [({0: [1.0]}, v)], {"accumulate": 2}, "accumulate takes no shards"),
@@ -814,7 +929,10 @@ def test_shards_that_do_not_fit_together_change_nothing(way):
         v = sv.Variable([8.0])
         optimizer = OPT.SGD(1.0)
         rank = sv.rank()
-        for mine, words in [({0: [1.0]}, "brought by ranks 0 and 1"), ({2 * rank: [1.0]}, "nobody brings shard 1")]:
+        for mine, words in [
+            ({0: [1.0]}, "brought by ranks 0 and 1"),
+            ({2 * rank: [1.0]}, "nobody brings shard 1"),
+        ]:
             with pytest.raises(sv.MismatchError, match=words):
                 optimizer.apply_gradients([(mine, v)], shards=True)
         with pytest.raises(sv.MismatchError if rank else sv.ConfigError):
@@ -828,7 +946,7 @@ def test_shards_that_do_not_fit_together_change_nothing(way):
     assert everywhere(2, fn, **PATHS[way]) == [6.5, 6.5]
 
 
-# -- with other writes, and when a replica does not come ----------------------------------------------------------------
+# -- with other writes, and when a replica does not come -------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["links", "arena"])
@@ -837,7 +955,9 @@ def test_a_step_comes_after_the_writes_before_it(pace, way):
     def fn():
         v = sv.Variable([8.0], aggregation="SUM")
         v.pin(pace)
-        optimizer = OPT.SGD(1.0, weight_decay=0.5)  # what a step does depends on the value before it
+        optimizer = OPT.SGD(
+            1.0, weight_decay=0.5
+        )  # what a step does depends on the value before it
         for _ in range(2):
             v.assign_add([1.0 + sv.rank()])
             optimizer.apply_gradients([([0.0], v)])
@@ -873,11 +993,13 @@ try:
 except sv.ConfigError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
     assert "got no gradient at all" in done.stdout
 
 
-# -- copies of optimizers -----------------------------------------------------------------------------------------
+# -- copies of optimizers --------------------------------------------------------------------------
 
 
 class Model:
@@ -886,7 +1008,10 @@ class Model:
     def __init__(self, rule, *, is_optimizer_first):
         weights = [sv.Variable(np.zeros(3, dtype), name=dtype) for dtype in ("float32", "float16")]
         weights.append(sv.Variable(np.zeros(3), name="own", synchronization="NONE"))
-        parts = [("weights", weights), ("optimizer", rule())]  # a copy is made in the order of attributes
+        parts = [
+            ("weights", weights),
+            ("optimizer", rule()),
+        ]  # a copy is made in the order of attributes
         self.__dict__.update(reversed(parts) if is_optimizer_first else parts)
 
     def step(self, *numbers):
@@ -899,9 +1024,14 @@ class Model:
 
 
 @pytest.mark.parametrize("is_optimizer_first", [False, True])
-@pytest.mark.parametrize("rule", [
-    lambda: sv.optimizers.Adam(0.1), lambda: sv.optimizers.Momentum(0.1, accumulate=2), lambda: sv.optimizers.SGD(0.1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda: sv.optimizers.Adam(0.1),
+        lambda: sv.optimizers.Momentum(0.1, accumulate=2),
+        lambda: sv.optimizers.SGD(0.1),
+    ],
+)
 def test_a_deep_copy_of_a_model_makes_the_steps_of_the_model(rule, is_optimizer_first):
     def program():
         model = Model(rule, is_optimizer_first=is_optimizer_first)
@@ -925,7 +1055,9 @@ def test_a_deep_copy_of_a_model_makes_the_steps_of_the_model(rule, is_optimizer_
 
 def test_a_deep_copy_of_an_optimizer_alone_steps_the_same_variables():
     def program():
-        model = Model(lambda: sv.optimizers.Adam(lambda step: 0.1 / (step + 1)), is_optimizer_first=False)
+        model = Model(
+            lambda: sv.optimizers.Adam(lambda step: 0.1 / (step + 1)), is_optimizer_first=False
+        )
         model.step(0, 1, 2)
         values = [one.local_value() for one in model.weights]
         kept = copy.deepcopy(model.optimizer)
@@ -979,7 +1111,7 @@ def test_an_optimizer_of_variables_on_servers_is_not_copied():
     assert run_ranks(1, program, servers=LocalServers(1, 1), timeout_s=60) == [True]
 
 
-# -- gradients of rows --------------------------------------------------------------------------------------------
+# -- gradients of rows -----------------------------------------------------------------------------
 
 
 class IndexedSlices(NamedTuple):
@@ -991,12 +1123,22 @@ class IndexedSlices(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    "kind", [lambda indices, values: (indices, values), lambda indices, values: IndexedSlices(values, indices)]
+    "kind",
+    [
+        lambda indices, values: (indices, values),
+        lambda indices, values: IndexedSlices(values, indices),
+    ],
 )
-@pytest.mark.parametrize(("dtype", "options"), [("float32", {}), ("float16", {"accumulate": 2}), ("float64", {"clip_norm": 1.0})])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [("float32", {}), ("float16", {"accumulate": 2}), ("float64", {"clip_norm": 1.0})],
+)
 def test_gradients_that_name_rows_are_those_with_zeros_elsewhere(kind, dtype, options):
     def program():
-        table, twin = (sv.Variable(np.ones((4, 2), dtype), name=name, aggregation="MEAN") for name in ("a", "b"))
+        table, twin = (
+            sv.Variable(np.ones((4, 2), dtype), name=name, aggregation="MEAN")
+            for name in ("a", "b")
+        )
         optimizers = [OPT.Adam(0.1, **options) for _ in range(2)]
         rank = sv.rank()
         for step in range(4):
@@ -1015,7 +1157,9 @@ def test_gradients_that_name_rows_are_those_with_zeros_elsewhere(kind, dtype, op
 
 def test_gradients_of_rows_of_shards():
     def program():
-        table, twin = (sv.Variable(np.ones((4, 2)), name=name, aggregation="MEAN") for name in ("a", "b"))
+        table, twin = (
+            sv.Variable(np.ones((4, 2)), name=name, aggregation="MEAN") for name in ("a", "b")
+        )
         rank, value = sv.rank(), np.full((1, 2), 2.0)
         dense = np.zeros((4, 2))
         dense[rank] = 2.0
@@ -1047,7 +1191,10 @@ def test_as_many_indices_as_a_row_of_two_has_elements_name_rows():
     [
         (([4], np.ones((1, 2))), "row 4 is outside the variable's rows 0 to 3"),
         (([0.5], np.ones((1, 2))), "indices must be integers, not float64"),
-        (([0, 1], np.ones((1, 2))), r"gradient of variable 'v': values: the value has shape \(1, 2\)"),
+        (
+            ([0, 1], np.ones((1, 2))),
+            r"gradient of variable 'v': values: the value has shape \(1, 2\)",
+        ),
     ],
 )
 def test_wrong_gradients_of_rows_change_nothing_anywhere(gradient, words):
@@ -1055,7 +1202,9 @@ def test_wrong_gradients_of_rows_change_nothing_anywhere(gradient, words):
         v = sv.Variable(np.ones((4, 2)), name="v")
         optimizer = OPT.SGD(0.5)
         mine = gradient if sv.rank() else ([0], np.ones((1, 2)))
-        with pytest.raises(sv.ConfigError if sv.rank() else sv.MismatchError, match=words if sv.rank() else None):
+        with pytest.raises(
+            sv.ConfigError if sv.rank() else sv.MismatchError, match=words if sv.rank() else None
+        ):
             optimizer.apply_gradients([(mine, v)])
         optimizer.apply_gradients([(([0], np.ones((1, 2))), v)])
         return v.numpy().tolist()

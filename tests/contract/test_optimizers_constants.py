@@ -72,12 +72,21 @@ def test_ten_steps_in_float64(name):
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_ten_steps_in_float32(name):
-    np.testing.assert_allclose(ten_steps(MAKERS[name](), "float32", (2, 3)), EXPECTED[name], rtol=3e-6)
+    np.testing.assert_allclose(
+        ten_steps(MAKERS[name](), "float32", (2, 3)), EXPECTED[name], rtol=3e-6
+    )
 
 
 def test_ten_steps_of_float32_like_those_of_torch_in_float32():
     # torch 2.13.0, torch.optim.Adam(lr=0.1, eps=1e-3) on float32 tensors
-    expected = [0.6267417073249817, -2.1254537105560303, 0.7493109107017517, 3.40030574798584, -0.08066867291927338, 1.2931365966796875]
+    expected = [
+        0.6267417073249817,
+        -2.1254537105560303,
+        0.7493109107017517,
+        3.40030574798584,
+        -0.08066867291927338,
+        1.2931365966796875,
+    ]
     np.testing.assert_allclose(ten_steps(Adam(0.1, epsilon=1e-3), "float32"), expected, rtol=4e-7)
 
 

@@ -90,7 +90,9 @@ def test_gossip_keeps_the_mean_and_brings_all_together():
         met = [partners[number] for _, partners in results]
         assert met.count(None) == 1
         assert all(met[partner] == rank for rank, partner in enumerate(met) if partner is not None)
-    assert np.allclose(np.mean([weights for weights, _ in results], axis=0), [20.0, 21.0, 22.0], rtol=1e-12)
+    assert np.allclose(
+        np.mean([weights for weights, _ in results], axis=0), [20.0, 21.0, 22.0], rtol=1e-12
+    )
     assert max(float(np.abs(weights - [20.0, 21.0, 22.0]).max()) for weights, _ in results) < 0.05
     outcomes = everywhere(3, lambda: gossip.train(data, 120, look_every=60))
     assert len(set(outcomes)) == 1
@@ -120,7 +122,14 @@ def test_three_ranks_cannot_share_two_stages():
         everywhere(3, model_parallel.train)
 
 
-@pytest.mark.parametrize(("module", "example", "pip"), [("torch", torch_module, "pip install torch"), ("torch", torch_gradients, "pip install torch"), ("jax", jax_gradients, "pip install jax")])
+@pytest.mark.parametrize(
+    ("module", "example", "pip"),
+    [
+        ("torch", torch_module, "pip install torch"),
+        ("torch", torch_gradients, "pip install torch"),
+        ("jax", jax_gradients, "pip install jax"),
+    ],
+)
 def test_a_missing_library_is_named_in_one_line(monkeypatch, module, example, pip):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit) as ended:
@@ -156,7 +165,10 @@ def test_spirals_come_to_the_same_with_even_and_uneven_parts(capsys):
         spirals.report(made, "hand")
         return made
 
-    even, uneven = everywhere(2, fn), everywhere(5, fn)  # 96 rows over 5 workers: 20 and four times 19
+    even, uneven = (
+        everywhere(2, fn),
+        everywhere(5, fn),
+    )  # 96 rows over 5 workers: 20 and four times 19
     assert len({made.digest for made in even}) == len({made.digest for made in uneven}) == 1
     assert uneven[0].loss == pytest.approx(even[0].loss, rel=1e-3)
     assert even[0].loss < 0.6

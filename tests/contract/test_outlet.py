@@ -47,7 +47,9 @@ def read_all(outlet, descriptor, count):
     """Read so many bytes, as a slow reader and a loop that polls would."""
     data = b""
     while len(data) < count:
-        ready = select.select([descriptor], [outlet.descriptor] if outlet.descriptor >= 0 else [], [], 10)
+        ready = select.select(
+            [descriptor], [outlet.descriptor] if outlet.descriptor >= 0 else [], [], 10
+        )
         assert any(ready), f"nothing moves after {len(data)} of {count} bytes"
         if ready[1]:
             outlet.flush()
@@ -72,7 +74,9 @@ def test_a_reader_that_does_not_read_never_blocks_and_loses_nothing(kind, tmp_pa
         assert one.is_full
         assert one.descriptor >= 0
         assert os.get_blocking(writer), "the open file that others share stays as it is"
-        assert not select.select([], [one.descriptor], [], 0)[1], "it is polled without end otherwise"
+        assert not select.select([], [one.descriptor], [], 0)[1], (
+            "it is polled without end otherwise"
+        )
         whole = text * 2
         if kind == "terminal":  # each line feed becomes two bytes
             whole = whole.replace(b"\n", b"\r\n")
@@ -89,7 +93,9 @@ def test_a_file_takes_all_at_once(tmp_path):
         one.write(b"x" * (2 * QUEUE_NBYTES))
         assert one.descriptor == -1
     os.close(file)
-    assert (tmp_path / "file").read_bytes() == b"before " + b"x" * (2 * QUEUE_NBYTES), "one position in it, ours and the shell's"
+    assert (tmp_path / "file").read_bytes() == b"before " + b"x" * (2 * QUEUE_NBYTES), (
+        "one position in it, ours and the shell's"
+    )
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket"])
@@ -133,7 +139,10 @@ def test_patience_counts_from_its_begin_and_anew_with_each_byte_taken(tmp_path):
 
 def test_the_same_pipe_or_terminal_for_both_keeps_the_order(tmp_path):
     for kind in ("pipe", "terminal", "socket"):
-        with ends(kind, tmp_path) as (reader, writer), contextlib.closing(Outlets(writer, writer)) as both:
+        with (
+            ends(kind, tmp_path) as (reader, writer),
+            contextlib.closing(Outlets(writer, writer)) as both,
+        ):
             assert both.out is both.err
             both.out.write(b"a" * QUEUE_NBYTES)
             both.err.write(b"b" * QUEUE_NBYTES)
@@ -146,7 +155,9 @@ def test_the_same_pipe_or_terminal_for_both_keeps_the_order(tmp_path):
 
 
 def test_files_and_different_pipes_have_queues_of_their_own(tmp_path):
-    first, second = (os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT | os.O_APPEND) for _ in range(2))
+    first, second = (
+        os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT | os.O_APPEND) for _ in range(2)
+    )
     with contextlib.closing(Outlets(first, second)) as both:
         both.out.write(b"a")
         both.err.write(b"b")

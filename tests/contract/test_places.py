@@ -52,14 +52,18 @@ def test_training_where_the_arena_of_one_rank_is_full():
 
     def fn():
         rank = sv.rank()
-        sv.all_reduce(np.zeros(30_000))  # takes the memory for segments, without which there are no long calls
+        sv.all_reduce(
+            np.zeros(30_000)
+        )  # takes the memory for segments, without which there are no long calls
         strategy = sv.MirroredStrategy()
         with strategy.scope():
             w = sv.Variable(np.zeros(30_000))
             held = fill_the_arena() if rank == 1 else []
             optimizer = sv.optimizers.SGD(1.0)
         for step in range(8):
-            strategy.run(lambda: optimizer.apply_gradients([(np.full(30_000, step + sv.rank(), float), w)]))  # noqa: B023
+            strategy.run(
+                lambda: optimizer.apply_gradients([(np.full(30_000, step + sv.rank(), float), w)])  # noqa: B023
+            )
         assert bool(held) == (rank == 1)
         assert len(np.unique(w.numpy())) == 1
         return float(w.numpy()[0])

@@ -58,12 +58,16 @@ def test_an_exception_reaches_the_consumer_at_its_place(error):
     with pytest.raises(type(error)) as caught:
         next(iterator)
     assert caught.value is error
-    assert any(entry.name == "elements" for entry in caught.traceback), "it shows where it was raised"
+    assert any(entry.name == "elements" for entry in caught.traceback), (
+        "it shows where it was raised"
+    )
     assert not threads()
     assert next(iterator, "over") == "over"
 
 
-@pytest.mark.parametrize("how", ["del", "close", "break", "exception", "end", "never begun", "load"])
+@pytest.mark.parametrize(
+    "how", ["del", "close", "break", "exception", "end", "never begun", "load"]
+)
 def test_the_thread_ends_with_the_iterator(how):
     closed = []
 

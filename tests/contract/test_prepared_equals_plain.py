@@ -27,12 +27,17 @@ def short_segments(monkeypatch):
     for name, module in list(sys.modules.items()):
         if name.startswith("syncvar.") and hasattr(module, "SEGMENT_BYTES"):
             monkeypatch.setattr(module, "SEGMENT_BYTES", SHORT_BYTES)
-    monkeypatch.setattr(moves, "_READ_BYTES", 2 * SHORT_BYTES)  # and blocks of two of them are read where they lie
+    monkeypatch.setattr(
+        moves, "_READ_BYTES", 2 * SHORT_BYTES
+    )  # and blocks of two of them are read where they lie
 
 
 LAYOUTS = {
     "arena": {"shared": True},
-    "kernel": {"shared": True, "config": CONFIG.replaced(check_arena="off")},  # where the arena is checked, Python runs all
+    "kernel": {
+        "shared": True,
+        "config": CONFIG.replaced(check_arena="off"),
+    },  # where the arena is checked, Python runs all
     "full": {"shared": True, "arena_bytes": 64 * MIB},  # the arena of rank 1 is
     "python": {"shared": True, "config": CONFIG.replaced(kernel="python")},
     "links": {},
@@ -47,7 +52,9 @@ def make_calls(layout, size, seed, *, cases=0, pairs=()):
         rank = Rank(seed)
         held = []
         if layout == "full":
-            sv.all_reduce(np.zeros(100_000))  # takes the memory for segments, without which there are no long calls
+            sv.all_reduce(
+                np.zeros(100_000)
+            )  # takes the memory for segments, without which there are no long calls
             held = fill_the_arena() if sv.rank() == 1 else []
         rank.run(cases)
         rank.run_pairs(pairs)
@@ -62,12 +69,25 @@ def make_calls(layout, size, seed, *, cases=0, pairs=()):
     assert done == [(done[0][0], layout == "full" and rank == 1) for rank in range(size)]
 
 
-@pytest.mark.parametrize(("layout", "size"), [("kernel", 3), pytest.param("arena", 2, marks=pytest.mark.slow), ("arena", 3), ("arena", 4), ("full", 2), ("links", 2), ("hosts", 3)])
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        ("kernel", 3),
+        pytest.param("arena", 2, marks=pytest.mark.slow),
+        ("arena", 3),
+        ("arena", 4),
+        ("full", 2),
+        ("links", 2),
+        ("hosts", 3),
+    ],
+)
 def test_random_calls(short_segments, layout, size):
     make_calls(layout, size, 20261122, cases=12)
 
 
-@pytest.mark.parametrize(("layout", "size", "collectives"), [("arena", 2, PREPARED[:3]), ("full", 2, PREPARED[:1])])
+@pytest.mark.parametrize(
+    ("layout", "size", "collectives"), [("arena", 2, PREPARED[:3]), ("full", 2, PREPARED[:1])]
+)
 def test_every_pair_of_manners(short_segments, layout, size, collectives):
     make_calls(layout, size, 1, pairs=collectives)
 
@@ -82,9 +102,20 @@ def test_long_means_of_which_some_ranks_make_a_prepared_call(short_segments, dty
                 made.append(sv.reduce(x, "mean", root=1, async_op=True).wait())
             else:
                 made.append(sv.reduce(x, "mean", root=1))
-            sums = [sv.scan(x, "mean", async_op=True).wait() if turn % 3 == sv.rank() else sv.scan(x, "mean")]
-            sums.append(sv.exscan(x, "mean", async_op=True).wait() if turn % 3 == sv.rank() else sv.exscan(x, "mean"))
-            assert [set(one.tolist()) for one in sums] == [{1 + sv.rank() / 2}, {[0.0, 1.0, 1.5][sv.rank()]}]
+            sums = [
+                sv.scan(x, "mean", async_op=True).wait()
+                if turn % 3 == sv.rank()
+                else sv.scan(x, "mean")
+            ]
+            sums.append(
+                sv.exscan(x, "mean", async_op=True).wait()
+                if turn % 3 == sv.rank()
+                else sv.exscan(x, "mean")
+            )
+            assert [set(one.tolist()) for one in sums] == [
+                {1 + sv.rank() / 2},
+                {[0.0, 1.0, 1.5][sv.rank()]},
+            ]
         return [None if one is None else sorted(set(one.tolist())) for one in made]
 
     for layout in ("arena", "python"):
@@ -107,20 +138,41 @@ def test_vectors_of_few_cells_of_which_some_ranks_make_a_prepared_call(layout):
                 resident = sv.empty(count, np.float32)
                 resident[...] = mine
                 mine = resident if turn % 2 == rank else mine
-            made = sv.all_reduce(mine, async_op=True).wait() if turn % 5 == rank else sv.all_reduce(mine)
-            assert np.array_equal(made, sum((np.arange(2 * count) % 7 + one).astype(np.float32)[::2] for one in range(2))), (turn, count)
+            made = (
+                sv.all_reduce(mine, async_op=True).wait()
+                if turn % 5 == rank
+                else sv.all_reduce(mine)
+            )
+            assert np.array_equal(
+                made,
+                sum((np.arange(2 * count) % 7 + one).astype(np.float32)[::2] for one in range(2)),
+            ), (turn, count)
 
     everywhere(2, fn, timeout_s=60, **{"config": CONFIG, **LAYOUTS[layout]})
 
 
-LONG_LISTS = [(30_000, 5), (70_000, 40_000), (1, 0, 90_001)]  # elements of the arrays: together, each by itself, and an empty one
+LONG_LISTS = [
+    (30_000, 5),
+    (70_000, 40_000),
+    (1, 0, 90_001),
+]  # elements of the arrays: together, each by itself, and an empty one
 
 
 @pytest.mark.parametrize(
     ("layout", "size"),
-    [("kernel", 2), ("python", 3), ("hosts", 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("arena", 2), ("arena", 3), ("full", 2), ("links", 2)))],
+    [
+        ("kernel", 2),
+        ("python", 3),
+        ("hosts", 3),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("arena", 2), ("arena", 3), ("full", 2), ("links", 2))
+        ),
+    ],
 )
-def test_long_arrays_in_lists_of_which_some_ranks_make_a_prepared_call(short_segments, layout, size):
+def test_long_arrays_in_lists_of_which_some_ranks_make_a_prepared_call(
+    short_segments, layout, size
+):
     def fn():
         chance = np.random.default_rng(sv.rank())
         held = []
@@ -128,21 +180,46 @@ def test_long_arrays_in_lists_of_which_some_ranks_make_a_prepared_call(short_seg
             sv.all_reduce(np.zeros(100_000))
             held = fill_the_arena() if sv.rank() == 1 else []
         for counts in LONG_LISTS:
-            for dtype, op in (("f8", "sum"), ("f4", "mean"), ("i4", "mean"), ("f2", "sum"), ("c16", "sum"), ("i2", "max")):
+            for dtype, op in (
+                ("f8", "sum"),
+                ("f4", "mean"),
+                ("i4", "mean"),
+                ("f2", "sum"),
+                ("c16", "sum"),
+                ("i2", "max"),
+            ):
                 x = [(chance.standard_normal(count) * 100).astype(dtype) for count in counts]
                 if len(x) == 2:
                     x[0], x[1] = np.repeat(x[0], 2)[::2], np.asfortranarray(x[1].reshape(-1, 5))
                 plain = sv.all_reduce(x, op, async_op=True).wait()
                 for turn in range(size + 1):
-                    for kind in (list, tuple, lambda leaves: dict(zip("abc", leaves, strict=False))):
+                    for kind in (
+                        list,
+                        tuple,
+                        lambda leaves: dict(zip("abc", leaves, strict=False)),
+                    ):
                         value = kind(x)
                         is_plain = turn == sv.rank()
-                        made = sv.all_reduce(value, op, async_op=True).wait() if is_plain else sv.all_reduce(value, op)
+                        made = (
+                            sv.all_reduce(value, op, async_op=True).wait()
+                            if is_plain
+                            else sv.all_reduce(value, op)
+                        )
                         assert type(made) is type(value)
-                        for one, other in zip(made.values() if isinstance(made, dict) else made, plain, strict=True):
-                            assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+                        for one, other in zip(
+                            made.values() if isinstance(made, dict) else made, plain, strict=True
+                        ):
+                            assert (one.dtype, one.shape, one.tobytes()) == (
+                                other.dtype,
+                                other.shape,
+                                other.tobytes(),
+                            )
                             assert one.base is None or one.base.base is None
-        ways = [made for key, made in current().world.prepared_calls.items() if len(key) == 4 and key[2] is None]  # of lists and dicts
+        ways = [
+            made
+            for key, made in current().world.prepared_calls.items()
+            if len(key) == 4 and key[2] is None
+        ]  # of lists and dicts
         return bool(ways) and never not in ways, bool(held)
 
     is_prepared = layout in ("kernel", "arena", "python", "full")
@@ -163,9 +240,20 @@ def test_a_first_long_call_that_finds_no_room_is_refused_and_the_group_goes_on(k
             except sv.SyncvarError as error:
                 found.append(type(error).__name__)
         held.clear()
-        return [*found, float(sv.all_reduce(1.0)), None if collective(np.ones(100_000)) is None else "made"]
+        return [
+            *found,
+            float(sv.all_reduce(1.0)),
+            None if collective(np.ones(100_000)) is None else "made",
+        ]
 
-    done = run_ranks(2, fn, shared=True, arena_bytes=64 * MIB, config=CONFIG.replaced(kernel=kernel), timeout_s=60)
+    done = run_ranks(
+        2,
+        fn,
+        shared=True,
+        arena_bytes=64 * MIB,
+        config=CONFIG.replaced(kernel=kernel),
+        timeout_s=60,
+    )
     last = None if collective is sv.reduce else "made"
     assert done == [["MismatchError"] * 2 + [2.0, "made"], ["ArenaFull"] * 2 + [2.0, last]]
 
@@ -179,7 +267,20 @@ def test_scans_in_place_of_several_ranks(short_segments, name):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    ("layout", "size"), [("kernel", 2), ("kernel", 4), ("arena", 2), ("arena", 3), ("arena", 4), ("full", 2), ("full", 3), ("links", 2), ("links", 3), ("hosts", 3), ("hosts", 4)]
+    ("layout", "size"),
+    [
+        ("kernel", 2),
+        ("kernel", 4),
+        ("arena", 2),
+        ("arena", 3),
+        ("arena", 4),
+        ("full", 2),
+        ("full", 3),
+        ("links", 2),
+        ("links", 3),
+        ("hosts", 3),
+        ("hosts", 4),
+    ],
 )
 def test_thousands_of_random_calls(short_segments, layout, size, seed):
     make_calls(layout, size, seed, cases=CASES)
@@ -187,7 +288,20 @@ def test_thousands_of_random_calls(short_segments, layout, size, seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("layout", "size"), [("kernel", 2), ("kernel", 4), ("arena", 2), ("arena", 3), ("arena", 4), ("full", 3), ("links", 2), ("hosts", 3), ("hosts", 4)])
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        ("kernel", 2),
+        ("kernel", 4),
+        ("arena", 2),
+        ("arena", 3),
+        ("arena", 4),
+        ("full", 3),
+        ("links", 2),
+        ("hosts", 3),
+        ("hosts", 4),
+    ],
+)
 def test_every_pair_of_manners_in_every_layout(short_segments, layout, size):
     make_calls(layout, size, 2, pairs=PREPARED)
 
@@ -207,16 +321,41 @@ def make_everyday_calls(layout, size, seed, cases):
         rank.run(cases)
         return rank.number
 
-    assert everywhere(size, fn, timeout_s=600, **{"config": CONFIG, **LAYOUTS[layout]}) == [cases] * size
+    assert (
+        everywhere(size, fn, timeout_s=600, **{"config": CONFIG, **LAYOUTS[layout]})
+        == [cases] * size
+    )
 
 
-@pytest.mark.parametrize(("layout", "size"), [("kernel", 2), pytest.param("arena", 2, marks=pytest.mark.slow), ("arena", 3), ("links", 2), ("hosts", 3)])
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        ("kernel", 2),
+        pytest.param("arena", 2, marks=pytest.mark.slow),
+        ("arena", 3),
+        ("links", 2),
+        ("hosts", 3),
+    ],
+)
 def test_numbers_and_writes_in_every_context(layout, size):
     make_everyday_calls(layout, size, 20261122, 12)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("layout", "size"), [("kernel", 2), ("kernel", 3), ("kernel", 4), ("arena", 2), ("arena", 3), ("arena", 4), ("python", 2), ("links", 2), ("hosts", 3)])
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        ("kernel", 2),
+        ("kernel", 3),
+        ("kernel", 4),
+        ("arena", 2),
+        ("arena", 3),
+        ("arena", 4),
+        ("python", 2),
+        ("links", 2),
+        ("hosts", 3),
+    ],
+)
 def test_many_numbers_and_writes(layout, size):
     make_everyday_calls(layout, size, size, CASES)

@@ -20,7 +20,11 @@ from syncvar.variables import Variable, pace
 from syncvar.variables.roster import Roster
 
 SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
-ON_WRITE, AUTO, ON_READ = sv.VariableSynchronization.ON_WRITE, sv.VariableSynchronization.AUTO, sv.VariableSynchronization.ON_READ
+ON_WRITE, AUTO, ON_READ = (
+    sv.VariableSynchronization.ON_WRITE,
+    sv.VariableSynchronization.AUTO,
+    sv.VariableSynchronization.ON_READ,
+)
 ONES = np.ones(3)
 
 
@@ -43,7 +47,9 @@ def writes():
         "assign_add of an int": lambda: mean.assign_add(2),
         "AUTO": lambda: auto.assign_add(ONES),
         "in run, with a timeout": lambda: strategy.run(lambda: hasty.assign_add(ONES)),
-        "in run of the default strategy": lambda: sv.get_strategy().run(lambda: eager.assign_add(ONES)),
+        "in run of the default strategy": lambda: sv.get_strategy().run(
+            lambda: eager.assign_add(ONES)
+        ),
     }
 
 
@@ -62,8 +68,12 @@ def values():
         "reading a long ON_READ in a scope": lambda: entered(strategy, mean.numpy),
         "sync of ON_READ in run": lambda: strategy.run(mean.sync),
         "reduce of a number": lambda: strategy.reduce("SUM", 0.5, axis=None),
-        "reduce of a dict": lambda: strategy.reduce(sv.ReduceOp.MEAN, {"loss": 0.5, "acc": ONES}, axis=None),
-        "all_reduce in the context": lambda: strategy.run(lambda: sv.get_replica_context().all_reduce("MEAN", 0.5)),
+        "reduce of a dict": lambda: strategy.reduce(
+            sv.ReduceOp.MEAN, {"loss": 0.5, "acc": ONES}, axis=None
+        ),
+        "all_reduce in the context": lambda: strategy.run(
+            lambda: sv.get_replica_context().all_reduce("MEAN", 0.5)
+        ),
         "a float": lambda: sv.all_reduce(1.0),
         "an int": lambda: sv.all_reduce(3, "max"),
         "NumPy's scalar": lambda: sv.all_reduce(np.float32(2)),
@@ -121,10 +131,19 @@ def test_a_call_is_prepared_once_and_then_never_goes_the_long_way(counted, calls
         return wrong
 
     assert everywhere(2, fn, shared=True) == [{}, {}]
-    assert {(rank, which) for rank in (0, 1) for which in ("long way", "prepared")} <= set(counted)  # what is counted happens
+    assert {(rank, which) for rank in (0, 1) for which in ("long way", "prepared")} <= set(
+        counted
+    )  # what is counted happens
 
 
-@pytest.mark.parametrize("world", [{}, {"shared": True, "hosts": 2}, {"shared": True, "config": RuntimeConfig(check_finite="warn")}])
+@pytest.mark.parametrize(
+    "world",
+    [
+        {},
+        {"shared": True, "hosts": 2},
+        {"shared": True, "config": RuntimeConfig(check_finite="warn")},
+    ],
+)
 def test_where_nothing_can_be_prepared_nothing_is_made(monkeypatch, world):
     made = []
     for module in (prepared_reductions, prepared_moves):
@@ -141,15 +160,21 @@ def test_where_nothing_can_be_prepared_nothing_is_made(monkeypatch, world):
 
 def test_a_gradient_that_is_a_list_is_looked_at_as_an_array_is():
     """With `check_finite` every list of gradients raised AttributeError."""
+
     def fn():
         v = sv.Variable([1.0, 2.0])
         optimizer = sv.optimizers.SGD(1.0)
         optimizer.apply_gradients([([1.0, 1.0], v)])
-        error = caught(lambda: optimizer.apply_gradients([([float("nan") if sv.rank() else 1.0, 1.0], v)]))
+        error = caught(
+            lambda: optimizer.apply_gradients([([float("nan") if sv.rank() else 1.0, 1.0], v)])
+        )
         return type(error), v.numpy().tolist()
 
     config = RuntimeConfig(check_finite="raise")
-    assert everywhere(2, fn, config=config) == [(sv.MismatchError, [0.0, 1.0]), (sv.ConfigError, [0.0, 1.0])]
+    assert everywhere(2, fn, config=config) == [
+        (sv.MismatchError, [0.0, 1.0]),
+        (sv.ConfigError, [0.0, 1.0]),
+    ]
 
 
 def missing_rank(call, *, prepares):
@@ -201,7 +226,9 @@ def test_the_deadline_of_a_prepared_call_is_that_of_the_long_way(call):
     plain, _ = missing_rank(call, prepares=False)
     assert isinstance(prepared, sv.DeadlineExceeded)
     assert 0.3 <= took < 60
-    texts = [re.sub(r"waited \d+\.\d s", "waited so long", str(error)) for error in (prepared, plain)]
+    texts = [
+        re.sub(r"waited \d+\.\d s", "waited so long", str(error)) for error in (prepared, plain)
+    ]
     assert (texts[0], prepared.timeout_s, prepared.missing) == (texts[1], 0.3, (1,))
     assert "waited so long" in texts[0]
     assert "within 0.3 s" in str(prepared)
@@ -218,12 +245,29 @@ def test_a_wrong_timeout_of_a_prepared_call_is_refused_and_told(timeout):
     assert everywhere(2, fn, shared=True) == [(sv.MismatchError, 2.0), (sv.ConfigError, 2.0)]
 
 
-@pytest.mark.parametrize("odd", [[1.0, 10**400, 2.0], 10**400, [1.0, 10**30, 2.0], np.str_("x"), {"loss": "x"}, {"loss": None}, {"a": 1.0, 2: 1.0}])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        [1.0, 10**400, 2.0],
+        10**400,
+        [1.0, 10**30, 2.0],
+        np.str_("x"),
+        {"loss": "x"},
+        {"loss": None},
+        {"a": 1.0, 2: 1.0},
+    ],
+)
 def test_numbers_that_are_none_are_refused_and_told_after_the_call_was_prepared(odd):
     """The others raised nothing and waited, had the conversion failed outside of the call."""
 
     def fn():
-        plain = {"loss": 1.0} if isinstance(odd, dict) else [1.0, 2.0, 3.0] if isinstance(odd, list) else 1.0
+        plain = (
+            {"loss": 1.0}
+            if isinstance(odd, dict)
+            else [1.0, 2.0, 3.0]
+            if isinstance(odd, list)
+            else 1.0
+        )
         for _ in range(3):
             sv.all_reduce(plain)
         try:
@@ -237,9 +281,20 @@ def test_numbers_that_are_none_are_refused_and_told_after_the_call_was_prepared(
 
 @pytest.mark.parametrize(
     ("dtype", "operand"),
-    [("float32", 1e39), ("float16", 70_000), ("int8", 300), ("int64", 1 << 64), ("int64", 0.5), ("float32", 1j), ("float64", None), ("float64", ONES)],
+    [
+        ("float32", 1e39),
+        ("float16", 70_000),
+        ("int8", 300),
+        ("int64", 1 << 64),
+        ("int64", 0.5),
+        ("float32", 1j),
+        ("float64", None),
+        ("float64", ONES),
+    ],
 )
-def test_numbers_that_a_variable_does_not_hold_are_refused_after_the_write_was_prepared(dtype, operand):
+def test_numbers_that_a_variable_does_not_hold_are_refused_after_the_write_was_prepared(
+    dtype, operand
+):
     def fn():
         v = sv.Variable(1, dtype=dtype, synchronization=ON_WRITE, aggregation=SUM)
         for _ in range(3):
@@ -255,9 +310,14 @@ def test_all_that_a_number_may_be_goes_in_by_the_prepared_way_as_by_the_long_one
     def fn():
         seen = []
         for dtype, numbers in (
-            ("float16", [65504, -1, 0.1, 1e-30, float("inf"), float("nan")]), (ml_dtypes.bfloat16, [1, 0.1, 3e38]), ("float32", [16_777_217, 1e-300, 0.1, -2.5, float("inf")]),
-            ("float64", [2**53 + 1, 2**63, 0.1]), ("int8", [127, -128, True]), ("uint64", [2**64 - 1]), ("complex64", [0.1, 2, 1 + 2j]),
-        ):  # fmt: skip
+            ("float16", [65504, -1, 0.1, 1e-30, float("inf"), float("nan")]),
+            (ml_dtypes.bfloat16, [1, 0.1, 3e38]),
+            ("float32", [16_777_217, 1e-300, 0.1, -2.5, float("inf")]),
+            ("float64", [2**53 + 1, 2**63, 0.1]),
+            ("int8", [127, -128, True]),
+            ("uint64", [2**64 - 1]),
+            ("complex64", [0.1, 2, 1 + 2j]),
+        ):
             for number in numbers:
                 if sv.rank():
                     number = 0  # so that nothing overflows
@@ -287,11 +347,20 @@ def test_a_write_inside_and_outside_of_run_is_one_prepared_call(counted):
 
 
 def test_auto_decides_at_every_64th_prepared_write_outside_every_scope(monkeypatch):
-    monkeypatch.setitem(pace.COSTS, ("arena", False), pace.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0))  # else nothing is decided in the arena
+    monkeypatch.setitem(
+        pace.COSTS, ("arena", False), pace.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)
+    )  # else nothing is decided in the arena
 
     def fn():
         v = sv.Variable(np.zeros(3), aggregation=SUM)
-        changed = next((count for count in range(1, 400) if v.assign_add(ONES).explain().reason.startswith("deferred")), 0)
+        changed = next(
+            (
+                count
+                for count in range(1, 400)
+                if v.assign_add(ONES).explain().reason.startswith("deferred")
+            ),
+            0,
+        )
         return changed, float(v.numpy()[0])
 
     (changed, total), other = everywhere(2, fn, shared=True)
@@ -333,7 +402,9 @@ def test_a_prepared_write_asks_for_nothing_but_where_a_comparison_is_due(monkeyp
     def fn():
         strategy = sv.get_strategy()
         strategy.check_every = 100
-        v, w = (sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM) for _ in range(2))
+        v, w = (
+            sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM) for _ in range(2)
+        )
 
         def step():
             for count in range(250):
@@ -342,12 +413,24 @@ def test_a_prepared_write_asks_for_nothing_but_where_a_comparison_is_due(monkeyp
                     w.assign_sub(ONES)
 
         step() if way == "plain" else strategy.run(step)
-        return [float(one.numpy()[0]) for one in (v, w)], v._tally.steps, v.explain().numbers["writes"], v.explain().numbers["collectives"]
+        return (
+            [float(one.numpy()[0]) for one in (v, w)],
+            v._tally.steps,
+            v.explain().numbers["writes"],
+            v.explain().numbers["collectives"],
+        )
 
     steps = 250 if way == "plain" else 0
     assert everywhere(2, fn, shared=True) == [([500.0, -168.0], steps, 250, 250)] * 2
-    looks = 2 + 2 if way == "plain" else 0  # the first write of each, and the 100th and 200th of the one that is written most
-    assert asked == {(rank, name): count for rank in range(2) for name, count in (("is_due", looks), ("_assign", max(looks, 2))) if count}
+    looks = (
+        2 + 2 if way == "plain" else 0
+    )  # the first write of each, and the 100th and 200th of the one that is written most
+    assert asked == {
+        (rank, name): count
+        for rank in range(2)
+        for name, count in (("is_due", looks), ("_assign", max(looks, 2)))
+        if count
+    }
 
 
 def test_steps_are_counted_until_the_next_comparison_whatever_changes_meanwhile():
@@ -358,7 +441,14 @@ def test_steps_are_counted_until_the_next_comparison_whatever_changes_meanwhile(
         v = sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM)
 
         def found():
-            return next((count for count in range(1, 300) if isinstance(caught(lambda: v.assign_add(ONES)), sv.MismatchError)), 0)
+            return next(
+                (
+                    count
+                    for count in range(1, 300)
+                    if isinstance(caught(lambda: v.assign_add(ONES)), sv.MismatchError)
+                ),
+                0,
+            )
 
         strategy.check_every = 0
         for _ in range(130):
@@ -375,7 +465,9 @@ def test_steps_are_counted_until_the_next_comparison_whatever_changes_meanwhile(
             made._storage.array[...] = 1
         return first, found()
 
-    assert everywhere(2, fn, shared=True) == [(19, 4)] * 2  # the 150th write, which is made at the second attempt, and the 154th
+    assert (
+        everywhere(2, fn, shared=True) == [(19, 4)] * 2
+    )  # the 150th write, which is made at the second attempt, and the 154th
 
 
 def test_ops_of_structures_may_be_spelled_as_those_of_arrays():
@@ -409,7 +501,9 @@ def test_a_prepared_read_is_sealed_and_of_its_moment(kernel):
         assert [one.tolist() for one in seen] == [[2.0 * step + 1] * 3 for step in range(6)]
         return [type(read).__name__ for read in v._reading.values()]
 
-    found = everywhere(2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0))
+    found = everywhere(
+        2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0)
+    )
     assert found[0] == found[1]
     assert ("Read" in found[0]) == (kernel == "auto" and not why_not_native())
 
@@ -436,7 +530,9 @@ def test_a_prepared_read_of_all_copies_is_one_only_where_it_has_to_be(kernel):
             v.numpy()
         return type(v._look).__name__
 
-    found = everywhere(2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0))
+    found = everywhere(
+        2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0)
+    )
     assert (found[0] == "Read") == (kernel == "auto" and not why_not_native())
 
 
@@ -449,6 +545,8 @@ def test_who_reads_alone_by_a_prepared_read_is_told_what_to_write(kernel):
         error = caught(sv.barrier) if sv.rank() else caught(v.numpy)
         return str(error)
 
-    told = everywhere(2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0))[0]
+    told = everywhere(
+        2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0)
+    )[0]
     assert "is collective" in told
     assert ".local_value()" in told

@@ -11,7 +11,11 @@ from syncvar.config import RuntimeConfig
 from syncvar.joining.process import current, use
 from syncvar.variables.prepared import unlooked
 
-ON_WRITE, ON_READ, NONE = sv.VariableSynchronization.ON_WRITE, sv.VariableSynchronization.ON_READ, sv.VariableSynchronization.NONE
+ON_WRITE, ON_READ, NONE = (
+    sv.VariableSynchronization.ON_WRITE,
+    sv.VariableSynchronization.ON_READ,
+    sv.VariableSynchronization.NONE,
+)
 SUM = sv.VariableAggregation.SUM
 
 
@@ -33,8 +37,14 @@ def made(value=(1.0, 2.0), **more):
 
 def test_it_is_there_where_reading_never_sends_anything(ranks):
     def fn():
-        kinds = {"on_write": made(), "auto": made(synchronization="AUTO"), "none": made(synchronization=NONE)}
-        return {name: type(v._look).__name__ for name, v in kinds.items()}, made(synchronization=ON_READ)._look is unlooked
+        kinds = {
+            "on_write": made(),
+            "auto": made(synchronization="AUTO"),
+            "none": made(synchronization=NONE),
+        }
+        return {name: type(v._look).__name__ for name, v in kinds.items()}, made(
+            synchronization=ON_READ
+        )._look is unlooked
 
     runner = "function" if ranks.runner == "python" else "Look"
     assert ranks(fn) == [(dict.fromkeys(("on_write", "auto", "none"), runner), True)] * 2
@@ -48,9 +58,18 @@ def test_a_copy_never_changes_and_a_view_is_of_the_memory(ranks):
         for yes, no in ((True, False), (1, 0), (np.True_, np.False_), ("copy", "")):
             v = made()
             kept, view, before = v.read_value(yes), v.read_value(copy=no), v._storage.moves
-            found.append((kept is view, np.shares_memory(kept, view), kept.flags.writeable, view.flags.writeable))
+            found.append(
+                (
+                    kept is view,
+                    np.shares_memory(kept, view),
+                    kept.flags.writeable,
+                    view.flags.writeable,
+                )
+            )
             v.assign_add(np.ones(2))
-            found.append((kept.tolist(), v.read_value(no).tolist(), (v._storage.moves - before) // 2))
+            found.append(
+                (kept.tolist(), v.read_value(no).tolist(), (v._storage.moves - before) // 2)
+            )
             view = v.read_value(no)
             del kept
             v.assign_add(np.ones(2))
@@ -77,12 +96,20 @@ def test_it_is_refused_under_another_strategy(ranks):
                 told.append(v.read_value().tolist())
 
         with other.scope():
-            found += [type(caught(v.read_value)), type(caught(lambda: v.read_value(copy=False))), w.numpy().tolist()]
+            found += [
+                type(caught(v.read_value)),
+                type(caught(lambda: v.read_value(copy=False))),
+                w.numpy().tolist(),
+            ]
             thread = threading.Thread(target=elsewhere)
             thread.start()
             thread.join()
             found.append(type(caught(v.read_value)))
-        found += [other.run(lambda: type(caught(v.read_value))), mine.run(lambda: v.numpy().tolist()), v.numpy().tolist()]
+        found += [
+            other.run(lambda: type(caught(v.read_value))),
+            mine.run(lambda: v.numpy().tolist()),
+            v.numpy().tolist(),
+        ]
         return [*found, *told]
 
     error, value = sv.UsageError, [1.0, 2.0]
@@ -111,7 +138,9 @@ def test_beside_a_write_it_gives_a_copy(ranks):
             setattr(v._storage, name, value)
             seen = v.read_value()
             setattr(v._storage, name, before)
-            found.append((seen.tolist(), np.shares_memory(seen, v._storage.array), seen.flags.writeable))
+            found.append(
+                (seen.tolist(), np.shares_memory(seen, v._storage.array), seen.flags.writeable)
+            )
         return found
 
     assert ranks(fn) == [[([1.0, 2.0], False, False)] * 2] * 2

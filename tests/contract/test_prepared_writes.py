@@ -58,9 +58,18 @@ def test_the_runner_is_the_one_that_is_asked_for(ranks):
     assert ranks(fn) == [["function" if ranks.runner == "python" else "Write"] * 2] * 2
 
 
-@pytest.mark.parametrize(("dtype", "aggregation"), [
-    ("f4", SUM), ("f8", MEAN), ("f2", SUM), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("f2", MEAN), ("i8", SUM), ("c8", SUM))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "aggregation"),
+    [
+        ("f4", SUM),
+        ("f8", MEAN),
+        ("f2", SUM),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("f2", MEAN), ("i8", SUM), ("c8", SUM))
+        ),
+    ],
+)
 def test_it_gives_the_bytes_of_the_plain_write(ranks, dtype, aggregation):
     """Of each operation, small and long, inside of run and outside, in the copy's memory and in new memory."""
 
@@ -105,7 +114,9 @@ def test_what_is_not_as_it_was_is_left_to_the_plain_write(ranks):
         with strategy.scope():
             found["in a scope"] = write(ONES), inside(ONES)
         found["in another run"] = other.run(lambda: (write(ONES), inside(ONES)))
-        found["in merge_call"] = strategy.run(lambda: sv.get_replica_context().merge_call(lambda _: inside(ONES)))
+        found["in merge_call"] = strategy.run(
+            lambda: sv.get_replica_context().merge_call(lambda _: inside(ONES))
+        )
 
         def in_a_thread():
             results = []
@@ -115,7 +126,16 @@ def test_what_is_not_as_it_was_is_left_to_the_plain_write(ranks):
             return results
 
         found["in another thread"] = strategy.run(in_a_thread)
-        odd = [1.0, np.float64(1), ONES[:2], ONES.astype(np.float32), ONES.reshape(3, 1), [1.0, 1.0, 1.0], np.ma.ones(3), None]
+        odd = [
+            1.0,
+            np.float64(1),
+            ONES[:2],
+            ONES.astype(np.float32),
+            ONES.reshape(3, 1),
+            [1.0, 1.0, 1.0],
+            np.ma.ones(3),
+            None,
+        ]
         found["of another form"] = [write(x) for x in odd]
         found["not in one piece"] = write(np.ones(6)[::2])
         strategy.roster.is_free = sv.get_strategy().roster.is_free = False
@@ -130,8 +150,18 @@ def test_what_is_not_as_it_was_is_left_to_the_plain_write(ranks):
         return found, v.numpy().tolist(), w.numpy().tolist()
 
     left = dict.fromkeys(("in plain code", "in merge_call", "to be compared", "in uneven"), UNDONE)
-    left |= {"in a scope": (UNDONE,) * 2, "in another run": (UNDONE,) * 2, "in another thread": [UNDONE], "of another form": [UNDONE] * 8}
-    made = {"as it was": (DONE, DONE), "not in one piece": DONE, "seen already": DONE, "counted": (DONE, 1)}
+    left |= {
+        "in a scope": (UNDONE,) * 2,
+        "in another run": (UNDONE,) * 2,
+        "in another thread": [UNDONE],
+        "of another form": [UNDONE] * 8,
+    }
+    made = {
+        "as it was": (DONE, DONE),
+        "not in one piece": DONE,
+        "seen already": DONE,
+        "counted": (DONE, 1),
+    }
     assert ranks(fn) == [({**left, **made}, [8.0] * 3, [2.0] * 3)] * 2
 
 
@@ -146,7 +176,11 @@ def test_a_reader_keeps_what_it_has_read(ranks):
         place = v._storage.array.ctypes.data
         del kept[2:]
         v.assign_add(ONES)
-        return [one.tolist() for one in kept], v.numpy().tolist(), v._storage.array.ctypes.data == place
+        return (
+            [one.tolist() for one in kept],
+            v.numpy().tolist(),
+            v._storage.array.ctypes.data == place,
+        )
 
     assert ranks(fn) == [([[2.0, 2.0], [4.0, 4.0]], [12.0] * 3, True)] * 2
 
@@ -192,10 +226,18 @@ def test_errors_are_those_of_the_plain_write(ranks):
         crossed = caught(lambda: (v.assign_sub if sv.rank() else v.assign_add)(ONES))
         refused = caught(lambda: v.assign_add(ONES if sv.rank() else None))
         v.assign_add(ONES)
-        return type(crossed), type(refused), v.numpy().tolist(), v._tally.steps, v._storage.is_being_written
+        return (
+            type(crossed),
+            type(refused),
+            v.numpy().tolist(),
+            v._tally.steps,
+            v._storage.is_being_written,
+        )
 
     mismatch = sv.MismatchError
-    assert ranks(fn) == [(mismatch, error, [2.0] * 3, 4, False) for error in (sv.ConfigError, mismatch)]
+    assert ranks(fn) == [
+        (mismatch, error, [2.0] * 3, 4, False) for error in (sv.ConfigError, mismatch)
+    ]
 
 
 def test_after_the_job_it_is_refused(ranks):
@@ -224,7 +266,10 @@ def test_what_a_write_holds_is_let_go_with_its_variable(ranks):
     assert [(same, one - alone, two - alone) for same, one, two in ranks(fn)] == [(True, 1, 1)] * 2
 
 
-@pytest.mark.parametrize(("dtype", "aggregation", "wanted"), [("f4", SUM, 6.0), ("f8", MEAN, 3.0), ("f2", MEAN, 3.0), ("i8", SUM, 6.0)])
+@pytest.mark.parametrize(
+    ("dtype", "aggregation", "wanted"),
+    [("f4", SUM, 6.0), ("f8", MEAN, 3.0), ("f2", MEAN, 3.0), ("i8", SUM, 6.0)],
+)
 def test_reads_that_combine_the_copies_are_prepared_and_exact(ranks, dtype, aggregation, wanted):
     """The first read goes by the table, the others by the prepared call; what was read stays, whatever is written later."""
 
@@ -232,9 +277,13 @@ def test_reads_that_combine_the_copies_are_prepared_and_exact(ranks, dtype, aggr
         strategy = sv.MirroredStrategy()
         seen = []
         for shape in ((), (3,), (9_000,)):
-            v = sv.Variable(np.zeros(shape, dtype), synchronization="ON_READ", aggregation=aggregation)
+            v = sv.Variable(
+                np.zeros(shape, dtype), synchronization="ON_READ", aggregation=aggregation
+            )
             with strategy.scope():
-                w = sv.Variable(np.zeros(shape, dtype), synchronization="ON_READ", aggregation=aggregation)
+                w = sv.Variable(
+                    np.zeros(shape, dtype), synchronization="ON_READ", aggregation=aggregation
+                )
             kept = []
             for _ in range(4):
                 for one, where in ((v, sv.get_strategy()), (w, strategy)):
@@ -242,9 +291,16 @@ def test_reads_that_combine_the_copies_are_prepared_and_exact(ranks, dtype, aggr
                     kept.append(one.read_value())
                     own, synced = where.run(lambda one=one: (one.read_value(), one.sync()))
                     kept.append(synced)
-                    seen += [own.dtype == dtype, bool((own == 2 + 2 * sv.rank()).all()), not kept[-2].flags.writeable]
+                    seen += [
+                        own.dtype == dtype,
+                        bool((own == 2 + 2 * sv.rank()).all()),
+                        not kept[-2].flags.writeable,
+                    ]
                     where.run(lambda one=one: one.assign(np.full(shape, 9, dtype)))  # noqa: B023
-                seen += [bool((one == wanted).all() and one.shape == shape and one.dtype == dtype) for one in kept]
+                seen += [
+                    bool((one == wanted).all() and one.shape == shape and one.dtype == dtype)
+                    for one in kept
+                ]
         return all(seen), len(seen)
 
     (good, count), other = ranks(fn)
@@ -263,19 +319,32 @@ def test_only_one_rank_reads_what_all_have_to(ranks):
     assert ranks(fn) == [(sv.MismatchError, rank == 0, [1.0] * 3) for rank in range(2)]
 
 
-# -- several variables in one call ------------------------------------------------------------------------------------
+# -- several variables in one call -----------------------------------------------------------------
 
 
-def several(strategy=None, *, shapes=((), (3,), (2, 2), (0,), (500,)), dtype="f8", aggregation=SUM, sync=ON_WRITE):
+def several(
+    strategy=None,
+    *,
+    shapes=((), (3,), (2, 2), (0,), (500,)),
+    dtype="f8",
+    aggregation=SUM,
+    sync=ON_WRITE,
+):
     """Return variables that hold 0, 1, 2, …"""
     made = []
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         for number, shape in enumerate(shapes):
-            made.append(sv.Variable(np.full(shape, number, dtype), synchronization=sync, aggregation=aggregation))
+            made.append(
+                sv.Variable(
+                    np.full(shape, number, dtype), synchronization=sync, aggregation=aggregation
+                )
+            )
     return made
 
 
-@pytest.mark.parametrize(("dtype", "aggregation"), [("f8", SUM), ("f4", MEAN), ("f2", SUM), ("i8", SUM)])
+@pytest.mark.parametrize(
+    ("dtype", "aggregation"), [("f8", SUM), ("f4", MEAN), ("f2", SUM), ("i8", SUM)]
+)
 def test_a_group_gives_the_bytes_of_writes_one_by_one(ranks, dtype, aggregation):
     """By each operation, in plain code and in run; what is read and kept in between does not change."""
 
@@ -284,24 +353,36 @@ def test_a_group_gives_the_bytes_of_writes_one_by_one(ranks, dtype, aggregation)
         wrong = []
         strategy = sv.MirroredStrategy()
         for owner in (None, strategy):
-            together, alone = (several(owner, dtype=dtype, aggregation=aggregation) for _ in range(2))
+            together, alone = (
+                several(owner, dtype=dtype, aggregation=aggregation) for _ in range(2)
+            )
             kept = []
 
             def step(owner=owner, together=together, alone=alone, kept=kept, wrong=wrong):
                 for turn in range(12):
-                    values = [np.asarray(draw.standard_normal(v.shape) * 9).astype(dtype) for v in together]
+                    values = [
+                        np.asarray(draw.standard_normal(v.shape) * 9).astype(dtype)
+                        for v in together
+                    ]
                     name = ("assign_add", "assign_sub", "assign")[turn // 2 % 3]
                     pairs = list(zip(together, values, strict=True))
                     getattr(sv, f"{name}_all")(iter(pairs) if turn == 3 else pairs)
                     for v, x in zip(alone, values, strict=True):
                         getattr(v, name)(x)
-                    if any(v.local_value().tobytes() != w.local_value().tobytes() for v, w in zip(together, alone, strict=True)):
+                    if any(
+                        v.local_value().tobytes() != w.local_value().tobytes()
+                        for v, w in zip(together, alone, strict=True)
+                    ):
                         wrong.append((owner, turn, name))
-                    if turn in (4, 9) and sv.rank() == turn % 2:  # this rank alone has to go to other memory
+                    if (
+                        turn in (4, 9) and sv.rank() == turn % 2
+                    ):  # this rank alone has to go to other memory
                         kept += [(v.read_value()[...], v.local_value().tobytes()) for v in together]
 
             step() if owner is None else owner.run(step)
-            wrong += ["what was read has changed" for view, before in kept if view.tobytes() != before]
+            wrong += [
+                "what was read has changed" for view, before in kept if view.tobytes() != before
+            ]
             wrong += [f"{v.explain().numbers}" for v in together if v._tally.writes != 12]
         return wrong
 
@@ -311,7 +392,13 @@ def test_a_group_gives_the_bytes_of_writes_one_by_one(ranks, dtype, aggregation)
 def test_a_prepared_group_makes_one_prepared_call_in_place(ranks, monkeypatch):
     performed = []
     plain = Communicator.perform
-    monkeypatch.setattr(Communicator, "perform", lambda self, name, *rest, **more: performed.append(name) or plain(self, name, *rest, **more))
+    monkeypatch.setattr(
+        Communicator,
+        "perform",
+        lambda self, name, *rest, **more: (
+            performed.append(name) or plain(self, name, *rest, **more)
+        ),
+    )
 
     def fn():
         made = several()
@@ -326,7 +413,11 @@ def test_a_prepared_group_makes_one_prepared_call_in_place(ranks, monkeypatch):
         made[1].assign_add(np.ones(3))  # by itself, in the same memory
         made[1].assign_sub(np.ones(3))
         one = made[1]._storage.array.ctypes.data - made[0]._storage.array.ctypes.data
-        return [v.numpy().reshape(-1)[:1].tolist() for v in made], [v._storage.moves for v in made] == places, one
+        return (
+            [v.numpy().reshape(-1)[:1].tolist() for v in made],
+            [v._storage.moves for v in made] == places,
+            one,
+        )
 
     wanted = [[42.0], [43.0], [44.0], [], [46.0]]
     assert ranks(fn) == [(wanted, True, 8)] * 2
@@ -353,11 +444,20 @@ def test_what_is_wrong_in_a_prepared_group_is_refused_and_told(ranks):
         other = several(shapes=((2,),))[0]
         sv.assign_add_all([*pairs[:3], (other, ones[0])])  # begins with the same, and has as many
         sv.assign_add_all(pairs)
-        return [type(one) for one in errors], values, made[3].numpy().tolist(), other.numpy().tolist(), made[0]._storage.is_being_written
+        return (
+            [type(one) for one in errors],
+            values,
+            made[3].numpy().tolist(),
+            other.numpy().tolist(),
+            made[0]._storage.is_being_written,
+        )
 
     values = [[number + 10.0] * 2 for number in range(4)]
     config, mismatch = sv.ConfigError, sv.MismatchError
-    wanted = [([first, mismatch, config], values, [15.0] * 2, [2.0] * 2, False) for first in (mismatch, config)]
+    wanted = [
+        ([first, mismatch, config], values, [15.0] * 2, [2.0] * 2, False)
+        for first in (mismatch, config)
+    ]
     assert ranks(fn) == wanted
 
 
@@ -371,7 +471,9 @@ def test_a_prepared_group_is_looked_at_as_its_first_variable_is(ranks):
         if sv.rank():
             made[2]._storage.array[...] = 7
         errors = [caught(lambda: sv.assign_add_all(pairs)) for _ in range(8)]
-        return [number for number, error in enumerate(errors, 13) if error is not None], str(errors[7]).count(repr(made[2].name)) > 0
+        return [number for number, error in enumerate(errors, 13) if error is not None], str(
+            errors[7]
+        ).count(repr(made[2].name)) > 0
 
     assert ranks(fn) == [([20], True)] * 2
 
@@ -390,7 +492,9 @@ def test_a_group_goes_with_its_variables(ranks):
 
 
 @pytest.mark.parametrize("unusual", ["nothing", "the others' calls", "a full table"])
-def test_a_value_that_all_replicas_write_is_compared_by_a_prepared_call(ranks, monkeypatch, unusual):
+def test_a_value_that_all_replicas_write_is_compared_by_a_prepared_call(
+    ranks, monkeypatch, unusual
+):
     """In cross context all write the same. Where one makes the call the long way, or brings something else, all come to the same end."""
     if unusual == "a full table":
         monkeypatch.setattr(requests, "_ALIKE_MAX", 0)
@@ -401,7 +505,10 @@ def test_a_value_that_all_replicas_write_is_compared_by_a_prepared_call(ranks, m
             v = sv.Variable(np.zeros(3), synchronization=ON_WRITE, aggregation=SUM, name="v")
         communicator = strategy.communicator
         performed, perform = [], communicator.perform
-        communicator.perform = lambda what, *rest, **more: (performed.append(what), perform(what, *rest, **more))[1]
+        communicator.perform = lambda what, *rest, **more: (
+            performed.append(what),
+            perform(what, *rest, **more),
+        )[1]
         for turn in range(10):
             if unusual == "the others' calls":
                 communicator.prepares = (turn + sv.rank()) % 2 == 0
@@ -424,4 +531,6 @@ def test_a_value_that_all_replicas_write_is_compared_by_a_prepared_call(ranks, m
     for value, found, often in ranks(fn):
         assert value == [14.0] * 3
         assert found == [2] * 3
-        assert often <= 1 if unusual == "nothing" else often >= 4, "the first call is prepared at once"
+        assert often <= 1 if unusual == "nothing" else often >= 4, (
+            "the first call is prepared at once"
+        )

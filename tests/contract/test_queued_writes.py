@@ -39,7 +39,7 @@ def rounds(strategy):
     return strategy.queue.calls.next_call % 10**6
 
 
-# -- random programs --------------------------------------------------------------------------------------------------
+# -- random programs -------------------------------------------------------------------------------
 
 
 def program_of(seed):
@@ -48,9 +48,19 @@ def program_of(seed):
     size = choose.choice((2, 2, 3, 4))
     steps = []
     for _ in range(choose.randint(5, 40)):
-        kind = choose.choices(("add", "sub", "assign", "read", "barrier", "reduce", "run"), (8, 4, 1, 5, 1, 1, 2))[0]
+        kind = choose.choices(
+            ("add", "sub", "assign", "read", "barrier", "reduce", "run"), (8, 4, 1, 5, 1, 1, 2)
+        )[0]
         readers = [rank for rank in range(size) if choose.random() < 0.5]
-        steps.append((kind, choose.randrange(4), choose.randint(-9, 9), readers, choose.choice(("read_value", "local_value", "sync"))))
+        steps.append(
+            (
+                kind,
+                choose.randrange(4),
+                choose.randint(-9, 9),
+                readers,
+                choose.choice(("read_value", "local_value", "sync")),
+            )
+        )
     return size, choose.random() < 0.5, steps
 
 
@@ -120,11 +130,13 @@ def test_random_programs_in_which_some_replicas_read(shared):
         assert found == predicted(size, steps), f"seed {seed}: {steps}"
 
 
-# -- what travels -----------------------------------------------------------------------------------------------------
+# -- what travels ----------------------------------------------------------------------------------
 
 
 def test_the_writes_of_a_step_are_one_transfer(ranks, monkeypatch):
-    monkeypatch.setattr(queue_module, "_PATIENCE_S", 30.0)  # threads that share an interpreter are never at one place
+    monkeypatch.setattr(
+        queue_module, "_PATIENCE_S", 30.0
+    )  # threads that share an interpreter are never at one place
 
     def fn():
         strategy = sv.MirroredStrategy()
@@ -169,13 +181,21 @@ def test_a_full_bucket_is_sent(ranks, monkeypatch):
 
 @pytest.mark.parametrize(
     ("dtype", "aggregation"),
-    [("float32", "SUM"), ("float32", "MEAN"), ("float16", "SUM"), ("float16", "MEAN"), ("int32", "SUM")],
+    [
+        ("float32", "SUM"),
+        ("float32", "MEAN"),
+        ("float16", "SUM"),
+        ("float16", "MEAN"),
+        ("int32", "SUM"),
+    ],
 )
 def test_reproducible_bits_are_those_of_eager_writes(ranks, dtype, aggregation):
     def fn():
         strategy = sv.MultiWorkerMirroredStrategy(reproducible=True)
         with strategy.scope():
-            eager = sv.Variable(np.zeros(9, dtype), dtype=dtype, aggregation=aggregation, synchronization="ON_WRITE")
+            eager = sv.Variable(
+                np.zeros(9, dtype), dtype=dtype, aggregation=aggregation, synchronization="ON_WRITE"
+            )
         late = deferred(strategy, np.zeros(9, dtype), aggregation, dtype=dtype)
         random = np.random.default_rng(sv.rank())
 
@@ -279,7 +299,7 @@ def test_a_rank_that_ends_sends_what_waits(ranks):
     assert ranks(2, fn) == [None, 2.0]
 
 
-# -- who waits for whom -----------------------------------------------------------------------------------------------
+# -- who waits for whom ----------------------------------------------------------------------------
 
 
 def test_a_reader_is_served_by_one_that_goes_on_writing(ranks):
@@ -306,7 +326,9 @@ def test_a_reader_is_served_by_one_that_goes_on_writing(ranks):
     value, error = ranks(2, fn, may_fail=True)
     assert value == 2.0
     assert is_read.is_set()
-    assert isinstance(error, sv.PeerLost | sv.MismatchError)  # the reader ended without the writes that followed
+    assert isinstance(
+        error, sv.PeerLost | sv.MismatchError
+    )  # the reader ended without the writes that followed
 
 
 def test_a_replica_that_waits_for_an_earlier_call_serves_a_reader(ranks):
@@ -338,14 +360,20 @@ def test_queues_of_several_groups_are_sent_in_any_order(ranks):
         default.assign_add(1.0)
         for strategy, variable in zip(strategies, variables, strict=True):
             queue = queue_module.queue_of(strategy)
-            queue.add(variable, sv.variables.policy.Operation.ASSIGN_ADD, "sum", 5, np.float32(1.0).reshape(()))
+            queue.add(
+                variable,
+                sv.variables.policy.Operation.ASSIGN_ADD,
+                "sum",
+                5,
+                np.float32(1.0).reshape(()),
+            )
         order = variables if sv.rank() else variables[::-1]
         return [float(one) for one in order], float(default)
 
     assert ranks(2, fn) == [([2.0] * 3, 2.0)] * 2
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
 
 
 def test_a_refused_increment_is_told_to_the_others_and_no_copy_changes(ranks):

@@ -21,7 +21,9 @@ sys.stdin.read()
 @pytest.fixture
 def child():
     """Another process: its number, where 100 000 bytes lie in it, and a function that ends it."""
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
 
         def end():
             process.stdin.close()
@@ -64,7 +66,9 @@ def test_the_end_of_a_process_and_a_refusal_are_told_apart(child):
     process, _, end = child
     reach = Reach([process])
     made = np.zeros(10)
-    with pytest.raises(sv.SyncvarError, match=r"rank 0 .* cannot be read any more .*SYNCVAR_SINGLE_COPY=off"):
+    with pytest.raises(
+        sv.SyncvarError, match=r"rank 0 .* cannot be read any more .*SYNCVAR_SINGLE_COPY=off"
+    ):
         reach.read(0, 4096, made)
     end()
     assert reach.read(0, 4096, made) is False

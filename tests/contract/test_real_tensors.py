@@ -54,9 +54,17 @@ def everywhere(fn, layout="arena", size=2):
 
 
 CALLS = {
-    "all_reduce": sv.all_reduce, "reduce": sv.reduce, "broadcast": sv.broadcast, "all_gather": sv.all_gather, "gather": sv.gather,
-    "reduce_scatter": sv.reduce_scatter, "scatter": sv.scatter, "all_to_all": sv.all_to_all, "scan": sv.scan, "exscan": sv.exscan,
-}  # fmt: skip
+    "all_reduce": sv.all_reduce,
+    "reduce": sv.reduce,
+    "broadcast": sv.broadcast,
+    "all_gather": sv.all_gather,
+    "gather": sv.gather,
+    "reduce_scatter": sv.reduce_scatter,
+    "scatter": sv.scatter,
+    "all_to_all": sv.all_to_all,
+    "scan": sv.scan,
+    "exscan": sv.exscan,
+}
 MOVES = {"broadcast", "all_gather", "gather", "scatter", "all_to_all"}
 
 
@@ -71,7 +79,11 @@ def check(library, kind, made, wanted, text):
         assert isinstance(made, kind), text
         assert str(made.dtype).removeprefix("torch.") == wanted.dtype.name, text
         same = library.asarray(wanted.astype(np.float64) if wanted.dtype.kind == "V" else wanted)
-        assert bool((made.double() == same).all() if hasattr(made, "double") and wanted.dtype.kind == "V" else (made == same).all()), text
+        assert bool(
+            (made.double() == same).all()
+            if hasattr(made, "double") and wanted.dtype.kind == "V"
+            else (made == same).all()
+        ), text
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -80,7 +92,9 @@ def test_every_collective_of_every_dtype_of_pytorch(torch, layout):
         for name in DTYPE_NAMES:
             dtype = ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
             x = (np.arange(8) % 2 if name == "bool" else np.arange(8) + sv.rank()).astype(dtype)
-            mine = torch.tensor(x.astype(np.float64) if name == "bfloat16" else x).to(getattr(torch, name))
+            mine = torch.tensor(x.astype(np.float64) if name == "bfloat16" else x).to(
+                getattr(torch, name)
+            )
             for call, function in CALLS.items():
                 if name == "bool" and call not in MOVES:
                     function = partial(function, op="or")  # noqa: PLW2901
@@ -135,10 +149,16 @@ def test_backward_refuses_what_was_computed_from_the_values_before(torch):
 
 def test_what_cannot_be_taken_is_refused(torch):
     for x, words in (
-        (torch.ones(2, device="meta"), r"on the device 'meta'"), (torch.ones(2, 2).to_sparse(), "[Ss]parse"),
+        (torch.ones(2, device="meta"), r"on the device 'meta'"),
+        (torch.ones(2, 2).to_sparse(), "[Ss]parse"),
         (torch.ones(2).to(torch.float8_e4m3fn), "Float8"),
-    ):  # fmt: skip
-        for call in (lambda x: sv.all_reduce(x), lambda x: sv.all_gather([x]), lambda x: sv.Variable(x), lambda x: sv.broadcast_object(x)):
+    ):
+        for call in (
+            lambda x: sv.all_reduce(x),
+            lambda x: sv.all_gather([x]),
+            lambda x: sv.Variable(x),
+            lambda x: sv.broadcast_object(x),
+        ):
             with pytest.raises(sv.ConfigError, match=words):
                 call(x)
     with pytest.raises(sv.ConfigError, match="on the device 'meta'"):
@@ -166,12 +186,18 @@ def trained(torch, model, optimizer, schedule, steps):
     return losses
 
 
-def test_modules_optimizers_and_schedules_are_restored_on_another_number_of_workers(torch, tmp_path):
+def test_modules_optimizers_and_schedules_are_restored_on_another_number_of_workers(
+    torch, tmp_path
+):
     """Everything that training needs: what follows a restore is what would have followed without one, to the bit."""
 
     def make(seed):
         torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1, dtype=torch.float32))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(2, 3),
+            torch.nn.BatchNorm1d(3),
+            torch.nn.Linear(3, 1, dtype=torch.float32),
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
         return model, optimizer, schedule
@@ -184,7 +210,13 @@ def test_modules_optimizers_and_schedules_are_restored_on_another_number_of_work
             model, optimizer, schedule = made = make(0)
         trained(torch, *made, 2)
         state = model.state_dict()
-        sv.Checkpoint(model=model, optimizer=optimizer, schedule=schedule, state=state, pair=[torch.ones(2).to(torch.bfloat16)]).save(tmp_path / "c")
+        sv.Checkpoint(
+            model=model,
+            optimizer=optimizer,
+            schedule=schedule,
+            state=state,
+            pair=[torch.ones(2).to(torch.bfloat16)],
+        ).save(tmp_path / "c")
         return trained(torch, *made, 3)
 
     after = everywhere(save, size=2)
@@ -197,12 +229,16 @@ def test_modules_optimizers_and_schedules_are_restored_on_another_number_of_work
                 made = make(turn + 5)
             sv.barrier()
         model, optimizer, schedule = made
-        checkpoint = sv.Checkpoint(model=model, optimizer=optimizer, schedule=schedule, state=None, pair=None)
+        checkpoint = sv.Checkpoint(
+            model=model, optimizer=optimizer, schedule=schedule, state=None, pair=None
+        )
         checkpoint.restore(tmp_path / "c")
         state = checkpoint.state
         assert type(state) is OrderedDict
         assert all(type(one) is torch.Tensor for one in state.values())
-        assert {name: one.dtype for name, one in state.items()} == {name: one.dtype for name, one in model.state_dict().items()}
+        assert {name: one.dtype for name, one in state.items()} == {
+            name: one.dtype for name, one in model.state_dict().items()
+        }
         assert state._metadata == model.state_dict()._metadata
         assert all(torch.equal(one, model.state_dict()[name]) for name, one in state.items())
         assert checkpoint.pair[0].dtype is torch.bfloat16
@@ -216,7 +252,9 @@ def test_modules_optimizers_and_schedules_are_restored_on_another_number_of_work
 
 def test_state_of_modules_in_objects(torch):
     def fn():
-        state = OrderedDict(weight=torch.full((2, 2), float(sv.rank())), bias=torch.nn.Parameter(torch.ones(2)))
+        state = OrderedDict(
+            weight=torch.full((2, 2), float(sv.rank())), bias=torch.nn.Parameter(torch.ones(2))
+        )
         got = sv.broadcast_object(state if sv.rank() else None, root=1)
         assert type(got) is OrderedDict
         assert [type(one) for one in got.values()] == [torch.Tensor] * 2
@@ -226,7 +264,9 @@ def test_state_of_modules_in_objects(torch):
         assert type(pair) is Pair
         assert pair.a.tolist() == [2.0, 2.0]
         strategy = sv.MirroredStrategy()
-        total = strategy.reduce("MEAN", sv.PerReplica({"loss": torch.tensor(float(sv.rank()))}), axis=None)
+        total = strategy.reduce(
+            "MEAN", sv.PerReplica({"loss": torch.tensor(float(sv.rank()))}), axis=None
+        )
         assert total["loss"] == torch.tensor(0.5)
         v = sv.Variable(torch.ones(3, requires_grad=True))
         v.assign_add(torch.ones(3))
@@ -242,7 +282,16 @@ def test_jax_arrays_in_give_jax_arrays_out(jax, layout):
     jnp = jax.numpy
 
     def fn():
-        for name in ("bool", "int8", "int32", "uint8", "float16", "float32", "bfloat16", "complex64"):
+        for name in (
+            "bool",
+            "int8",
+            "int32",
+            "uint8",
+            "float16",
+            "float32",
+            "bfloat16",
+            "complex64",
+        ):
             x = np.asarray(jnp.arange(8).astype(name)) if name != "bool" else np.arange(8) % 2 == 0
             for call, function in CALLS.items():
                 if name == "bool" and call not in MOVES:

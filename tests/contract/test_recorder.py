@@ -35,7 +35,12 @@ def test_an_operation_has_a_beginning_and_one_end():
     entry.end()
     entry.end(ValueError("late"))
     event = recorder.events()[0]
-    assert (event.state, event.detail, event.path, event.nbytes) == ("done", "", "arena small ring", 108)
+    assert (event.state, event.detail, event.path, event.nbytes) == (
+        "done",
+        "",
+        "arena small ring",
+        108,
+    )
     assert event.began_ns <= event.ended_ns
     assert event.thread == threading.get_ident()
 
@@ -47,7 +52,12 @@ def test_short_and_long_entries_stand_in_one_stream():
     recorder.begin(TOLD, 1).end(MismatchError("no", {0: "a"}))
     first, second, third = recorder.events()
     assert (first.state, first.began_ns, first.ended_ns, first.thread) == ("done", 10, 20, 5)
-    assert (second.what, second.group, second.state, second.detail) == ("left", -1, "noted", "rank 1")
+    assert (second.what, second.group, second.state, second.detail) == (
+        "left",
+        -1,
+        "noted",
+        "rank 1",
+    )
     assert (third.state, third.detail) == ("failed", "MismatchError: no\n  rank 0: a")
 
 
@@ -88,7 +98,10 @@ def test_a_refused_call_is_written_once_and_the_end_replaces_it(tmp_path):
     assert not (tmp_path / "new").exists()
     recorder.failed(MismatchError("first"))
     recorder.failed(MismatchError("second"))
-    assert (in_file(tmp_path / "new")["reason"], in_file(tmp_path / "new")["is_final"]) == ("MismatchError: first", False)
+    assert (in_file(tmp_path / "new")["reason"], in_file(tmp_path / "new")["is_final"]) == (
+        "MismatchError: first",
+        False,
+    )
     recorder.broke(PeerLost(1))
     assert recorder.is_due
     recorder.ended("uncaught PeerLost")
@@ -100,7 +113,9 @@ def test_a_refused_call_is_written_once_and_the_end_replaces_it(tmp_path):
     assert os.listdir(tmp_path / "new") == ["flight-rank0.json"]
 
 
-def test_a_record_is_for_this_user_only_and_goes_where_no_other_user_leads_it(tmp_path, foreign_link):
+def test_a_record_is_for_this_user_only_and_goes_where_no_other_user_leads_it(
+    tmp_path, foreign_link
+):
     before = os.umask(0)
     try:
         Recorder(folder=str(tmp_path / "new"), trace=str(tmp_path)).ended("x")
@@ -108,8 +123,13 @@ def test_a_record_is_for_this_user_only_and_goes_where_no_other_user_leads_it(tm
         Recorder(trace=str(tmp_path / "open")).closed()
     finally:
         os.umask(before)
-    modes = [oct((tmp_path / name).stat().st_mode & 0o777) for name in ("new", "new/flight-rank0.json", "open/flight-rank0.json")]
-    assert modes == ["0o700", "0o600", "0o666"], "the umask decides in a folder that others may enter"
+    modes = [
+        oct((tmp_path / name).stat().st_mode & 0o777)
+        for name in ("new", "new/flight-rank0.json", "open/flight-rank0.json")
+    ]
+    assert modes == ["0o700", "0o600", "0o666"], (
+        "the umask decides in a folder that others may enter"
+    )
 
     (tmp_path / "theirs").mkdir()
     foreign_link(tmp_path / "link", tmp_path / "theirs")
@@ -155,7 +175,9 @@ def test_the_file_is_small_and_whatever_is_in_it_can_be_read(tmp_path):
     assert len(load([str(tmp_path)])[0].events) == RING
 
 
-def test_a_writer_that_comes_again_in_a_signal_handler_does_not_wait_for_itself(tmp_path, monkeypatch):
+def test_a_writer_that_comes_again_in_a_signal_handler_does_not_wait_for_itself(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("syncvar.recording.recorder._WRITING_S", 0.05)
     recorder = Recorder(folder=str(tmp_path))
     with recorder._writing:
@@ -183,7 +205,7 @@ def test_what_operations_without_a_recorder_do_is_in_no_record(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# -- worlds -----------------------------------------------------------------------------------------------------------
+# -- worlds ----------------------------------------------------------------------------------------
 
 
 def program():
@@ -201,15 +223,28 @@ def program():
 @pytest.mark.parametrize("shared", [False, True])
 def test_every_rank_records_the_same_calls(shared):
     each = run_ranks(3, program, shared=shared)
-    told = [[(e.what, e.group, e.call, e.fingerprint, e.state) for e in events if e.state != "noted"] for events in each]
+    told = [
+        [(e.what, e.group, e.call, e.fingerprint, e.state) for e in events if e.state != "noted"]
+        for events in each
+    ]
     assert sorted(told[0]) == sorted(told[1]) == sorted(told[2])
     calls = [event for event in each[0] if event.group == 0]
     assert sorted(event.call for event in calls) == list(range(7))
     assert all(event.state == "done" and event.began_ns <= event.ended_ns for event in calls)
     assert all(event.path.startswith("arena" if shared else "links") for event in calls)
     for event in calls:
-        at_least = 800_000 if "broadcast" in event.what else 64 if "64 bytes" in event.what else 32 if "all_reduce" in event.what else 0
-        assert at_least <= event.nbytes < at_least + 1000  # and what the ranks tell each other beforehand
+        at_least = (
+            800_000
+            if "broadcast" in event.what
+            else 64
+            if "64 bytes" in event.what
+            else 32
+            if "all_reduce" in event.what
+            else 0
+        )
+        assert (
+            at_least <= event.nbytes < at_least + 1000
+        )  # and what the ranks tell each other beforehand
     assert each[0][0].what == "joined"
 
 
@@ -231,10 +266,14 @@ def test_calls_that_differ_are_found_in_the_records(shared):
     first = divergences(records)[0]
     assert (first.group, first.call, first.absent) == (0, 3, ())
     assert {rank: event.what.split("(")[0] for rank, event in first.made.items()} == {
-        0: "all_reduce", 1: "barrier", 2: "all_reduce",
-    }  # fmt: skip
+        0: "all_reduce",
+        1: "barrier",
+        2: "all_reduce",
+    }
     refused = [event for event in records[0].events if event.call == 4]
-    assert [(event.what, event.fingerprint, event.state) for event in refused] == [("all_reduce", 0, "failed")]
+    assert [(event.what, event.fingerprint, event.state) for event in refused] == [
+        ("all_reduce", 0, "failed")
+    ]
     assert "sun" in refused[0].detail
 
 
@@ -304,8 +343,10 @@ def test_a_rank_that_computes_writes_when_the_others_break(tmp_path):
 
     assert run_ranks(3, compute)[0] is None
     assert {record.rank: record.reason.split(":")[0] for record in load([folder])} == {
-        0: "PeerLost", 1: "it did not leave in order", 2: "PeerLost",
-    }  # fmt: skip
+        0: "PeerLost",
+        1: "it did not leave in order",
+        2: "PeerLost",
+    }
 
 
 def test_an_interrupted_call_has_failed():

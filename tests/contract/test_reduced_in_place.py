@@ -47,7 +47,9 @@ def test_the_algorithms_of_long_vectors_have_rounds_for_what_lies_apart():
             if (algorithm, is_power) in (("halving", True), ("ring", True), ("ring", False)):
                 assert plan.apart is not None, (algorithm, size)
             if plan.apart is not None:
-                assert [len(one.sends) for one in plan.apart] == [len(one.sends) for one in plan.rounds]
+                assert [len(one.sends) for one in plan.apart] == [
+                    len(one.sends) for one in plan.rounds
+                ]
 
 
 @pytest.mark.parametrize(("size", "algorithm"), ALONE)
@@ -118,7 +120,11 @@ def test_no_copy_of_a_long_vector_is_made(monkeypatch):
     module = sys.modules["syncvar.collectives.fused"]
     copied = []
     for plain in (module.contribution, module.outcome):
-        monkeypatch.setattr(module, plain.__name__, lambda *args, plain=plain: (copied.append(args), plain(*args))[1])
+        monkeypatch.setattr(
+            module,
+            plain.__name__,
+            lambda *args, plain=plain: (copied.append(args), plain(*args))[1],
+        )
 
     def fn():
         x = values(sv.rank())

@@ -49,9 +49,14 @@ def test_products_of_matrices_at_every_size_over_every_path(layout):
             mine = parts[rank].copy()
             out = np.empty_like(mine)
             for got in (
-                sv.all_reduce(mine, op), sv.all_reduce(np.asfortranarray(mine), op, reproducible=True), sv.all_reduce(mine, op, out=out), out,
-                sv.all_reduce(mine, op, async_op=True).wait(), *sv.all_reduce([mine, mine], op), sv.all_reduce(mine, op, postscale=1.0),
-            ):  # fmt: skip
+                sv.all_reduce(mine, op),
+                sv.all_reduce(np.asfortranarray(mine), op, reproducible=True),
+                sv.all_reduce(mine, op, out=out),
+                out,
+                sv.all_reduce(mine, op, async_op=True).wait(),
+                *sv.all_reduce([mine, mine], op),
+                sv.all_reduce(mine, op, postscale=1.0),
+            ):
                 assert np.array_equal(got, wanted), count
             assert np.array_equal(sv.scan(mine, op), functools.reduce(np.matmul, parts[: rank + 1]))
             rooted = sv.reduce(mine, op, root=1)
@@ -61,7 +66,10 @@ def test_products_of_matrices_at_every_size_over_every_path(layout):
             assert np.array_equal(sv.reduce_scatter(mine, op), wanted[cuts[rank] : cuts[rank + 1]])
             assert np.array_equal(mine, parts[rank])
         one = matrices(rank, 1)[0]
-        assert np.array_equal(sv.all_reduce(one, op), functools.reduce(np.matmul, [matrices(rank, 1)[0] for rank in range(size)]))
+        assert np.array_equal(
+            sv.all_reduce(one, op),
+            functools.reduce(np.matmul, [matrices(rank, 1)[0] for rank in range(size)]),
+        )
 
     for where, size in LAYOUTS:
         if where == layout:
@@ -69,11 +77,21 @@ def test_products_of_matrices_at_every_size_over_every_path(layout):
 
 
 def test_elements_larger_than_a_frame():
-    sv.register_op("looked_up", lambda left, right: np.take_along_axis(left, right % 400, axis=1), element_shape=(400,), replace=True)
+    sv.register_op(
+        "looked_up",
+        lambda left, right: np.take_along_axis(left, right % 400, axis=1),
+        element_shape=(400,),
+        replace=True,
+    )
 
     def fn():
-        parts = [np.random.default_rng(rank).permuted(np.tile(np.arange(400), (50, 1)), axis=1) for rank in range(3)]
-        wanted = functools.reduce(lambda left, right: np.take_along_axis(left, right, axis=1), parts)
+        parts = [
+            np.random.default_rng(rank).permuted(np.tile(np.arange(400), (50, 1)), axis=1)
+            for rank in range(3)
+        ]
+        wanted = functools.reduce(
+            lambda left, right: np.take_along_axis(left, right, axis=1), parts
+        )
         assert np.array_equal(sv.all_reduce(parts[sv.rank()], "looked_up"), wanted)
 
     small = SOON.replaced(segment_bytes=1024)
@@ -82,15 +100,27 @@ def test_elements_larger_than_a_frame():
 
 
 REFUSED = {
-    "pieces that are no matrices": (lambda left, right: (left.reshape(-1, 2, 2) @ right.reshape(-1, 2, 2)).reshape(-1), (), "raised ValueError"),
-    "positions": (lambda left, right: left + right + np.arange(left.size), (), "something else of three elements"),
+    "pieces that are no matrices": (
+        lambda left, right: (left.reshape(-1, 2, 2) @ right.reshape(-1, 2, 2)).reshape(-1),
+        (),
+        "raised ValueError",
+    ),
+    "positions": (
+        lambda left, right: left + right + np.arange(left.size),
+        (),
+        "something else of three elements",
+    ),
     "a generalized ufunc": (np.matmul, (), "something else of three elements"),
     "another shape": (lambda left, right: np.append(left, right), (), r"made float64\[6\]"),
     "another dtype": (lambda left, right: left + right * 1j, (), "made complex128"),
     "its operands": (lambda left, right: np.add(left, right, out=left), (), "raised ValueError"),
     "an error": (lambda left, right: left.nothing, (), "raised AttributeError"),
     "another element": (np.matmul, (3, 2), "raised"),
-    "elements together": (lambda left, right: left + right.sum(), (2,), "something else of three elements"),
+    "elements together": (
+        lambda left, right: left + right.sum(),
+        (2,),
+        "something else of three elements",
+    ),
     "other arrays": (np.matmul, (3, 3), r"takes arrays of shape \(..., 3, 3\)"),
     "too long": (np.add, (70_000,), "560000 bytes"),
 }
@@ -102,7 +132,13 @@ def test_what_cannot_work_on_pieces_is_refused_at_once_and_the_group_goes_on(wha
     sv.register_op("wrong", function, element_shape=element_shape, replace=True)
 
     def fn():
-        for call in (sv.all_reduce, sv.reduce, sv.reduce_scatter, sv.scan, lambda x, op: sv.all_reduce([x, 2 * x], op)):
+        for call in (
+            sv.all_reduce,
+            sv.reduce,
+            sv.reduce_scatter,
+            sv.scan,
+            lambda x, op: sv.all_reduce([x, 2 * x], op),
+        ):
             for count in (4, 6_000):
                 with pytest.raises(sv.ConfigError, match=words):
                     call(np.ones((count, 2, 2)), "wrong")
@@ -136,7 +172,11 @@ def test_what_an_op_raises_for_some_values_is_told_in_words(layout, size):
 
     errors = world(layout, size, fn)
     assert all(isinstance(error, sv.SyncvarError) for error in errors), errors
-    told = [error for error in errors if "the op 'picky' raised LookupError for two arrays of float64" in str(error)]
+    told = [
+        error
+        for error in errors
+        if "the op 'picky' raised LookupError for two arrays of float64" in str(error)
+    ]
     assert told
 
 
@@ -152,8 +192,12 @@ def test_a_word_that_is_accepted_for_a_built_in_op_is_refused(name):
 
     def fn():
         x = np.full(4, float(sv.rank()))
-        before = [sv.all_reduce(x, name)[0] for _ in range(3)] + [sv.reduce_scatter(x, name)[0] for _ in range(3)]
-        with pytest.raises(sv.ConfigError, match=f"'{name.lower()}' is accepted for the built-in op 'mean'"):
+        before = [sv.all_reduce(x, name)[0] for _ in range(3)] + [
+            sv.reduce_scatter(x, name)[0] for _ in range(3)
+        ]
+        with pytest.raises(
+            sv.ConfigError, match=f"'{name.lower()}' is accepted for the built-in op 'mean'"
+        ):
             sv.register_op(name, np.maximum, replace=True)
         return {*before, sv.all_reduce(x, name)[0], sv.all_reduce(np.append(x, 1.0), name)[0]}
 

@@ -48,9 +48,16 @@ def found_by(strategy, runs, step, faults=None):
 
 def parsed(error):
     text = str(error)
-    name, who, first, last = re.search(r"copies of variable '(\S+)' .*?: (rank.*? differ)s? .*elements (\d+) to (\d+) of", text).groups()
+    name, who, first, last = re.search(
+        r"copies of variable '(\S+)' .*?: (rank.*? differ)s? .*elements (\d+) to (\d+) of", text
+    ).groups()
     good, bad = re.search(r"after run (\d+) and not later than run (\d+)", text).groups()
-    return name, [int(one) for one in re.findall(r"\d+", who)], (int(first), int(last)), (int(good), int(bad))
+    return (
+        name,
+        [int(one) for one in re.findall(r"\d+", who)],
+        (int(first), int(last)),
+        (int(good), int(bad)),
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -59,15 +66,28 @@ def test_one_flipped_bit_is_reported_with_variable_window_minority_and_place(ran
         strategy = sv.MultiWorkerMirroredStrategy()
         strategy.check_every = 10
         with strategy.scope():
-            weights = [sv.Variable(np.ones((30, 40), np.float32), name=f"w{number}") for number in range(4)]
+            weights = [
+                sv.Variable(np.ones((30, 40), np.float32), name=f"w{number}") for number in range(4)
+            ]
             total = sv.Variable(0.0, aggregation="SUM")
         plant = {24: [lambda: flip(weights[2], 777, 13)] if sv.rank() == size - 1 else []}
         run, error = found_by(strategy, 60, lambda: total.assign_add(1.0), plant)
-        values = {rank: re.search(r"is (\S+) \(bytes (\w+)\)", row).groups() for rank, row in error.table.items()}
+        values = {
+            rank: re.search(r"is (\S+) \(bytes (\w+)\)", row).groups()
+            for rank, row in error.table.items()
+        }
         is_marked = [rank for rank, row in error.table.items() if row.endswith("differs")]
         weights[2].assign(weights[0].numpy())
         usable = found_by(strategy, 20, lambda: total.assign_add(1.0))
-        return run, parsed(error), is_marked, values, "no majority" in str(error), usable, float(total)
+        return (
+            run,
+            parsed(error),
+            is_marked,
+            values,
+            "no majority" in str(error),
+            usable,
+            float(total),
+        )
 
     found = ranks(size, fn)
     assert all(one == found[0] for one in found)
@@ -110,10 +130,15 @@ def test_a_large_model_is_compared_whole_at_every_check(ranks):
             small = sv.Variable(np.float16(1.0), name="small")
         del small
         place = 69 * BLOCK_BYTES // 4 + 5  # in the last block
-        run, error = found_by(strategy, 60, lambda: None, {35: [lambda: flip(w, place)] if sv.rank() else []})
+        run, error = found_by(
+            strategy, 60, lambda: None, {35: [lambda: flip(w, place)] if sv.rank() else []}
+        )
         return run, parsed(error)
 
-    assert ranks(2, fn) == [(40, ("w", [1], (place := 69 * BLOCK_BYTES // 4 + 5, place), (30, 40)))] * 2
+    assert (
+        ranks(2, fn)
+        == [(40, ("w", [1], (place := 69 * BLOCK_BYTES // 4 + 5, place), (30, 40)))] * 2
+    )
 
 
 def _optimizers_step(v):
@@ -125,12 +150,18 @@ WRITES = {
     "assign": lambda v: lambda: v.assign(np.full(v.shape, 3.0, np.float32)),
     "assign_add": lambda v: lambda: v.assign_add(np.full(v.shape, 0.125, np.float32)),
     "scatter_add": lambda v: lambda: v.scatter_add([0], np.ones((1, *v.shape[1:]), np.float32)),
-    "assign_add_all": lambda v: lambda: sv.assign_add_all([(v, np.full(v.shape, 0.125, np.float32))]),
+    "assign_add_all": lambda v: (
+        lambda: sv.assign_add_all([(v, np.full(v.shape, 0.125, np.float32))])
+    ),
     "optimizer": _optimizers_step,
 }
 
 
-@pytest.mark.parametrize("counts", [(10, 20_000), pytest.param((1_000, 100_000, 1_000_000), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "counts",
+    [(10, 20_000), pytest.param((1_000, 100_000, 1_000_000), marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("way", WRITES)
 def test_a_flipped_bit_is_found_before_a_write_covers_it_up_or_spreads_it(ranks, way, counts):
     cases = [(count, rank) for count in counts for rank in range(3)]
@@ -141,11 +172,20 @@ def test_a_flipped_bit_is_found_before_a_write_covers_it_up_or_spreads_it(ranks,
             strategy = sv.MirroredStrategy()
             strategy.check_every = 1
             with strategy.scope():
-                v = sv.Variable(np.ones(count, np.float32), name=f"v{number}", aggregation="SUM", synchronization="ON_WRITE")
+                v = sv.Variable(
+                    np.ones(count, np.float32),
+                    name=f"v{number}",
+                    aggregation="SUM",
+                    synchronization="ON_WRITE",
+                )
             write = WRITES[way](v)
             # In the part that the stranger owns where ranks share memory, and before the write in the middle of a run.
             place = count * stranger // 3 + 1
-            fault = (lambda v=v, place=place: flip(v, place)) if sv.rank() == stranger else (lambda: None)
+            fault = (
+                (lambda v=v, place=place: flip(v, place))
+                if sv.rank() == stranger
+                else (lambda: None)
+            )
             for _ in range(2):
                 strategy.run(write)
             before = v.local_value().copy()
@@ -164,8 +204,9 @@ def test_a_flipped_bit_is_found_before_a_write_covers_it_up_or_spreads_it(ranks,
         return made
 
     expected = [
-        (f"v{number}", [rank], (count * rank // 3 + 1,) * 2, (2, 3)) for number, (count, rank) in enumerate(cases)
-    ]  # fmt: skip
+        (f"v{number}", [rank], (count * rank // 3 + 1,) * 2, (2, 3))
+        for number, (count, rank) in enumerate(cases)
+    ]
     assert ranks(3, fn) == [expected] * 3
 
 
@@ -175,7 +216,9 @@ def test_writes_between_checks_leave_a_difference_where_it_is(ranks, count):
         strategy = sv.MirroredStrategy()
         strategy.check_every = 10
         with strategy.scope():
-            v = sv.Variable(np.ones(count, np.float32), name="v", aggregation="SUM", synchronization="ON_WRITE")
+            v = sv.Variable(
+                np.ones(count, np.float32), name="v", aggregation="SUM", synchronization="ON_WRITE"
+            )
         x = np.full(count, 0.5, np.float32)
         found = []
         for stranger in range(3):
@@ -194,7 +237,10 @@ def test_writes_between_checks_leave_a_difference_where_it_is(ranks, count):
 def test_outside_runs_all_copies_are_compared_before_every_so_manieth_write(ranks):
     def fn():
         sv.get_strategy().check_every = 4
-        v, w = sv.Variable(np.ones(3), name="v", aggregation="SUM"), sv.Variable(np.ones(30_000), name="w", aggregation="SUM")
+        v, w = (
+            sv.Variable(np.ones(3), name="v", aggregation="SUM"),
+            sv.Variable(np.ones(30_000), name="w", aggregation="SUM"),
+        )
         found = []
         for number in range(1, 21):
             if number == 10 and sv.rank() == 1:
@@ -217,7 +263,10 @@ def model_of(strategy):
     """Return variables of 3 MiB together, the largest of more than one, and what steps them all."""
     sizes = [300_000, *[100_000] * 4, 7, 90_000]
     with strategy.scope() if not strategy.is_default else contextlib.nullcontext():
-        made = [sv.Variable(np.ones(size, np.float32), name=f"w{number}", aggregation="SUM") for number, size in enumerate(sizes)]
+        made = [
+            sv.Variable(np.ones(size, np.float32), name=f"w{number}", aggregation="SUM")
+            for number, size in enumerate(sizes)
+        ]
     optimizer = sv.optimizers.SGD(0.5)
     optimizer.build(made)
     gradients = [np.full(v.shape, 0.25, np.float32) for v in made]
@@ -249,11 +298,15 @@ def test_a_run_that_an_exception_has_left_does_not_move_the_comparisons_outside_
 
 
 @pytest.mark.parametrize("way", ["run", "spmd", "spmd, one by one"])
-def test_every_variable_is_compared_once_in_a_hundred_steps_and_never_much_of_it_in_one(ranks, way, monkeypatch):
+def test_every_variable_is_compared_once_in_a_hundred_steps_and_never_much_of_it_in_one(
+    ranks, way, monkeypatch
+):
     compared = {}
 
     def noted(owner, pairs, now, **words):
-        compared.setdefault(sv.rank(), []).append((now, [(entry.name, entry.nbytes) for entry, _ in pairs]))
+        compared.setdefault(sv.rank(), []).append(
+            (now, [(entry.name, entry.nbytes) for entry, _ in pairs])
+        )
         return compare(owner, pairs, now, **words)
 
     monkeypatch.setattr("syncvar.variables.roster.compare", noted)
@@ -284,9 +337,15 @@ def test_every_variable_is_compared_once_in_a_hundred_steps_and_never_much_of_it
     names = ranks(2, fn)[0]
     for rank in range(2):
         for block in range(2):
-            steps = [step for step in compared[rank] if step[1] and (int(step[0].split()[1]) - 1) // 100 == block]
+            steps = [
+                step
+                for step in compared[rank]
+                if step[1] and (int(step[0].split()[1]) - 1) // 100 == block
+            ]
             seen = [name for step in steps for name, _ in step[1] if name in names]
-            assert sorted(seen) == sorted(names * 2 if way == "run" else names), "in a run before the write, and at its end"
+            assert sorted(seen) == sorted(names * 2 if way == "run" else names), (
+                "in a run before the write, and at its end"
+            )
             assert max(sum(nbytes for _, nbytes in step[1]) for step in steps) <= 1_200_004
             assert len({step[0] for step in steps}) >= 3
 
@@ -322,7 +381,12 @@ def test_no_false_alarm_over_thousands_of_random_steps(ranks):
         dtypes = ["float32", "float16", ml_dtypes.bfloat16, "float64", "int8", "complex64"]
         with strategy.scope():
             variables = [
-                sv.Variable(np.zeros(common.integers(0, 40), dtype), dtype=dtype, aggregation="SUM", synchronization=mode)
+                sv.Variable(
+                    np.zeros(common.integers(0, 40), dtype),
+                    dtype=dtype,
+                    aggregation="SUM",
+                    synchronization=mode,
+                )
                 for dtype in dtypes
                 for mode in ("AUTO", "ON_WRITE")
             ]
@@ -334,13 +398,23 @@ def test_no_false_alarm_over_thousands_of_random_steps(ranks):
                 v = variables[number]
                 x = own.integers(-100, 100, v.shape).astype(v.dtype)
                 if kind == 0 and v.dtype.kind != "i":
-                    x = np.where(own.random(v.shape) < 0.01, np.asarray(np.nan, v.dtype), x).astype(v.dtype)
+                    x = np.where(own.random(v.shape) < 0.01, np.asarray(np.nan, v.dtype), x).astype(
+                        v.dtype
+                    )
                 with np.errstate(all="ignore"):
                     (v.assign, v.assign_add, v.assign_sub)[kind](x)
 
         for _ in range(1000):
-            strategy.run(step, args=(common.integers(0, len(variables), 2).tolist(), common.integers(0, 3, 2).tolist()))
-        return any(np.isnan(v.numpy()).any() for v in variables if v.dtype == np.float32), strategy.roster.entries[variables[0].name].good
+            strategy.run(
+                step,
+                args=(
+                    common.integers(0, len(variables), 2).tolist(),
+                    common.integers(0, 3, 2).tolist(),
+                ),
+            )
+        return any(
+            np.isnan(v.numpy()).any() for v in variables if v.dtype == np.float32
+        ), strategy.roster.entries[variables[0].name].good
 
     found = ranks(2, fn)
     assert found[0] == found[1]
@@ -369,7 +443,12 @@ def test_a_variable_that_one_replica_has_dropped_is_left_out(ranks):
         if sv.rank() == 1:
             del variables[0]
             gc.collect()
-        found = found_by(strategy, 20, lambda: None, {5: [lambda: flip(variables[-1], 2)] if sv.rank() == 1 else []})
+        found = found_by(
+            strategy,
+            20,
+            lambda: None,
+            {5: [lambda: flip(variables[-1], 2)] if sv.rank() == 1 else []},
+        )
         return found[0], parsed(found[1]), sorted(strategy.roster.entries)
 
     assert ranks(2, fn) == [(5, ("v3", [1], (2, 2), (4, 6)), ["v1", "v2", "v3"])] * 2

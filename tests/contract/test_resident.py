@@ -20,7 +20,7 @@ def everywhere(size, program):
     return results
 
 
-# -- sv.empty and sv.zeros ----------------------------------------------------------------------------------------
+# -- sv.empty and sv.zeros -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(), 0, 5, (2, 3), [4, 0], (np.int64(2), 2)])
@@ -86,12 +86,16 @@ def test_repeated_calls_of_one_segment_and_barriers(size, op):
     count = 50_001
 
     def program():
-        wanted = {"sum": np.sum, "mean": np.mean, "max": np.max}[op]([np.arange(count) % 9 + rank for rank in range(size)], axis=0)
+        wanted = {"sum": np.sum, "mean": np.mean, "max": np.max}[op](
+            [np.arange(count) % 9 + rank for rank in range(size)], axis=0
+        )
         private, out, resident = np.empty(count), np.empty(count), sv.empty(count, np.float64)
         for turn in range(8):
             x = resident if (turn + sv.rank()) % 3 == 0 else private
             x[...] = np.arange(count) % 9 + sv.rank()
-            made = sv.all_reduce(x, op, out=[None, out, x, resident][turn % 4] if x is private else out)
+            made = sv.all_reduce(
+                x, op, out=[None, out, x, resident][turn % 4] if x is private else out
+            )
             if not np.array_equal(made, wanted):
                 return turn
             sv.barrier()
@@ -141,7 +145,7 @@ def test_an_array_outlives_the_job():
     assert kept[0][0] == 5.0
 
 
-# -- the memory of variables --------------------------------------------------------------------------------------
+# -- the memory of variables -----------------------------------------------------------------------
 
 
 def test_a_variable_is_written_in_place():
@@ -172,7 +176,12 @@ def test_what_was_read_does_not_change(synchronization, take):
     def program():
         strategy = sv.MirroredStrategy()
         with strategy.scope():
-            v = sv.Variable(np.arange(4.0), synchronization=synchronization, aggregation="SUM", name=f"{synchronization}{take}")
+            v = sv.Variable(
+                np.arange(4.0),
+                synchronization=synchronization,
+                aggregation="SUM",
+                name=f"{synchronization}{take}",
+            )
 
         def step():
             seen = ways[take](v)
@@ -197,13 +206,25 @@ def test_a_view_that_is_gone_costs_no_new_memory():
         place = current().arena.locate(storage.array)
         kept = storage.expose()
         del kept
-        return moved, current().arena.locate(storage.writable()) == place, storage.view is storage.view
+        return (
+            moved,
+            current().arena.locate(storage.writable()) == place,
+            storage.view is storage.view,
+        )
 
     assert everywhere(2, program) == [(True, True, True)] * 2
 
 
 @pytest.mark.parametrize(
-    "part", [lambda seen: seen, lambda seen: seen[1:], lambda seen: seen.reshape(2, 2).T, lambda seen: seen.base, lambda seen: seen.base.base, memoryview]
+    "part",
+    [
+        lambda seen: seen,
+        lambda seen: seen[1:],
+        lambda seen: seen.reshape(2, 2).T,
+        lambda seen: seen.base,
+        lambda seen: seen.base.base,
+        memoryview,
+    ],
 )
 def test_whatever_is_kept_of_a_view_keeps_its_memory(part):
     def program():
@@ -252,6 +273,9 @@ def test_dropped_variables_give_their_memory_back():
         del v
         gc.collect()
         arena.empty(1, np.uint8)  # what was freed is taken in by the next request
-        return gone() is None, arena._extents.taken_bytes < 12 << 20  # the channels and their segments
+        return (
+            gone() is None,
+            arena._extents.taken_bytes < 12 << 20,
+        )  # the channels and their segments
 
     assert everywhere(2, program) == [(True, True)] * 2

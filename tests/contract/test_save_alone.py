@@ -15,9 +15,18 @@ from syncvar.wire import DTYPE_NAMES, dtype_from_index
 def equal(one, other):
     """Compare two values to the bit."""
     if isinstance(one, np.ndarray):
-        return type(other) is np.ndarray and one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        return (
+            type(other) is np.ndarray
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
     if isinstance(one, dict):
-        return isinstance(other, dict) and list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+        return (
+            isinstance(other, dict)
+            and list(one) == list(other)
+            and all(equal(one[key], other[key]) for key in one)
+        )
     if isinstance(one, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
     return type(one) is type(other) and one == other
@@ -25,10 +34,17 @@ def equal(one, other):
 
 def everything():
     rng = np.random.default_rng(1)
-    arrays = {name: (rng.standard_normal((3, 2)) * 10).astype(dtype_from_index(DTYPE_NAMES.index(name))) for name in DTYPE_NAMES}
+    arrays = {
+        name: (rng.standard_normal((3, 2)) * 10).astype(dtype_from_index(DTYPE_NAMES.index(name)))
+        for name in DTYPE_NAMES
+    }
     return {
         **arrays,
-        "nested": [{"a/b": np.arange(3), "a": {"b": np.zeros(2)}}, (np.float32(2.5), None, b"x", 1 << 100, 1j), []],
+        "nested": [
+            {"a/b": np.arange(3), "a": {"b": np.zeros(2)}},
+            (np.float32(2.5), None, b"x", 1 << 100, 1j),
+            [],
+        ],
         "special": np.array([np.nan, -0.0, np.inf]),
         "scalar": np.array(7),
         "empty": np.zeros((0, 4), np.int8),
@@ -63,12 +79,26 @@ def test_one_rank_saves_while_the_others_do_not_even_know(tmp_path, arena):
         w = sv.Variable([1.0, 2.0], name="w", aggregation="SUM")
         own = sv.Variable(sv.rank(), synchronization="NONE", name="own")
         seen = sv.Variable(0.0, synchronization="ON_READ", aggregation="SUM", name="seen")
-        first = sv.Variable(3.0, synchronization="ON_READ", aggregation="ONLY_FIRST_REPLICA", name="first")
+        first = sv.Variable(
+            3.0, synchronization="ON_READ", aggregation="ONLY_FIRST_REPLICA", name="first"
+        )
         optimizer = sv.optimizers.Momentum(0.5)
         optimizer.apply_gradients([([2.0, 4.0], w)])
         if sv.rank() == 1:  # no other rank makes any call meanwhile
-            sv.save(path, {"w": w, "own": own, "optimizer": optimizer, "seen": seen.local_value(), "rng": np.random.default_rng(5)})
-            errors = [str(caught(lambda one=one: sv.save(path, {"deep": [one]}))) for one in (seen, first, sv.Checkpoint(w=w), object())]
+            sv.save(
+                path,
+                {
+                    "w": w,
+                    "own": own,
+                    "optimizer": optimizer,
+                    "seen": seen.local_value(),
+                    "rng": np.random.default_rng(5),
+                },
+            )
+            errors = [
+                str(caught(lambda one=one: sv.save(path, {"deep": [one]})))
+                for one in (seen, first, sv.Checkpoint(w=w), object())
+            ]
         else:
             errors = []
             if sv.rank() == 0:
@@ -127,7 +157,9 @@ def test_damaged_files_and_wrong_arguments_are_refused(tmp_path):
     rng = np.random.default_rng(2)
     for _ in range(200):
         place = int(rng.integers(len(data)))
-        path.write_bytes(data[:place] + bytes([data[place] ^ (1 << int(rng.integers(8)))]) + data[place + 1 :])
+        path.write_bytes(
+            data[:place] + bytes([data[place] ^ (1 << int(rng.integers(8)))]) + data[place + 1 :]
+        )
         error = caught(lambda: loaded.append(sv.load(path)))
         assert isinstance(error, sv.CheckpointError) or equal(loaded.pop(), value), place
     for length in (0, 4, 8, 100, len(data) - 1):
@@ -166,7 +198,12 @@ def test_keys_that_are_not_found_again_depth_and_subclasses_are_refused_by_their
         return value
 
     path = tmp_path / "model"
-    kept = {(1, "a"): np.ones(2), 2.5: np.zeros(1), b"x": 1, None: {np.int64(3): 4, frozenset({1}): np.ones(1)}}
+    kept = {
+        (1, "a"): np.ones(2),
+        2.5: np.zeros(1),
+        b"x": 1,
+        None: {np.int64(3): 4, frozenset({1}): np.ones(1)},
+    }
     sv.save(path, [kept, deep(61)])
     assert equal([kept, deep(61)], sv.load(path))
     nan = float("nan")

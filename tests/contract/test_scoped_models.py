@@ -29,7 +29,12 @@ def test_a_model_made_in_a_scope_is_refused(base, kind):
         pass
 
     strategy = kind()
-    with pytest.raises(UsageError, match=r"makes a model of another library \(.*Net\).*outside the block"), strategy.scope():
+    with (
+        pytest.raises(
+            UsageError, match=r"makes a model of another library \(.*Net\).*outside the block"
+        ),
+        strategy.scope(),
+    ):
         kept = Net()
     assert not sv.has_strategy(), "the scope has ended"
     del kept

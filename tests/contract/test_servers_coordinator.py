@@ -86,7 +86,9 @@ def test_functions_run_and_errors_are_told_once(workers):
             coordinator.schedule(add, ([1, 2, 3],))
         coordinator.join()
         assert coordinator.done()
-        assert [one.tolist() for one in coordinator.fetch(values)] == [[2 * one for one in range(k)] for k in range(6)]
+        assert [one.tolist() for one in coordinator.fetch(values)] == [
+            [2 * one for one in range(k)] for k in range(6)
+        ]
         assert coordinator.fetch({"a": (values[2], 7)})["a"][1] == 7
         assert mine.v.numpy().tolist() == [5, 10, 15]
         with pytest.raises(KeyError, match="no such thing"):

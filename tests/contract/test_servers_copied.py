@@ -20,15 +20,31 @@ SPEC = Spec((4, 2), "float32", "MEAN", (4, 2), 0)
 def request(rank, number, asking, parts=(0,)):
     part = asking.parts()[0]
     message = {
-        "kind": "request", "server": 0, "rank": rank, "incarnation": 0, "number": number, "follows": number - 1, "answered": number - 1,
-        "transaction": number, "parts": list(parts), "sent": [number], "operations": part.operations,
-    }  # fmt: skip
+        "kind": "request",
+        "server": 0,
+        "rank": rank,
+        "incarnation": 0,
+        "number": number,
+        "follows": number - 1,
+        "answered": number - 1,
+        "transaction": number,
+        "parts": list(parts),
+        "sent": [number],
+        "operations": part.operations,
+    }
     return message, part.arrays
 
 
 def pushed(rank, number, key="w/0", parts=(0,)):
     asking = Asking()
-    asking.push(0, key, "step", np.full((4, 2), rank + 1, np.float32), rule=("Adam", {"beta_1": 0.5}), rate=0.1)
+    asking.push(
+        0,
+        key,
+        "step",
+        np.full((4, 2), rank + 1, np.float32),
+        rule=("Adam", {"beta_1": 0.5}),
+        rate=0.1,
+    )
     return request(rank, number, asking, parts)
 
 
@@ -56,7 +72,11 @@ def rich():
 
 def same(one, other):
     if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -70,7 +90,14 @@ def test_a_ledger_is_the_same_after_its_journey_and_goes_on_in_the_same_way():
     assert same(first.state(), second.state())
     assert second.undecided == {1}
     before = second.shards["w/0"].array.copy()
-    decision = {"kind": "decision", "rank": 1, "incarnation": 0, "transaction": 3, "home": 0, "reason": ""}
+    decision = {
+        "kind": "decision",
+        "rank": 1,
+        "incarnation": 0,
+        "transaction": 3,
+        "home": 0,
+        "reason": "",
+    }
     for ledger in (first, second):
         ledger.execute(decision, ())  # the round is over now: rank 2 takes no part
         ledger.execute(*pushed(0, 4, "free/0"))
@@ -84,7 +111,11 @@ def test_what_a_mirror_does_not_confirm_is_sent_again_the_ledger_first():
     assert copying.wake_at() == float("inf")
     copying.move_to(2, ledger, now=10.0)
     (seed,) = copying.said()
-    assert (seed.target, seed.message["kind"], seed.message["index"]) == (("server", 2), "seed", ledger.entries)
+    assert (seed.target, seed.message["kind"], seed.message["index"]) == (
+        ("server", 2),
+        "seed",
+        ledger.entries,
+    )
     copying.enter({"kind": "fence", "rank": 0, "incarnation": 1}, (), 10.0)
     copying.say(seed)  # whatever follows from that entry
     assert [one.message["kind"] for one in copying.said()] == ["copy"]
@@ -102,7 +133,9 @@ def test_what_a_mirror_does_not_confirm_is_sent_again_the_ledger_first():
 def test_a_worker_is_told_when_both_copies_are_lost_before_there_was_another():
     last = Server(2, 1, HEIRS)
     moved = last.server_lost(0, 1.0)  # of which server 1 has the copy, and sends it
-    assert [(one.target, one.message["server"]) for one in moved] == [(("server", 1), 2)]  # its own had its copy there
+    assert [(one.target, one.message["server"]) for one in moved] == [
+        (("server", 1), 2)
+    ]  # its own had its copy there
     assert last.server_lost(1, 1.1) == []  # it was lost first
     assert sorted(last.primaries) == [1, 2]
     client = Client(0, 0, 3, HEIRS)

@@ -24,7 +24,11 @@ def test_a_seed_gives_the_same_messages_at_the_same_times_again():
 
 def test_servers_are_lost_one_after_another_once_what_the_one_before_held_has_a_copy_again():
     jobs = {seed: simulated_jobs.job_of(seed) for seed in range(200)}
-    seeds = [seed for seed, job in jobs.items() if job.replicas and job.kills and job.more and job.servers > 2][:12]
+    seeds = [
+        seed
+        for seed, job in jobs.items()
+        if job.replicas and job.kills and job.more and job.servers > 2
+    ][:12]
     lost = [len(simulated_jobs.run(seed, through_wire=True).lost) for seed in seeds]
     assert max(lost) == 3
     assert sum(count > 1 for count in lost) >= 6, lost

@@ -54,9 +54,17 @@ def test_a_push_of_one_worker_alone_is_seen_by_all_after_a_barrier(staleness):
 
 def test_rows_are_looked_up_in_the_order_of_the_request_and_duplicates_are_combined():
     def program(_local):
-        _, table = made(np.arange(14.0).reshape(7, 2), partitioner=sv.partitioners.FixedShards(3), dtype="float64")
+        _, table = made(
+            np.arange(14.0).reshape(7, 2),
+            partitioner=sv.partitioners.FixedShards(3),
+            dtype="float64",
+        )
         assert isinstance(table, sv.ShardedVariable)
-        assert (table.num_shards, table.row_ranges, table.shape) == (3, [[0, 3], [3, 5], [5, 7]], (7, 2))
+        assert (table.num_shards, table.row_ranges, table.shape) == (
+            3,
+            [[0, 3], [3, 5], [5, 7]],
+            (7, 2),
+        )
         looked = table.lookup([[6, 0], [6, 4]])
         sv.barrier()
         if sv.rank() == 0:
@@ -97,10 +105,16 @@ def test_several_workers_without_servers_are_told_how_to_start_some():
     assert all(isinstance(one, sv.UsageError) and "--servers 1" in str(one) for one in results)
 
 
-@pytest.mark.parametrize("optimizer", [
-    lambda: sv.optimizers.SGD(0.1), lambda: sv.optimizers.Momentum(0.1, 0.5), lambda: sv.optimizers.Nesterov(0.1),
-    lambda: sv.optimizers.Adagrad(0.1), lambda: sv.optimizers.Adam(0.1, weight_decay=0.1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: sv.optimizers.SGD(0.1),
+        lambda: sv.optimizers.Momentum(0.1, 0.5),
+        lambda: sv.optimizers.Nesterov(0.1),
+        lambda: sv.optimizers.Adagrad(0.1),
+        lambda: sv.optimizers.Adam(0.1, weight_decay=0.1),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_staleness_0_gives_the_bits_of_synchronous_training(optimizer, dtype):
     start = np.linspace(-1, 1, 33).astype(dtype)
@@ -112,14 +126,18 @@ def test_staleness_0_gives_the_bits_of_synchronous_training(optimizer, dtype):
         noise = np.random.default_rng(sv.rank())
         for _ in range(5):
             x = noise.normal(size=33).astype(np.float32)
-            strategy.run(lambda x=x: stepper.apply_gradients([(w.read_value() * np.float32(0.1) + x, w)]))
+            strategy.run(
+                lambda x=x: stepper.apply_gradients([(w.read_value() * np.float32(0.1) + x, w)])
+            )
             tick()
         assert stepper.iterations == 5
         return w.numpy().tobytes()
 
     def program(_local):
         servers = sv.ParameterServerStrategy(sv.partitioners.FixedShards(2), staleness=0)
-        return train(servers, servers.tick), train(sv.MirroredStrategy(reproducible=True), lambda: None)
+        return train(servers, servers.tick), train(
+            sv.MirroredStrategy(reproducible=True), lambda: None
+        )
 
     for on_servers, synchronous in workers(3, program):
         assert on_servers == synchronous
@@ -132,11 +150,17 @@ def test_increments_with_staleness_0_give_the_bits_of_synchronous_ones(aggregati
             v = sv.Variable(np.zeros(17, np.float32), aggregation=aggregation)
         noise = np.random.default_rng(sv.rank())
         for _ in range(4):
-            strategy.run(lambda: v.assign_add(noise.normal(size=17).astype(np.float32) * 1e3 + v.read_value()))
+            strategy.run(
+                lambda: v.assign_add(
+                    noise.normal(size=17).astype(np.float32) * 1e3 + v.read_value()
+                )
+            )
         return v.numpy().tobytes()
 
     def program(_local):
-        return train(sv.ParameterServerStrategy(staleness=0)), train(sv.MirroredStrategy(reproducible=True))
+        return train(sv.ParameterServerStrategy(staleness=0)), train(
+            sv.MirroredStrategy(reproducible=True)
+        )
 
     for on_servers, synchronous in workers(3, program):
         assert on_servers == synchronous
@@ -147,7 +171,9 @@ def test_the_step_of_some_rows_leaves_the_others_and_their_slots():
     optimizer = sv.optimizers.Momentum(0.5, 0.5)
     gradient = np.ones((3, 2), np.float32)
     optimizer.apply_gradients([((np.array([4, 1, 4]), gradient), table)])
-    slices = types.SimpleNamespace(indices=np.array([1]), values=gradient[:1])  # as a tf.IndexedSlices
+    slices = types.SimpleNamespace(
+        indices=np.array([1]), values=gradient[:1]
+    )  # as a tf.IndexedSlices
     optimizer.apply_gradients([(slices, table)])
     assert table.numpy()[:, 0].tolist() == [1.0, 1 - 0.5 - 0.75, 1.0, 1.0, 0.0]
     with pytest.raises(sv.ConfigError, match="clip_norm"):
@@ -217,7 +243,11 @@ def test_nothing_is_sent_of_a_transaction_that_an_exception_leaves():
     with pytest.raises(KeyError), strategy.transaction():
         v.assign_add(1)
         raise KeyError
-    with pytest.raises(sv.UsageError, match="inside another"), strategy.transaction(), strategy.transaction():
+    with (
+        pytest.raises(sv.UsageError, match="inside another"),
+        strategy.transaction(),
+        strategy.transaction(),
+    ):
         pass
     sv.assign_add_all([(v, 5)])
     assert int(v) == 6
@@ -287,7 +317,10 @@ def test_only_the_chief_calls_a_callable():
     calls = []
 
     def program(_local):
-        _, v = made(lambda: calls.append(sv.rank()) or np.arange(6.0), partitioner=sv.partitioners.FixedShards(2))
+        _, v = made(
+            lambda: calls.append(sv.rank()) or np.arange(6.0),
+            partitioner=sv.partitioners.FixedShards(2),
+        )
         return v.num_shards, v.shape, v.numpy().tolist()
 
     assert workers(2, program) == [(2, (6,), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0])] * 2

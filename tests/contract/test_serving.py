@@ -33,11 +33,32 @@ start_the_collector_of_pyzmq()
 MIB = 1 << 20
 
 
-def environment(folder, *, role="worker", rank=0, job="job", generation=0, incarnation=0, servers=2, server_replicas=0):
+def environment(
+    folder,
+    *,
+    role="worker",
+    rank=0,
+    job="job",
+    generation=0,
+    incarnation=0,
+    servers=2,
+    server_replicas=0,
+):
     return RankEnvironment(
-        rank=rank, world_size=2, local_rank=0 if role == "server" else rank, local_world_size=2, host_index=0, host_count=1,
-        generation=generation, rendezvous=f"ipc://{folder}/store", job_id=job, role=role, servers=servers, server_replicas=server_replicas, incarnation=incarnation,
-    )  # fmt: skip
+        rank=rank,
+        world_size=2,
+        local_rank=0 if role == "server" else rank,
+        local_world_size=2,
+        host_index=0,
+        host_count=1,
+        generation=generation,
+        rendezvous=f"ipc://{folder}/store",
+        job_id=job,
+        role=role,
+        servers=servers,
+        server_replicas=server_replicas,
+        incarnation=incarnation,
+    )
 
 
 def taken(links, sender=None, count=1, limit_s=60.0):
@@ -94,7 +115,11 @@ def test_a_message_comes_whole_and_is_answered(place):
     long = os.urandom(MIB)
     assert worker.send(SERVER_0 + 1, [b"head", b"", long])
     (came,) = taken(server, worker)
-    assert (came.number, came.incarnation, [bytes(one) for one in came.frames]) == (1, 0, [b"head", b"", long])
+    assert (came.number, came.incarnation, [bytes(one) for one in came.frames]) == (
+        1,
+        0,
+        [b"head", b"", long],
+    )
     assert server.send(1, [b"answer"])
     (answer,) = taken(worker)
     assert (answer.number, [bytes(one) for one in answer.frames]) == (SERVER_0 + 1, [b"answer"])
@@ -138,7 +163,13 @@ def test_a_server_hears_of_a_loss_that_is_told_while_it_tells_of_a_copy(runtime_
         addresses = {0: first.address, 1: parse_message(said)["address"]}
 
         def tell(version, ended):
-            word = {"version": version, "addresses": addresses, "hosts": {}, "ended": ended, "incarnations": {}}
+            word = {
+                "version": version,
+                "addresses": addresses,
+                "hosts": {},
+                "ended": ended,
+                "incarnations": {},
+            }
             launcher.send_multipart([identity, pack_message("servers", **word)])
 
         def say_copied(server, say=serving._directory.say_copied):
@@ -152,7 +183,11 @@ def test_a_server_hears_of_a_loss_that_is_told_while_it_tells_of_a_copy(runtime_
         thread.start()
         stack.callback(thread.join, 10)
         stack.callback(serving.end)
-        (seed,) = [one for one in Server(0, 2, heirs).server_lost(2, 1.0) if one.message == {"kind": "seed", "server": 2, "index": 0}]
+        (seed,) = [
+            one
+            for one in Server(0, 2, heirs).server_lost(2, 1.0)
+            if one.message == {"kind": "seed", "server": 2, "index": 0}
+        ]
         first.connect(1, addresses[1])
         first.send(SERVER_0 + 1, frames_of(seed.message, seed.arrays))
         kinds = {message_of(came.frames)[0]["kind"] for came in taken(first, count=2)}
@@ -207,7 +242,11 @@ def test_something_else_than_a_message_is_dropped(place):
     worker.connect(0, server.address)
     dealer = worker.sockets()[0]
     whole = b"".join(packed([b"head", b"x"]).pieces)
-    lent = b"".join(packed([b"head", b"x" * 8], [(1, SharedMemoryReference(SegmentId(0, 0, 1), 4096, 8))]).pieces)
+    lent = b"".join(
+        packed(
+            [b"head", b"x" * 8], [(1, SharedMemoryReference(SegmentId(0, 0, 1), 4096, 8))]
+        ).pieces
+    )
     for parts in ([b""], [whole[:-8]], [whole, b"x"], [lent]):
         dealer.send_multipart(parts)
     worker.send(SERVER_0, [b"whole"])
@@ -270,7 +309,10 @@ def test_short_messages_that_come_together_are_read_one_by_one(pipes):
     near, far = pipes
     for count in range(500):
         assert near.send(packed([b"%d" % count, b"x" * count]))
-    assert [bytes(one[0]) for one in piped(near, far)] == [b"hello", *(b"%d" % count for count in range(500))]
+    assert [bytes(one[0]) for one in piped(near, far)] == [
+        b"hello",
+        *(b"%d" % count for count in range(500)),
+    ]
 
 
 def test_a_pipe_says_that_it_has_more_as_long_as_it_has_messages_in_hand(pipes):
@@ -402,7 +444,12 @@ def test_an_array_that_was_made_to_be_lent_is_lent_where_it_is_to_eight_readers(
     assert [word // 64 * 64 + 64 == place for word in words] == [True] * 8 + [False]
     assert len(set(words)) == 9
     for word in words:
-        assert np.array_equal(np.frombuffer(worker.borrow(server._arena.refer(word, made.nbytes)), np.float32).reshape(512, 100), made)
+        assert np.array_equal(
+            np.frombuffer(
+                worker.borrow(server._arena.refer(word, made.nbytes)), np.float32
+            ).reshape(512, 100),
+            made,
+        )
     assert server.lend(0, [b"head", buffer])[0][1].offset in words[:8]  # it has been given back
     assert server._arena.locate(server.room((4,), np.dtype(np.float32))) is None
 
@@ -427,7 +474,11 @@ def test_short_arrays_are_not_lent(lenders):
 
 
 def test_arrays_are_lent_to_who_has_said_that_it_sees_them(place, lenders):
-    server, worker, blind = place.links(lenders[0], role="server"), place.links(lenders[1]), place.links(rank=1)
+    server, worker, blind = (
+        place.links(lenders[0], role="server"),
+        place.links(lenders[1]),
+        place.links(rank=1),
+    )
     array = np.arange(MIB, dtype=np.uint8)
     for one, seen in ((worker, [0, 1]), (blind, [0, 0])):
         one.connect(0, server.address)
@@ -436,7 +487,9 @@ def test_arrays_are_lent_to_who_has_said_that_it_sees_them(place, lenders):
             one.send(SERVER_0, [b"head", array])
             (came,) = taken(server, one)
             assert np.array_equal(np.frombuffer(came.frames[1], np.uint8), array)
-            assert lenders[1].lent - before[1] == count  # the first time it does not know whether the server sees it
+            assert (
+                lenders[1].lent - before[1] == count
+            )  # the first time it does not know whether the server sees it
             server.send(came.number, [b"head", array], came.answers)
             (answer,) = taken(one, server)
             assert np.array_equal(np.frombuffer(answer.frames[1], np.uint8), array)
@@ -452,9 +505,13 @@ def test_what_has_no_room_is_left_to_be_sent(lenders):
     assert [index for index, _ in found] == list(range(1, len(found) + 1))
 
 
-@pytest.mark.parametrize(("offset", "nbytes"), [(-64, 1), (4, 1), (0, 64 * MIB), (64 * MIB, 0), (0, -1)])
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(-64, 1), (4, 1), (0, 64 * MIB), (64 * MIB, 0), (0, -1)]
+)
 def test_what_lies_outside_is_not_borrowed(lenders, offset, nbytes):
-    with pytest.raises(InternalError, match=r"another process (refers to|lends) -?\d+ bytes at -?\d+"):
+    with pytest.raises(
+        InternalError, match=r"another process (refers to|lends) -?\d+ bytes at -?\d+"
+    ):
         lenders[1].borrow(lenders[1]._arena.refer(offset, nbytes))
 
 
@@ -476,14 +533,23 @@ def test_nothing_is_lent_between_two_hosts_that_both_share_memory(place, lenders
         (came,) = taken(server, worker)
         server.send(came.number, [b"head", array], came.answers)
         (answer,) = taken(worker, server)
-        assert all(np.array_equal(np.frombuffer(one.frames[1], np.uint8), array) for one in (came, answer))
+        assert all(
+            np.array_equal(np.frombuffer(one.frames[1], np.uint8), array) for one in (came, answer)
+        )
     assert other_host.lent == lenders[1].lent == 0
 
 
-def test_a_reference_to_memory_of_another_host_is_refused_wherever_it_comes_from(place, lenders, other_host):
+def test_a_reference_to_memory_of_another_host_is_refused_wherever_it_comes_from(
+    place, lenders, other_host
+):
     server, worker = place.links(lenders[0], role="server"), place.links(other_host)
     worker.connect(0, server.address)
-    worker._mapped[SERVER_0] = other_host.segment  # a bug: it lends to who has not mapped its memory
+    worker._mapped[SERVER_0] = (
+        other_host.segment
+    )  # a bug: it lends to who has not mapped its memory
     worker.send(SERVER_0, [b"head", np.ones(MIB, np.uint8)])
-    with pytest.raises(InternalError, match=r"in segment \w+ \(host 1, generation 0\), and this process has mapped segment \w+ \(host 0"):
+    with pytest.raises(
+        InternalError,
+        match=r"in segment \w+ \(host 1, generation 0\), and this process has mapped segment \w+ \(host 0",
+    ):
         taken(server, worker)

@@ -24,7 +24,10 @@ def place(array):
     return array.__array_interface__["data"][0] - current().arena.address
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [(5, "float64"), ((3, 2), "int16"), ((), "float32"), ((0, 4), "bool"), (9, np.complex128)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(5, "float64"), ((3, 2), "int16"), ((), "float32"), ((0, 4), "bool"), (9, np.complex128)],
+)
 def test_all_ranks_see_one_array_of_zeros(shape, dtype):
     def program():
         made = sv.shared_array(shape, dtype)
@@ -56,7 +59,9 @@ def test_memory_that_was_used_before_reads_as_zeros():
 
     for found in everywhere(2, program):
         assert [total for _, total in found] == [0.0] * 3
-        assert len({where for where, _ in found}) == 1  # all had let go of it: the memory is taken again
+        assert (
+            len({where for where, _ in found}) == 1
+        )  # all had let go of it: the memory is taken again
 
 
 def test_memory_of_which_one_rank_has_a_view_is_given_to_nobody():
@@ -89,7 +94,10 @@ def test_a_group_of_one_host_has_its_own():
     assert [one for one, _, _ in results] == [[10.0], [10.0], [11.0], [11.0]]
     for _, other, refused in results:
         assert other is sv.UsageError
-        assert "the ranks [0, 1, 2, 3] are on 2 hosts, which share no memory: pass a group of the ranks of one host" in refused
+        assert (
+            "the ranks [0, 1, 2, 3] are on 2 hosts, which share no memory: pass a group of the ranks of one host"
+            in refused
+        )
 
 
 def test_a_rank_that_has_mapped_another_segment_refuses_the_reference():
@@ -111,7 +119,11 @@ def test_a_rank_that_has_mapped_another_segment_refuses_the_reference():
 def test_ranks_without_an_arena_are_told_why():
     def program():
         refused = caught(lambda: sv.shared_array(4))
-        return type(refused), "share no memory: ranks of an in-process world have links between them" in str(refused), int(sv.all_reduce(1))
+        return (
+            type(refused),
+            "share no memory: ranks of an in-process world have links between them" in str(refused),
+            int(sv.all_reduce(1)),
+        )
 
     assert everywhere(2, program, shared=False) == [(sv.ConfigError, True, 2)] * 2
 

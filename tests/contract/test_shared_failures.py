@@ -132,7 +132,9 @@ def test_a_structure_of_very_many_leaves():
     def fn():
         parts = [np.full(1, float(number)) for number in range(33_000)]
         total = sv.all_reduce(parts)
-        return all(float(one[0]) == 2 * number for number, one in enumerate(total)), int(sv.all_reduce(1))
+        return all(float(one[0]) == 2 * number for number, one in enumerate(total)), int(
+            sv.all_reduce(1)
+        )
 
     assert ranks(2, fn) == [(True, 2)] * 2
 
@@ -185,7 +187,10 @@ def test_a_prepared_call_looks_at_the_queue_when_it_has_the_group():
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_number_is_not_one_of_an_earlier_call(size):
-    assert ranks(size, lambda: [int(sv.all_reduce(np.array(turn))) for turn in range(6)]) == [[turn * size for turn in range(6)]] * size
+    assert (
+        ranks(size, lambda: [int(sv.all_reduce(np.array(turn))) for turn in range(6)])
+        == [[turn * size for turn in range(6)]] * size
+    )
 
 
 @pytest.fixture

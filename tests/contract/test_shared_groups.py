@@ -35,16 +35,23 @@ def check_sums(group=None, *, seed=0, counts=COUNTS, turns=2):
     for turn, count in itertools.product(range(turns), counts):
         base = np.arange(count) % 7 + turn + seed
         total = sv.all_reduce((base + me).astype(np.float64), group=group)
-        assert total.tobytes() == (len(ranks) * base + sum(ranks)).astype(np.float64).tobytes(), (turn, count)
+        assert total.tobytes() == (len(ranks) * base + sum(ranks)).astype(np.float64).tobytes(), (
+            turn,
+            count,
+        )
 
 
-# -- side by side -------------------------------------------------------------------------------------------------
+# -- side by side ----------------------------------------------------------------------------------
 
 
 def test_every_sub_group_in_every_order():
     def fn():
         rank = sv.rank()
-        groups = [sv.new_group(members) for size in (2, 3, 4) for members in itertools.permutations(range(4), size)]
+        groups = [
+            sv.new_group(members)
+            for size in (2, 3, 4)
+            for members in itertools.permutations(range(4), size)
+        ]
         for seed, group in enumerate(groups):
             if rank in group.ranks:
                 check_sums(group, seed=seed, counts=(3,), turns=2)
@@ -63,7 +70,9 @@ def test_every_sub_group_in_every_order():
 def test_overlapping_groups_take_turns():
     def fn():
         rank = sv.rank()
-        groups = [sv.new_group(members) for members in ([0, 1, 2], [2, 3], [3, 0, 1], [1, 2], [0, 3])]
+        groups = [
+            sv.new_group(members) for members in ([0, 1, 2], [2, 3], [3, 0, 1], [1, 2], [0, 3])
+        ]
         for turn in range(12):
             for group in groups:
                 if rank in group.ranks:
@@ -79,7 +88,12 @@ def test_two_groups_in_other_orders_with_started_calls():
         first, second = sv.new_group([0, 1]), sv.new_group([1, 0])
         for turn, count in itertools.product(range(4), COUNTS):
             order = [(first, 1.0), (second, 100.0)][:: 1 if rank == 0 else -1]
-            works = {factor: sv.all_reduce(np.full(count, factor * (turn + rank)), group=group, async_op=True) for group, factor in order}
+            works = {
+                factor: sv.all_reduce(
+                    np.full(count, factor * (turn + rank)), group=group, async_op=True
+                )
+                for group, factor in order
+            }
             for factor in (1.0, 100.0) if (turn + rank) % 2 else (100.0, 1.0):
                 assert (works[factor].wait() == factor * (2 * turn + 1)).all()
 
@@ -110,7 +124,11 @@ def test_many_started_calls_of_many_groups():
         works = {}
         for turn in range(6):
             for place in order:
-                works[turn, place] = sv.all_reduce(np.full(COUNTS[(turn + place) % 5], turn + place + rank), group=groups[place], async_op=True)
+                works[turn, place] = sv.all_reduce(
+                    np.full(COUNTS[(turn + place) % 5], turn + place + rank),
+                    group=groups[place],
+                    async_op=True,
+                )
         for key in np.random.default_rng(rank + 9).permutation(sorted(works)):
             turn, place = map(int, key)
             assert (works[turn, place].wait() == 3 * (turn + place) + 3).all()
@@ -118,7 +136,7 @@ def test_many_started_calls_of_many_groups():
     results(3, fn)
 
 
-# -- threads ------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 def test_two_threads_in_two_groups():
@@ -130,7 +148,9 @@ def test_two_threads_in_two_groups():
             try:
                 with use(context):
                     for turn in range(10):
-                        check_sums(groups[place], seed=100 * place + turn, counts=(3, 20_000), turns=1)
+                        check_sums(
+                            groups[place], seed=100 * place + turn, counts=(3, 20_000), turns=1
+                        )
             except BaseException as error:
                 wrong.append(error)
 
@@ -178,7 +198,7 @@ def test_a_second_thread_in_the_same_group_is_refused(count):
     results(2, fn)
 
 
-# -- dropped ------------------------------------------------------------------------------------------------------
+# -- dropped ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [3, 20_000])
@@ -192,7 +212,9 @@ def test_groups_that_are_gone_leave_room_for_others(how, count):
         for turn in range(turns):
             group = sv.new_group([0, 1] if turn % 2 else [1, 0])
             for _ in range(2):
-                assert (sv.all_reduce(np.full(count, turn + sv.rank()), group=group) == 2 * turn + 1).all()
+                assert (
+                    sv.all_reduce(np.full(count, turn + sv.rank()), group=group) == 2 * turn + 1
+                ).all()
             if how == "destroyed":
                 group.destroy()
             del group
@@ -243,7 +265,7 @@ def test_a_table_that_is_full_says_what_to_do():
     assert one == other < 10_000
 
 
-# -- after something went wrong -----------------------------------------------------------------------------------
+# -- after something went wrong --------------------------------------------------------------------
 
 
 def bad_argument(rank):
@@ -282,10 +304,23 @@ def other_structure(rank):
 
 
 EARLIER = [(0, 3), (1, 3), (1, 20_000), (2, 3), (2, 20_000), (3, 20_000)]
-MISHAPS = (bad_argument, bad_argument_of_a_long_call, bad_out, other_op, other_size, other_long_size, other_collective, other_structure)
+MISHAPS = (
+    bad_argument,
+    bad_argument_of_a_long_call,
+    bad_out,
+    other_op,
+    other_size,
+    other_long_size,
+    other_collective,
+    other_structure,
+)
 
 
-@pytest.mark.parametrize(("mishap", "size"), covering(MISHAPS, [3, 2], strength=1), ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("mishap", "size"),
+    covering(MISHAPS, [3, 2], strength=1),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_the_call_after_a_mishap_works(mishap, size):
     def fn():
         sv.barrier()
@@ -315,7 +350,10 @@ def test_a_call_given_up_is_followed_by_many_small_and_long_ones():
     results(2, fn)
 
 
-@pytest.mark.parametrize(("calls", "count"), [(0, 20_000), (3, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in EARLIER)])
+@pytest.mark.parametrize(
+    ("calls", "count"),
+    [(0, 20_000), (3, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in EARLIER)],
+)
 def test_a_rank_that_leaves_a_run_early(calls, count):
     """The others are told, and after the run all are at the same call."""
 
@@ -404,5 +442,7 @@ print("right")
 def test_groups_can_be_used_after_a_deadlock_was_told(count):
     """In a process of its own: a thread that might resolve the deadlock, as pytest's, would keep it from being told."""
     code = textwrap.dedent(DEADLOCK).format(count=count, folder=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.stdout.strip(), done.stderr) == ("right", "")

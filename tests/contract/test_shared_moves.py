@@ -35,9 +35,16 @@ def test_prepared_and_first_calls_give_the_same(monkeypatch, size, way):
     def fn():
         rank = sv.rank()
         everyone = [block(other, count) for other in range(size)]
-        rows = [np.concatenate([block(other, count, "f4", dest) for dest in range(size)]) for other in range(size)]
+        rows = [
+            np.concatenate([block(other, count, "f4", dest) for dest in range(size)])
+            for other in range(size)
+        ]
         total = sum(row.astype("f8") for row in rows).astype("f4")
-        out, gathered, piece = np.empty(count, "f4"), np.empty(size * count, "f4"), np.empty(count, "f4")
+        out, gathered, piece = (
+            np.empty(count, "f4"),
+            np.empty(size * count, "f4"),
+            np.empty(count, "f4"),
+        )
         parts = [np.empty(count, "f4") for _ in range(size)]
         for turn in range(4):
             root = turn % size
@@ -107,6 +114,7 @@ def test_blocks_are_taken_wherever_they_lie(monkeypatch, what, of_x, reads):
 
     results(size, fn, "off" if reads == "none" else "auto")
 
+
 NOBODY = 1 << 22, 1 << 22  # no system has so many processes
 
 
@@ -155,7 +163,9 @@ def test_the_runner_in_c_sees_that_a_rank_is_gone(monkeypatch):
     monkeypatch.setattr(Reach, "finds", finds)
     monkeypatch.setattr(moves, "_READ_BYTES", 0)
     config = RuntimeConfig(collective_timeout_s=1.0)
-    found = run_ranks(2, lambda: sv.broadcast(np.ones(100_000)), shared=True, timeout_s=120, config=config)
+    found = run_ranks(
+        2, lambda: sv.broadcast(np.ones(100_000)), shared=True, timeout_s=120, config=config
+    )
     assert all(isinstance(one, sv.DeadlineExceeded | sv.PeerLost) for one in found[1:]), found
 
 
@@ -169,6 +179,7 @@ def test_a_rank_that_is_gone_when_a_failed_reading_is_looked_into_ends_as_one_th
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_memory_that_others_cannot_read_goes_by_cells(monkeypatch, is_prepared):
     monkeypatch.setattr(moves, "_READ_BYTES", 0)
+
     def fn():
         ground = bytearray(400_000)  # not NumPy's: it may be anything
         x = np.frombuffer(ground, np.float32)
@@ -224,9 +235,14 @@ def test_ranks_that_bring_something_else_take_the_general_way_together(size):
         for turn in range(30):
             odd = turn % 3 == 2
             count = 20_000 if odd and rank == last else 10_000 * (turn % 2) + 5
-            lengths = [20_000 if odd and other == last else 10_000 * (turn % 2) + 5 for other in range(size)]
+            lengths = [
+                20_000 if odd and other == last else 10_000 * (turn % 2) + 5
+                for other in range(size)
+            ]
             made = sv.all_gather(block(rank, count))
-            assert np.array_equal(made, np.concatenate([block(other, one) for other, one in enumerate(lengths)]))
+            assert np.array_equal(
+                made, np.concatenate([block(other, one) for other, one in enumerate(lengths)])
+            )
             x = None if odd and rank == last else block(rank, 6_000)
             assert np.array_equal(sv.broadcast(x), block(0, 6_000))
             shape = (size * 2, 3) if odd and rank == last else (size, 3)
@@ -278,7 +294,9 @@ def test_results_may_lie_over_operands():
     def fn():
         rank = sv.rank()
         x = np.zeros(8, "f4")
-        x[4 * rank : 4 * rank + 4] = rank + 1  # as MPI_IN_PLACE: the own block is where the result has it
+        x[4 * rank : 4 * rank + 4] = (
+            rank + 1
+        )  # as MPI_IN_PLACE: the own block is where the result has it
         for _ in range(3):
             sv.all_gather(x[4 * rank : 4 * rank + 4], out=x)
         y = block(rank, 8)
@@ -286,7 +304,10 @@ def test_results_may_lie_over_operands():
         return x.tolist(), y[2:6].tolist()
 
     total = (block(0, 8) + block(1, 8)).tolist()
-    assert results(2, fn) == [([1.0] * 4 + [2.0] * 4, total[:4]), ([1.0] * 4 + [2.0] * 4, total[4:])]
+    assert results(2, fn) == [
+        ([1.0] * 4 + [2.0] * 4, total[:4]),
+        ([1.0] * 4 + [2.0] * 4, total[4:]),
+    ]
 
 
 def test_started_calls_take_their_values_at_once():
@@ -297,7 +318,9 @@ def test_started_calls_take_their_values_at_once():
         x += 1_000_000
         piece, parts = (work.wait() for work in works)
         half = slice(15_000 * rank, 15_000 * (rank + 1))
-        return np.array_equal(piece, (block(0, 30_000) + block(1, 30_000))[half]), np.array_equal(parts[0], block(0, 30_000)[half])
+        return np.array_equal(piece, (block(0, 30_000) + block(1, 30_000))[half]), np.array_equal(
+            parts[0], block(0, 30_000)[half]
+        )
 
     assert results(2, fn) == [(True, True)] * 2
 
@@ -307,7 +330,10 @@ def test_byte_order_and_bad_arguments_take_the_long_way():
         rank = sv.rank()
         sv.barrier()
         x = np.arange(4.0).astype(">f8" if rank else "<f8")
-        seen = [one.tolist() for one in (sv.broadcast(x), sv.all_gather(x), sv.reduce_scatter(x), *sv.all_to_all(x))]
+        seen = [
+            one.tolist()
+            for one in (sv.broadcast(x), sv.all_gather(x), sv.reduce_scatter(x), *sv.all_to_all(x))
+        ]
         for call in (
             lambda: sv.reduce_scatter(x, "nope" if rank else "sum"),
             lambda: sv.broadcast(x, root=7 if rank else 0),
@@ -319,7 +345,12 @@ def test_byte_order_and_bad_arguments_take_the_long_way():
 
     half = [[0.0, 2.0], [4.0, 6.0]]
     for rank, (seen, total) in enumerate(results(2, fn)):
-        assert seen == [[0, 1, 2, 3], [0, 1, 2, 3] * 2, half[rank], *[[0, 1] if rank == 0 else [2, 3]] * 2]
+        assert seen == [
+            [0, 1, 2, 3],
+            [0, 1, 2, 3] * 2,
+            half[rank],
+            *[[0, 1] if rank == 0 else [2, 3]] * 2,
+        ]
         assert total == 2.0
 
 
@@ -344,4 +375,6 @@ def test_parts_of_as_many_dimensions_as_numpy_has():
             made = sv.all_to_all([np.full(shape, 10.0 * sv.rank() + other) for other in range(2)])
         return [(one.shape, float(one.ravel()[0])) for one in made]
 
-    assert everywhere(2, fn, shared=True) == [[(shape, float(rank)), (shape, 10.0 + rank)] for rank in range(2)]
+    assert everywhere(2, fn, shared=True) == [
+        [(shape, float(rank)), (shape, 10.0 + rank)] for rank in range(2)
+    ]

@@ -22,7 +22,9 @@ from syncvar.plans.link_rounds import prepare
 from syncvar.testing import Simulation
 
 SIMULATED = ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange")
-PAIRS = [(collective, algorithm) for collective in SIMULATED for algorithm in ALGORITHMS[collective]]
+PAIRS = [
+    (collective, algorithm) for collective in SIMULATED for algorithm in ALGORITHMS[collective]
+]
 UNKNOWN = -1
 
 
@@ -48,7 +50,11 @@ class Symbols:
 
 
 def contributors(expression):
-    return [expression] if isinstance(expression, int) else [*contributors(expression[0]), *contributors(expression[1])]
+    return (
+        [expression]
+        if isinstance(expression, int)
+        else [*contributors(expression[0]), *contributors(expression[1])]
+    )
 
 
 def case_of(draw, collective, algorithm, n):
@@ -57,7 +63,11 @@ def case_of(draw, collective, algorithm, n):
     count = int(draw.choice([0, 1, n - 1, n, n + 1, 2 * n + 3]))
     if collective in {"all_gather", "header_exchange"} and algorithm != "dissemination":
         return {"counts": tuple(int(one) for one in draw.integers(0, 4, n))}
-    return {"count": count, "root": int(draw.integers(n))} if collective == "broadcast" else {"count": count}
+    return (
+        {"count": count, "root": int(draw.integers(n))}
+        if collective == "broadcast"
+        else {"count": count}
+    )
 
 
 def simulate_symbols(seed):
@@ -89,7 +99,10 @@ def simulate_symbols(seed):
         return Request(f"{collective} by {algorithm}", 99, body())
 
     world = Simulation(
-        n, seed, overtake_max=int(draw.choice([0, 3])), segment_bytes=int(draw.choice([8, 16, 1 << 20]))
+        n,
+        seed,
+        overtake_max=int(draw.choice([0, 3])),
+        segment_bytes=int(draw.choice([8, 16, 1 << 20])),
     )
     world.call(request)
     world.run()
@@ -100,7 +113,9 @@ def simulate_symbols(seed):
                 assert sorted(contributors(expression)) == sorted(wanted.contributors)
                 assert wanted.expression is None or expression == wanted.expression
     if collective == "all_reduce":
-        assert all((work == works[0]).all() for work in works)  # the same expressions, so the same bytes
+        assert all(
+            (work == works[0]).all() for work in works
+        )  # the same expressions, so the same bytes
     return world.steps
 
 
@@ -130,7 +145,9 @@ def simulate_collectives(seed):
             world.call(lambda rank, group, b=blocks: sv.all_reduce(b[rank], group=group))
             expected.append([sum(blocks).astype(dtype)] * n)
         elif kind == 1:
-            world.call(lambda rank, group, b=blocks: sv.all_reduce(b[rank], group=group, reproducible=True))
+            world.call(
+                lambda rank, group, b=blocks: sv.all_reduce(b[rank], group=group, reproducible=True)
+            )
             expected.append([sum(blocks).astype(dtype)] * n)
         elif kind == 2:
             uneven = [one[: (rank * 2 + 1) % (count + 1)] for rank, one in enumerate(blocks)]
@@ -138,7 +155,9 @@ def simulate_collectives(seed):
             expected.append([np.concatenate(uneven)] * n)
         elif kind == 3:
             world.call(
-                lambda rank, group, b=blocks, r=root: sv.broadcast(b[r] if rank == r else None, root=r, group=group)
+                lambda rank, group, b=blocks, r=root: sv.broadcast(
+                    b[r] if rank == r else None, root=r, group=group
+                )
             )
             expected.append([blocks[root]] * n)
         elif kind == 4:
@@ -151,17 +170,23 @@ def simulate_collectives(seed):
         elif kind == 6:
             parts = [("part", rank) for rank in range(n)]
             world.call(
-                lambda rank, group, p=parts, r=root: sv.scatter_object(p if rank == r else None, r, group=group)
+                lambda rank, group, p=parts, r=root: sv.scatter_object(
+                    p if rank == r else None, r, group=group
+                )
             )
             expected.append(parts)
         else:
             op = "sum" if blocks[0].dtype.kind == "c" else "max"
             world.call(
-                lambda rank, group, b=blocks, o=op: sv.all_reduce({"a": b[rank], "b": [float(rank)]}, o, group=group)
+                lambda rank, group, b=blocks, o=op: sv.all_reduce(
+                    {"a": b[rank], "b": [float(rank)]}, o, group=group
+                )
             )
             fold = sum if op == "sum" else max
             first = sum(blocks) if op == "sum" else np.max(blocks, axis=0)
-            expected.append([{"a": first.astype(dtype), "b": np.array([float(fold(range(n)))])}] * n)
+            expected.append(
+                [{"a": first.astype(dtype), "b": np.array([float(fold(range(n)))])}] * n
+            )
     for results, wanted in zip(world.run(), expected, strict=True):
         for result, want in zip(results, wanted, strict=True):
             assert_same(result, want)
@@ -201,7 +226,9 @@ def test_many_more_schedules(block_of_seeds):
 
 
 def test_the_same_seed_makes_the_same_steps():
-    assert [simulate_collectives(seed) for seed in range(20)] == [simulate_collectives(seed) for seed in range(20)]
+    assert [simulate_collectives(seed) for seed in range(20)] == [
+        simulate_collectives(seed) for seed in range(20)
+    ]
 
 
 def test_a_plan_that_overwrites_what_it_has_lent_is_found_out():
@@ -213,7 +240,11 @@ def test_a_plan_that_overwrites_what_it_has_lent_is_found_out():
             whole, other = Chunk(0, 3), 1 - rank
             steps = (Send(other, whole), Recv(other, Chunk(0, 3, Buffer.SCRATCH)))
             add = Reduce(Chunk(0, 3, Buffer.SCRATCH), whole, source_left=False)
-            yield Stage(prepare(Plan("all_reduce", "bad", rank, 2, 3, 3, ((*steps, add),)), range(2)), work, np.add)
+            yield Stage(
+                prepare(Plan("all_reduce", "bad", rank, 2, 3, 3, ((*steps, add),)), range(2)),
+                work,
+                np.add,
+            )
             return work
 
         return Request("sends its own buffer", 1, body())

@@ -38,7 +38,9 @@ def _ways(x, turn):
             return np.concatenate(sv.all_reduce([x[:7], x[7:]]))
         case 6:
             room = np.concatenate((x, x[:3]))
-            return sv.all_reduce(room[: x.size], out=room[3:])  # the result covers up what is brought
+            return sv.all_reduce(
+                room[: x.size], out=room[3:]
+            )  # the result covers up what is brought
         case _:
             return sv.all_reduce(x, "mean") * sv.world_size()
 
@@ -80,7 +82,9 @@ def test_each_rank_is_read_where_it_tells_that_it_has_put_its_vector():
         seen = set()
         for turn in range(3 * RING_SLOTS):
             x = _brought(4000, sv.rank(), turn)
-            assert np.array_equal(sv.all_reduce(x), _brought(4000, 0, turn) + _brought(4000, 1, turn))
+            assert np.array_equal(
+                sv.all_reduce(x), _brought(4000, 0, turn) + _brought(4000, 1, turn)
+            )
             seen.add(context.world.channel.slots_now(x.nbytes)[0])
         return len(seen), context._channels.ring(context.world.channel.entry) != 0
 

@@ -19,8 +19,25 @@ LAYOUTS = {
     "links": {"config": CONFIG},
     "hosts": {"shared": True, "hosts": 2, "config": CONFIG},
 }
-LENGTHS = [0, 1, 100, 243, 244, 245, 246, 247, 248, 249, 3000]  # of texts: the bytes of those up to 246 travel at once
-STYLES = {"": {}, "in time": {"timeout": 30.0}, "seconds": {"timeout": np.float32(30)}, "started": {"async_op": True}}
+LENGTHS = [
+    0,
+    1,
+    100,
+    243,
+    244,
+    245,
+    246,
+    247,
+    248,
+    249,
+    3000,
+]  # of texts: the bytes of those up to 246 travel at once
+STYLES = {
+    "": {},
+    "in time": {"timeout": 30.0},
+    "seconds": {"timeout": np.float32(30)},
+    "started": {"async_op": True},
+}
 CALLS = ["broadcast_object", "all_gather_object", "gather_object", "scatter_object"]
 
 
@@ -28,8 +45,11 @@ def made(call, each, root, rank):
     """What must come of a call to which each rank brings an object; to a scattering the root brings all of them."""
     whole = list(each)
     return {
-        "broadcast_object": whole[root], "all_gather_object": whole, "gather_object": whole if rank == root else None, "scatter_object": whole[rank],
-    }[call]  # fmt: skip
+        "broadcast_object": whole[root],
+        "all_gather_object": whole,
+        "gather_object": whole if rank == root else None,
+        "scatter_object": whole[rank],
+    }[call]
 
 
 def make(call, each, root, rank, **options):
@@ -43,14 +63,20 @@ def test_where_the_border_is():
     assert [len(pack_object("x" * length)) for length in (246, 247)] == [248, 249]
 
 
-@pytest.mark.parametrize(("layout", "size"), [*((layout, 2) for layout in LAYOUTS), (next(iter(LAYOUTS)), 3), ("hosts", 3)])
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [*((layout, 2) for layout in LAYOUTS), (next(iter(LAYOUTS)), 3), ("hosts", 3)],
+)
 def test_objects_of_any_length_from_any_rank(layout, size):
     def fn():
         rng, rank = np.random.default_rng(size), sv.rank()
         for turn in range(80):
             call, root = CALLS[turn % 4], int(rng.integers(0, size))
             lengths = rng.choice(LENGTHS if turn % 3 else LENGTHS[:7], size)
-            each = [{"text": "x" * int(length), "rank": number} if turn % 8 > 3 else "x" * int(length) for number, length in enumerate(lengths)]
+            each = [
+                {"text": "x" * int(length), "rank": number} if turn % 8 > 3 else "x" * int(length)
+                for number, length in enumerate(lengths)
+            ]
             style = [str(one) for one in rng.choice(list(STYLES), size)][rank]
             got = make(call, each, root, rank, **STYLES[style])
             got = got.wait() if style == "started" else got
@@ -63,7 +89,13 @@ def test_objects_of_any_length_from_any_rank(layout, size):
 def test_small_ones_are_prepared(layout, monkeypatch):
     long_way = []
     perform = Communicator.perform
-    monkeypatch.setattr(Communicator, "perform", lambda self, name, *arguments, **how: long_way.append(name) or perform(self, name, *arguments, **how))
+    monkeypatch.setattr(
+        Communicator,
+        "perform",
+        lambda self, name, *arguments, **how: (
+            long_way.append(name) or perform(self, name, *arguments, **how)
+        ),
+    )
     met = threading.Barrier(2)
 
     def fn():
@@ -75,7 +107,9 @@ def test_small_ones_are_prepared(layout, monkeypatch):
         for turn in range(12):
             for root in (0, 1):
                 for call in CALLS:
-                    assert make(call, [{"a": turn}, {"a": root}], root, rank) == made(call, [{"a": turn}, {"a": root}], root, rank)
+                    assert make(call, [{"a": turn}, {"a": root}], root, rank) == made(
+                        call, [{"a": turn}, {"a": root}], root, rank
+                    )
         met.wait(20)
         return list(long_way)
 
@@ -89,9 +123,17 @@ def test_what_cannot_travel_is_told(layout, call):
         rank = sv.rank()
         for _ in range(2):
             assert make(call, [1, 2], 0, rank) == made(call, [1, 2], 0, rank)
-            error = caught(lambda: make(call, [object(), 2], 0, rank))  # only rank 0 looks at its own
+            error = caught(
+                lambda: make(call, [object(), 2], 0, rank)
+            )  # only rank 0 looks at its own
             assert isinstance(error, sv.MismatchError if rank else sv.ConfigError), error
-            error = caught(lambda: make(call, [1, 2], rank if call != "all_gather_object" else 0, rank) if rank else sv.barrier())
+            error = caught(
+                lambda: (
+                    make(call, [1, 2], rank if call != "all_gather_object" else 0, rank)
+                    if rank
+                    else sv.barrier()
+                )
+            )
             assert isinstance(error, sv.MismatchError)
         assert make(call, [1, 2], 0, rank) == made(call, [1, 2], 0, rank)
 

@@ -20,12 +20,19 @@ from syncvar.evidence import (
 @pytest.fixture
 def environ(tmp_path):
     (tmp_path / "tmp").mkdir()
-    return {"XDG_STATE_HOME": str(tmp_path / "state"), "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
+    return {
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "HOME": str(tmp_path / "home"),
+        "TMPDIR": str(tmp_path / "tmp"),
+    }
 
 
 def test_the_state_folder_else_the_home_else_a_folder_for_temporary_files(environ, tmp_path):
     assert state_folder(environ) == (tmp_path / "state/syncvar", "")
-    assert state_folder(environ | {"XDG_STATE_HOME": "relative"}) == (tmp_path / "home/.local/state/syncvar", "")
+    assert state_folder(environ | {"XDG_STATE_HOME": "relative"}) == (
+        tmp_path / "home/.local/state/syncvar",
+        "",
+    )
     spare = tmp_path / f"tmp/syncvar-state-{os.geteuid()}"
     path, refusal = state_folder({"TMPDIR": str(tmp_path / "tmp")})
     assert path == spare
@@ -56,12 +63,18 @@ def spoil(folder, how, monkeypatch):
         return "it belongs to user"
     assert how == "read-only"
     access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(folder) and access(path, mode))  # root may write anywhere
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: str(path) != str(folder) and access(path, mode)
+    )  # root may write anywhere
     return "it cannot be written to"
 
 
-@pytest.mark.parametrize("how", ["link", "file", "open parent", "group", "others", "foreign", "read-only"])
-def test_a_folder_that_others_could_lay_hands_on_is_refused_with_the_remedy(environ, tmp_path, how, monkeypatch):
+@pytest.mark.parametrize(
+    "how", ["link", "file", "open parent", "group", "others", "foreign", "read-only"]
+)
+def test_a_folder_that_others_could_lay_hands_on_is_refused_with_the_remedy(
+    environ, tmp_path, how, monkeypatch
+):
     words = spoil(tmp_path / "state/syncvar", how, monkeypatch)
     path, refusal = state_folder(environ)
     assert words in refusal
@@ -120,13 +133,20 @@ def test_several_launchers_remove_old_jobs_at_once(tmp_path):
 
 
 def test_a_folder_for_logs_keeps_all_but_records(tmp_path):
-    for name in ("flight-rank0.json", "flight-rank12.generation1.json", "rank-0.out", "flight-ranks.json"):
+    for name in (
+        "flight-rank0.json",
+        "flight-rank12.generation1.json",
+        "rank-0.out",
+        "flight-ranks.json",
+    ):
         (tmp_path / name).write_text("")
     remove_job(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["flight-ranks.json", "rank-0.out"]
 
 
-def test_explain_takes_the_newest_job_or_the_one_that_is_named(environ, tmp_path, monkeypatch, capsys):
+def test_explain_takes_the_newest_job_or_the_one_that_is_named(
+    environ, tmp_path, monkeypatch, capsys
+):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert main(["explain"]) == 2

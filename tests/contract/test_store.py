@@ -40,7 +40,18 @@ class Peer:
     def join(self, job="job", rank=None, generation=0):
         about = {"protocol": 1, "byte_order": "little"}
         rank = self.rank if rank is None else rank
-        self.socket.send(pack_message("join", rank=rank, job=job, generation=generation, address="a", pid=1, host="h", about=about))
+        self.socket.send(
+            pack_message(
+                "join",
+                rank=rank,
+                job=job,
+                generation=generation,
+                address="a",
+                pid=1,
+                host="h",
+                about=about,
+            )
+        )
 
     def heard(self):
         kinds = []
@@ -105,7 +116,18 @@ def test_a_refused_stranger_is_answered_and_has_no_say(store, connect):
     assert [peer.heard() for peer in peers] == [[], []]
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"GET / HTTP/1.1", b"\xdd\xff\xff\xff\xff", pack_message("roll"), BROKE[:-1], b"\x91" * 5000])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"GET / HTTP/1.1",
+        b"\xdd\xff\xff\xff\xff",
+        pack_message("roll"),
+        BROKE[:-1],
+        b"\x91" * 5000,
+    ],
+)
 def test_nonsense_is_counted_said_and_changes_nothing(store, connect, data):
     peers = [connect(rank) for rank in range(2)]
     for peer in peers:

@@ -124,7 +124,9 @@ def test_run_unwraps_arguments_and_returns_the_functions_own_result():
             assert nested["plain"] is plain
             return a, nested["deep"][0], key
 
-        made = strategy.run(step, args=[part, {"deep": (part, 1), "plain": plain}], kwargs={"key": same})
+        made = strategy.run(
+            step, args=[part, {"deep": (part, 1), "plain": plain}], kwargs={"key": same}
+        )
         assert made == (rank * 10, rank * 10, 7)
         assert strategy.experimental_local_results({"a": part, "b": [same, 5]}) == (
             {"a": rank * 10, "b": [7, 5]},
@@ -196,7 +198,9 @@ def test_many_strategies_send_nothing_and_do_not_disturb_one_another():
         strategies = [sv.MultiWorkerMirroredStrategy() for _ in range(200)]
         assert engine.frames_sent == sent
         first, last = strategies[0], strategies[-1]
-        return float(first.reduce("SUM", 1.0, axis=None)) + float(last.reduce("MAX", sv.rank(), axis=None))
+        return float(first.reduce("SUM", 1.0, axis=None)) + float(
+            last.reduce("MAX", sv.rank(), axis=None)
+        )
 
     assert everywhere(3, program) == [5.0] * 3
 

@@ -64,7 +64,9 @@ def test_the_last_lines_of_digits(capsys):
 
 @pytest.mark.parametrize("workers", [1, 5, 24, 30])
 def test_each_shard_of_digits_has_one_worker(workers):
-    assert [one for rank in range(workers) for one in digits.own_shards(workers, rank)] == list(range(digits.MICRO_SHARDS))
+    assert [one for rank in range(workers) for one in digits.own_shards(workers, rank)] == list(
+        range(digits.MICRO_SHARDS)
+    )
 
 
 def test_digits_without_scikit_learn_says_what_to_install(monkeypatch):

@@ -46,9 +46,13 @@ def test_along_axes_with_uneven_and_empty_parts(op, axis):
         return sv.MirroredStrategy().reduce(op, part(sv.rank()), axis=axis).tolist()
 
     if axis == 0:
-        expected = getattr(np, op.name.lower())(np.concatenate([part(rank) for rank in range(3)]), axis=0)
+        expected = getattr(np, op.name.lower())(
+            np.concatenate([part(rank) for rank in range(3)]), axis=0
+        )
     elif axis == (0, 1):
-        expected = getattr(np, op.name.lower())(np.concatenate([part(rank).reshape(-1) for rank in range(3)]))
+        expected = getattr(np, op.name.lower())(
+            np.concatenate([part(rank).reshape(-1) for rank in range(3)])
+        )
     else:
         expected = getattr(np, op.name.lower())(
             np.concatenate([part(rank) for rank in range(3)], axis=1), axis=1
@@ -95,10 +99,19 @@ def test_wrong_arguments_and_a_group_that_stays_usable():
     def program():
         strategy = sv.MirroredStrategy()
         for value, axis, op in (
-            (1.0, 0, "SUM"), ([1.0], 1, "SUM"), ([1.0], "batch", "SUM"), ([1.0], True, "SUM"), ([[1.0]], (0, 0), "SUM"),
-            (True, None, "SUM"), (True, None, "MEAN"), ("text", None, "SUM"), (None, None, "SUM"), (1.0, None, "MEDIAN"),
-            (1j, None, "MAX"), ({"a": None}, None, "SUM"),
-        ):  # fmt: skip
+            (1.0, 0, "SUM"),
+            ([1.0], 1, "SUM"),
+            ([1.0], "batch", "SUM"),
+            ([1.0], True, "SUM"),
+            ([[1.0]], (0, 0), "SUM"),
+            (True, None, "SUM"),
+            (True, None, "MEAN"),
+            ("text", None, "SUM"),
+            (None, None, "SUM"),
+            (1.0, None, "MEDIAN"),
+            (1j, None, "MAX"),
+            ({"a": None}, None, "SUM"),
+        ):
             with pytest.raises(ConfigError):
                 strategy.reduce(op, value, axis=axis)
         for value in (1.0, {"a": 1.0}):
@@ -127,7 +140,9 @@ def test_gather():
         strategy = sv.MirroredStrategy()
         rows = np.full((rank, 2), rank)
         made = strategy.gather(rows, axis=0)
-        turned = strategy.run(lambda: sv.get_replica_context().all_gather({"x": rows.T}, axis=-1))["x"]
+        turned = strategy.run(lambda: sv.get_replica_context().all_gather({"x": rows.T}, axis=-1))[
+            "x"
+        ]
         assert np.array_equal(made, turned.T)
         flags = strategy.gather(sv.PerReplica(np.array([rank == 1])), axis=0)
         with strategy.scope():
@@ -146,10 +161,25 @@ def test_a_per_replica_is_no_number():
     assert [x].index(x) == 0
     assert {x: 1}[x] == 1
     for wrong in (
-        lambda: x + 1, lambda: 1 + x, lambda: x[0], lambda: list(x), lambda: len(x), lambda: float(x), lambda: bool(x),
-        lambda: np.asarray(x), lambda: np.add(x, 1), lambda: np.sum(x), lambda: x < 1, lambda: -x, lambda: np.ones(2) * x,
-        lambda: x == 1, lambda: x != 1, lambda: np.ones(2) == x, lambda: np.float64(1) == x, lambda: [x].index(1),
-    ):  # fmt: skip
+        lambda: x + 1,
+        lambda: 1 + x,
+        lambda: x[0],
+        lambda: list(x),
+        lambda: len(x),
+        lambda: float(x),
+        lambda: bool(x),
+        lambda: np.asarray(x),
+        lambda: np.add(x, 1),
+        lambda: np.sum(x),
+        lambda: x < 1,
+        lambda: -x,
+        lambda: np.ones(2) * x,
+        lambda: x == 1,
+        lambda: x != 1,
+        lambda: np.ones(2) == x,
+        lambda: np.float64(1) == x,
+        lambda: [x].index(1),
+    ):
         with pytest.raises(UsageError, match=r"strategy\.reduce"):
             wrong()
 

@@ -24,8 +24,17 @@ from syncvar.execution import reductions
 from syncvar.execution.gil import crowd
 
 
-@pytest.mark.parametrize(("layout", "size"), [("kernel", 2), ("python", 2), pytest.param("arena", 3, marks=pytest.mark.slow), pytest.param("kernel", 4, marks=pytest.mark.slow),
-                                              pytest.param("python", 4, marks=pytest.mark.slow), pytest.param("full", 2, marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        ("kernel", 2),
+        ("python", 2),
+        pytest.param("arena", 3, marks=pytest.mark.slow),
+        pytest.param("kernel", 4, marks=pytest.mark.slow),
+        pytest.param("python", 4, marks=pytest.mark.slow),
+        pytest.param("full", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_structures_wherever_their_arrays_lie(monkeypatch, layout, size):
     monkeypatch.setattr(reductions, "_ALONE_BYTES", 128 << 10)
 
@@ -41,18 +50,44 @@ def test_structures_wherever_their_arrays_lie(monkeypatch, layout, size):
     everywhere(size, fn, timeout_s=90, **{"config": CONFIG, **LAYOUTS[layout]})
 
 
-@pytest.mark.parametrize(("layout", "size", "turns"), [("kernel", 2, 30), ("python", 3, 10), pytest.param("kernel", 4, 100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("layout", "size", "turns"),
+    [("kernel", 2, 30), ("python", 3, 10), pytest.param("kernel", 4, 100, marks=pytest.mark.slow)],
+)
 def test_results_lie_over_other_arrays(layout, size, turns):
-    everywhere(size, lambda: check_results_over_other_arrays(9, turns), timeout_s=90, **{"config": CONFIG, **LAYOUTS[layout]})
+    everywhere(
+        size,
+        lambda: check_results_over_other_arrays(9, turns),
+        timeout_s=90,
+        **{"config": CONFIG, **LAYOUTS[layout]},
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "size", "turns"),
-    [("kernel", 2, 40), ("python", 3, 20), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("kernel", 4, 300), ("kernel", 3, 300), ("arena", 2, 60), ("links", 3, 40), ("hosts", 4, 40)))],
+    [
+        ("kernel", 2, 40),
+        ("python", 3, 20),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("kernel", 4, 300),
+                ("kernel", 3, 300),
+                ("arena", 2, 60),
+                ("links", 3, 40),
+                ("hosts", 4, 40),
+            )
+        ),
+    ],
 )
 def test_arrays_of_several_kinds(monkeypatch, layout, size, turns):
     monkeypatch.setattr(reductions, "_ALONE_BYTES", 128 << 10)
-    everywhere(size, lambda: check_arrays_of_several_kinds(11, turns), timeout_s=100, **{"config": CONFIG, **LAYOUTS[layout]})
+    everywhere(
+        size,
+        lambda: check_arrays_of_several_kinds(11, turns),
+        timeout_s=100,
+        **{"config": CONFIG, **LAYOUTS[layout]},
+    )
 
 
 @pytest.mark.slow
@@ -60,7 +95,12 @@ def test_arrays_of_several_kinds(monkeypatch, layout, size, turns):
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_structures(monkeypatch, size, seed):
     monkeypatch.setattr(reductions, "_ALONE_BYTES", 128 << 10)
-    everywhere(size, lambda: check_every_structure(100 + seed, SMALL + LONG, 12), timeout_s=110, **{"config": CONFIG, **LAYOUTS["kernel"]})
+    everywhere(
+        size,
+        lambda: check_every_structure(100 + seed, SMALL + LONG, 12),
+        timeout_s=110,
+        **{"config": CONFIG, **LAYOUTS["kernel"]},
+    )
 
 
 @pytest.fixture
@@ -76,21 +116,35 @@ def never_crowded(monkeypatch):
 def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts):
     calls = []
     plain = reductions.reduce_shared
-    monkeypatch.setattr("syncvar.engine.prepared_kinds.reduce_shared", lambda *given: calls.append(given) or plain(*given))
+    monkeypatch.setattr(
+        "syncvar.engine.prepared_kinds.reduce_shared",
+        lambda *given: calls.append(given) or plain(*given),
+    )
     general = Communicator.perform
-    monkeypatch.setattr(Communicator, "perform", lambda *given, **options: calls.append(given[1]) or general(*given, **options))
+    monkeypatch.setattr(
+        Communicator,
+        "perform",
+        lambda *given, **options: calls.append(given[1]) or general(*given, **options),
+    )
 
     def fn():
         sv.all_reduce(np.zeros(100_000))  # takes the memory for segments
         sv.barrier()
         calls.clear()
         sv.barrier()
-        x = [np.ones(count, np.float64 if len(counts) > 3 and count < 9 else np.float32) for count in counts]
+        x = [
+            np.ones(count, np.float64 if len(counts) > 3 and count < 9 else np.float32)
+            for count in counts
+        ]
         for kind in KINDS:
             for out in (None, kind(x)):
                 for _ in range(3):
                     sv.all_reduce(kind(x), "mean", out=out)
-        return [type(one).__name__ for key, one in sv.collectives.communicator_of(None).prepared_calls.items() if len(key) == 4 and key[2] is None]
+        return [
+            type(one).__name__
+            for key, one in sv.collectives.communicator_of(None).prepared_calls.items()
+            if len(key) == 4 and key[2] is None
+        ]
 
     assert everywhere(2, fn, shared=True) == [["SlotCall"] * len(KINDS)] * 2
     assert not calls
@@ -108,7 +162,9 @@ def test_a_long_array_of_the_arena_that_is_alone_in_its_structure(layout, kind):
                 x = sv.empty(100_000) if where != "out" else np.empty(100_000)
                 x[...] = sv.rank() + turn
                 out = x if where == "both" else sv.empty(100_000) if where == "out" else None
-                result = in_order(sv.all_reduce(kind([x]), out=None if out is None else kind([out])))[0]
+                result = in_order(
+                    sv.all_reduce(kind([x]), out=None if out is None else kind([out]))
+                )[0]
                 made.append(bool((result == 1 + 2 * turn).all()))
         return made
 
@@ -160,9 +216,14 @@ def test_what_only_looks_like_a_structure_is_none():
         made = sv.all_reduce({Name("a"): np.ones(2), "b": np.ones(2)})
         with pytest.raises(sv.ConfigError, match="same structure"):
             sv.all_reduce([np.ones(2), np.ones(2)], out=Holder())
-        return sorted(type(name).__name__ for name in made), [array.tolist() for array in made.values()]
+        return sorted(type(name).__name__ for name in made), [
+            array.tolist() for array in made.values()
+        ]
 
-    assert everywhere(2, fn, **{"config": CONFIG, **LAYOUTS["kernel"]}) == [(["Name", "str"], [[2.0, 2.0]] * 2)] * 2
+    assert (
+        everywhere(2, fn, **{"config": CONFIG, **LAYOUTS["kernel"]})
+        == [(["Name", "str"], [[2.0, 2.0]] * 2)] * 2
+    )
     assert not any(isinstance(one, Holder) for one in nested)
 
 
@@ -172,7 +233,13 @@ def test_numbers_of_several_kinds_are_reduced_in_c():
         for turn in range(3):
             made = sv.all_reduce({"loss": 1.5, "n": 3, "ok": [np.ones(2, np.float16), turn]})
         prepared = sv.collectives.communicator_of(None).prepared_calls.values()
-        return [type(one).__name__ for one in prepared], float(made["loss"]), int(made["n"]), made["ok"][0].tolist(), int(made["ok"][1])
+        return (
+            [type(one).__name__ for one in prepared],
+            float(made["loss"]),
+            int(made["n"]),
+            made["ok"][0].tolist(),
+            int(made["ok"][1]),
+        )
 
     assert everywhere(2, fn, shared=True) == [(["SlotCall"], 3.0, 6, [2.0, 2.0], 4)] * 2
 
@@ -184,7 +251,10 @@ def test_arrays_of_the_arena_are_reduced_in_c_where_they_lie(monkeypatch, where)
     """Where cells begin on a page, and where an array lies, was told by one word: of such arrays the C runner then found no cells."""
     calls = []
     plain = reductions.reduce_shared
-    monkeypatch.setattr("syncvar.engine.prepared_reductions.reduce_shared", lambda *given: calls.append(given) or plain(*given))
+    monkeypatch.setattr(
+        "syncvar.engine.prepared_reductions.reduce_shared",
+        lambda *given: calls.append(given) or plain(*given),
+    )
 
     def fn():
         x, out = np.ones(100_000, np.float32), np.empty(100_000, np.float32)
@@ -215,7 +285,9 @@ def test_one_rank_goes_the_general_way_while_the_others_are_prepared(layout, cou
             x = np.full(count, 2.0**turn + sv.rank(), np.float32)
             x = x.astype(">f4") if turn % 3 == sv.rank() else x
             given = [x, {"a": x}, x][turn // 3]
-            result = sv.all_reduce(given, async_op=True).wait() if turn > 5 else sv.all_reduce(given)  # noqa: PLR2004
+            result = (
+                sv.all_reduce(given, async_op=True).wait() if turn > 5 else sv.all_reduce(given)
+            )  # noqa: PLR2004
             made.append(np.array_equal(in_order(result)[0], np.full(count, 2 * 2.0**turn + 1)))
         return made
 

@@ -55,13 +55,29 @@ CALLS = {
     "scan": sv.scan,
     "exscan": sv.exscan,
     "send": message,
-    "strategy.reduce": lambda x, **_: sv.MirroredStrategy().reduce("SUM", sv.PerReplica(x), axis=None),
-    "strategy.reduce along an axis": lambda x, **_: sv.MirroredStrategy().reduce("MEAN", {"x": [x]}, axis=0)["x"][0],
+    "strategy.reduce": lambda x, **_: sv.MirroredStrategy().reduce(
+        "SUM", sv.PerReplica(x), axis=None
+    ),
+    "strategy.reduce along an axis": lambda x, **_: sv.MirroredStrategy().reduce(
+        "MEAN", {"x": [x]}, axis=0
+    )["x"][0],
     "strategy.gather": lambda x, **_: sv.MirroredStrategy().gather(sv.PerReplica(x), axis=0),
-    "in run": lambda x, **_: sv.MirroredStrategy().run(lambda y: sv.get_replica_context().all_reduce("SUM", y), args=(sv.PerReplica(x),)),
+    "in run": lambda x, **_: sv.MirroredStrategy().run(
+        lambda y: sv.get_replica_context().all_reduce("SUM", y), args=(sv.PerReplica(x),)
+    ),
     "shards": lambda x, **_: sv.all_reduce_shards({sv.rank(): x}),
-}  # fmt: skip
-LISTS = {"all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "shards", "strategy.reduce"}
+}
+LISTS = {
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "shards",
+    "strategy.reduce",
+}
 
 
 def plain(value):
@@ -89,7 +105,9 @@ def test_every_collective_gives_tensors_for_tensors(layout):
     def fn():
         for name, call in CALLS.items():
             x = np.arange(8.0) + 10 * sv.rank()
-            options = [{}, {}, {"async_op": True}] if "async_op" in signature(call).parameters else [{}]  # twice: then it is prepared
+            options = (
+                [{}, {}, {"async_op": True}] if "async_op" in signature(call).parameters else [{}]
+            )  # twice: then it is prepared
             for option in options:
                 made, wanted = call(Tensor(x), **option), call(x, **option)
                 if option:
@@ -101,14 +119,24 @@ def test_every_collective_gives_tensors_for_tensors(layout):
                 got, count = plain(call([Tensor(x), Tensor(x)]))
                 wanted = plain(call([x, x]))[0]
                 same(got, wanted)
-                assert count == (0 if wanted is None else len(wanted) if isinstance(wanted, list) else 1), name
+                assert count == (
+                    0 if wanted is None else len(wanted) if isinstance(wanted, list) else 1
+                ), name
 
     everywhere(fn, layout)
 
 
 def test_every_collective_is_among_them():
-    names = {name for name in sv.__all__ if callable(getattr(sv, name)) and not isinstance(getattr(sv, name), type)}
-    takes = {name for name in names if "async_op" in signature(getattr(sv, name)).parameters and "object" not in name}
+    names = {
+        name
+        for name in sv.__all__
+        if callable(getattr(sv, name)) and not isinstance(getattr(sv, name), type)
+    }
+    takes = {
+        name
+        for name in names
+        if "async_op" in signature(getattr(sv, name)).parameters and "object" not in name
+    }
     assert takes - {"recv", "barrier"} <= {name.split(",")[0] for name in CALLS}
 
 
@@ -121,15 +149,30 @@ def test_out_is_written_where_it_lies(layout, kind):
         for make in (lambda: np.zeros(8), lambda: np.zeros((8, 3))[:, 1]):
             for name, call in CALLS.items():
                 function = call.func if isinstance(call, partial) else call
-                if name in {"all_to_all", "all_reduce, minloc"} or "out" not in signature(function).parameters:
+                if (
+                    name in {"all_to_all", "all_reduce, minloc"}
+                    or "out" not in signature(function).parameters
+                ):
                     continue
                 x = np.arange(8.0) + 10 * sv.rank()
                 wanted = call(x)
                 for given in (Tensor(x), x):
                     for option in ({}, {"async_op": True}):
-                        length = 8 if wanted is None else wanted.array.size if isinstance(wanted, Tensor) else wanted.size
+                        length = (
+                            8
+                            if wanted is None
+                            else wanted.array.size
+                            if isinstance(wanted, Tensor)
+                            else wanted.size
+                        )
                         memory = make()
-                        memory = memory if length == 8 else np.zeros((length, 2))[:, 0] if memory.base is not None else np.zeros(length)
+                        memory = (
+                            memory
+                            if length == 8
+                            else np.zeros((length, 2))[:, 0]
+                            if memory.base is not None
+                            else np.zeros(length)
+                        )
                         out = kind(memory)
                         got = call(given, out=out, **option)
                         got = got.wait() if option else got
@@ -183,11 +226,21 @@ def test_tensors_of_other_devices_are_refused_and_the_others_are_told():
     def fn():
         far, near = Tensor(np.ones(4), device="cuda:0"), Tensor(np.ones(4))
         calls = [
-            lambda x: sv.all_reduce(x), lambda x: sv.all_reduce({"a": 1.0, "b": [x]}), lambda x: sv.broadcast(x), lambda x: sv.all_gather(x),
-            lambda x: sv.all_to_all([x, x]), lambda x: sv.scan(x), lambda x: sv.all_reduce(np.ones(4), out=x), lambda x: sv.all_to_all(np.ones(4), out=x),
-        ]  # fmt: skip
+            lambda x: sv.all_reduce(x),
+            lambda x: sv.all_reduce({"a": 1.0, "b": [x]}),
+            lambda x: sv.broadcast(x),
+            lambda x: sv.all_gather(x),
+            lambda x: sv.all_to_all([x, x]),
+            lambda x: sv.scan(x),
+            lambda x: sv.all_reduce(np.ones(4), out=x),
+            lambda x: sv.all_to_all(np.ones(4), out=x),
+        ]
         for call in calls:
-            error, match = (sv.ConfigError, r"on the device 'cuda:0'.*pass x\.cpu\(\)") if sv.rank() == 0 else (sv.MismatchError, "cuda:0")
+            error, match = (
+                (sv.ConfigError, r"on the device 'cuda:0'.*pass x\.cpu\(\)")
+                if sv.rank() == 0
+                else (sv.MismatchError, "cuda:0")
+            )
             with pytest.raises(error, match=match):
                 call(far if sv.rank() == 0 else near)
             assert float(sv.all_reduce(1.0)) == 2.0
@@ -220,7 +273,13 @@ class Checked:
 def test_dataclasses_and_named_tuples_are_structures(layout):
     def fn():
         value = Frozen(Tensor(np.arange(2.0)), [Point(1.0, {"a": sv.rank()})])
-        for call, rank in ((sv.all_reduce, None), (sv.reduce, 0), (sv.broadcast, None), (sv.all_gather, None), (sv.gather, 0)):
+        for call, rank in (
+            (sv.all_reduce, None),
+            (sv.reduce, 0),
+            (sv.broadcast, None),
+            (sv.all_gather, None),
+            (sv.gather, 0),
+        ):
             for option in ({}, {"async_op": True}):
                 got = call(value, **option)
                 got = got.wait() if option else got
@@ -233,7 +292,12 @@ def test_dataclasses_and_named_tuples_are_structures(layout):
                 wanted = {sv.all_reduce: 1, sv.reduce: 1, sv.broadcast: 0}.get(call, [0, 1])
                 assert np.array_equal(got.point[0].y["a"], wanted)
         got = sv.all_reduce(Checked(2))
-        assert (type(got), float(got.total), float(got.count), got.made) == (Checked, 4.0, 6.0, "by __post_init__")
+        assert (type(got), float(got.total), float(got.count), got.made) == (
+            Checked,
+            4.0,
+            6.0,
+            "by __post_init__",
+        )
         assert sv.all_reduce(Point(1.0, 2.0)) == Point(2.0, 4.0)
         out = Frozen(np.zeros(2), np.zeros(()))
         assert sv.all_reduce(Frozen(np.ones(2)), out=out).weights is out.weights
@@ -253,19 +317,29 @@ def test_dataclasses_and_named_tuples_are_structures(layout):
 
 
 def test_what_is_no_array_in_a_dataclass_is_refused_by_name():
-    with pytest.raises(sv.ConfigError, match=r"x\['a'\]\.point\.y must be an array or a number, not 'text'"):
+    with pytest.raises(
+        sv.ConfigError, match=r"x\['a'\]\.point\.y must be an array or a number, not 'text'"
+    ):
         sv.all_reduce({"a": Frozen(1.0, Point(1.0, "text"))})
     with pytest.raises(sv.ConfigError, match=r"x\.weights must be an array or a number, not None"):
         sv.broadcast(Frozen(None))
 
     def fn():
         value = Frozen(1.0) if sv.rank() == 0 else None
-        with pytest.raises(sv.MismatchError, match=r"Frozen\(weights=array, point=array\), and classes of dataclasses do not travel.*on rank 1 too, which brings None"):
+        with pytest.raises(
+            sv.MismatchError,
+            match=r"Frozen\(weights=array, point=array\), and classes of dataclasses do not travel.*on rank 1 too, which brings None",
+        ):
             sv.broadcast(value)
-        with pytest.raises(sv.MismatchError, match="classes of dataclasses do not travel, so every rank must bring a shard"):
+        with pytest.raises(
+            sv.MismatchError,
+            match="classes of dataclasses do not travel, so every rank must bring a shard",
+        ):
             sv.all_reduce_shards({0: {"a": value}} if sv.rank() == 0 else {})
         got = sv.all_reduce_shards({0: Point(Tensor(np.ones(2)), 1.0)} if sv.rank() == 0 else {})
-        assert type(got[0]) is (Tensor if sv.rank() == 0 else np.ndarray)  # as documented: who brings none gets NumPy arrays
+        assert type(got[0]) is (
+            Tensor if sv.rank() == 0 else np.ndarray
+        )  # as documented: who brings none gets NumPy arrays
         with pytest.raises(sv.MismatchError, match=r"Frozen\(weights=array, point=array\)"):
             sv.all_reduce(Frozen(1.0) if sv.rank() == 0 else Checked(1.0))
         return float(sv.all_reduce(1.0))
@@ -301,20 +375,40 @@ def endless_dict():
 
 
 UNTAKEN = [
-    lambda: Unset(1.0), lambda: [Tensor(np.ones(2)), Unset(1.0)], lambda: Refusing(np.ones(2)),
-    lambda: [Refusing(np.ones(2)), Tensor(np.ones(2))], lambda: endless([]), lambda: endless([Tensor(np.ones(2))]), endless_dict,
-    lambda: Closed([1.0]), lambda: [Tensor(np.ones(2)), Closed([Tensor(np.ones(2))])],
-]  # fmt: skip
+    lambda: Unset(1.0),
+    lambda: [Tensor(np.ones(2)), Unset(1.0)],
+    lambda: Refusing(np.ones(2)),
+    lambda: [Refusing(np.ones(2)), Tensor(np.ones(2))],
+    lambda: endless([]),
+    lambda: endless([Tensor(np.ones(2))]),
+    endless_dict,
+    lambda: Closed([1.0]),
+    lambda: [Tensor(np.ones(2)), Closed([Tensor(np.ones(2))])],
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_cannot_be_looked_through_is_refused_with_the_calls_number_and_the_others_are_told(layout):
+def test_what_cannot_be_looked_through_is_refused_with_the_calls_number_and_the_others_are_told(
+    layout,
+):
     """Whatever the caller's own classes raise: the next calls of both ranks are the same ones."""
 
     def fn():
         for make in UNTAKEN:
-            for call in ("all_reduce", "broadcast", "all_gather", "gather", "reduce", "reduce_scatter", "scatter", "all_to_all", "scan"):
-                with pytest.raises((sv.ConfigError, OSError) if sv.rank() == 0 else sv.MismatchError):
+            for call in (
+                "all_reduce",
+                "broadcast",
+                "all_gather",
+                "gather",
+                "reduce",
+                "reduce_scatter",
+                "scatter",
+                "all_to_all",
+                "scan",
+            ):
+                with pytest.raises(
+                    (sv.ConfigError, OSError) if sv.rank() == 0 else sv.MismatchError
+                ):
                     CALLS[call](make() if sv.rank() == 0 else np.ones(2))
                 assert float(sv.all_reduce(1.0)) == 2.0
             if sv.rank() == 0:
@@ -374,7 +468,11 @@ def test_tensors_of_pytorch_by_its_own_functions(torch):
     assert (x.array.tolist(), x._version) == ([0.0, 1.0, 2.0], 1)
     half = torch.Tensor(np.ones(2, ml_dtypes.bfloat16).view("int16"), dtype="bfloat16")
     got = sv.all_gather(half)
-    assert (type(got), got.dtype, got.array.view(ml_dtypes.bfloat16).tolist()) == (torch.Tensor, "bfloat16", [1.0, 1.0])
+    assert (type(got), got.dtype, got.array.view(ml_dtypes.bfloat16).tolist()) == (
+        torch.Tensor,
+        "bfloat16",
+        [1.0, 1.0],
+    )
     with pytest.raises(sv.ConfigError, match=r"on the device.*'meta'.*no data"):
         sv.all_reduce(torch.Tensor(np.ones(3), device="meta"))
 
@@ -386,14 +484,22 @@ def test_tensors_in_objects_and_checkpoints_stay_tensors(torch, tmp_path):
     def state(number):
         weights = torch.Tensor(np.full((2, 3), number), requires_grad=True)
         half = torch.Tensor(np.full(2, number, ml_dtypes.bfloat16).view("int16"), dtype="bfloat16")
-        return OrderedDict(weights=weights, half=half, seen={when, "x"}, options={"lr": 0.5, 3: (None, when)})
+        return OrderedDict(
+            weights=weights, half=half, seen={when, "x"}, options={"lr": 0.5, 3: (None, when)}
+        )
 
     def looked(found):
         assert type(found) is OrderedDict
         assert list(found) == ["weights", "half", "seen", "options"]
         assert type(found["weights"]) is type(found["half"]) is torch.Tensor
-        assert (found["half"].dtype, found["seen"], found["options"]) == ("bfloat16", {when, "x"}, {"lr": 0.5, 3: (None, when)})
-        return float(found["weights"].array[1, 2]), float(found["half"].array.view(ml_dtypes.bfloat16)[0])
+        assert (found["half"].dtype, found["seen"], found["options"]) == (
+            "bfloat16",
+            {when, "x"},
+            {"lr": 0.5, 3: (None, when)},
+        )
+        return float(found["weights"].array[1, 2]), float(
+            found["half"].array.view(ml_dtypes.bfloat16)[0]
+        )
 
     class Module:
         def __init__(self, number):
@@ -430,11 +536,15 @@ def test_tensors_in_objects_and_checkpoints_stay_tensors(torch, tmp_path):
     assert everywhere(restore, size=3) == [((3.0, 3.0), (4.0, 4.0), when)] * 3
 
 
-def test_what_an_object_was_is_noted_as_data_and_nothing_of_it_is_copied_by_its_own_way(torch, tmp_path):
+def test_what_an_object_was_is_noted_as_data_and_nothing_of_it_is_copied_by_its_own_way(
+    torch, tmp_path
+):
     """PyTorch refuses to deepcopy tensors that were computed, and a copied variable is made with all replicas."""
 
     def refuse(tensor, memo):
-        raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user support the deepcopy protocol"
+        )
 
     torch.Tensor.__deepcopy__ = refuse
 
@@ -455,7 +565,9 @@ def test_what_an_object_was_is_noted_as_data_and_nothing_of_it_is_copied_by_its_
         sv.Checkpoint(model=Module(-3.0)).save(tmp_path / "bad")
         checkpoint = sv.Checkpoint(model=Module(0.0))
         checkpoint.restore(tmp_path / "c")
-        with pytest.raises(sv.CheckpointError, match="'model' refused its state: RuntimeError: negative weights"):
+        with pytest.raises(
+            sv.CheckpointError, match="'model' refused its state: RuntimeError: negative weights"
+        ):
             checkpoint.restore(tmp_path / "bad")
         values = checkpoint.model.held["w"].array.tolist()
         own = sv.Variable(1.0)
@@ -477,7 +589,10 @@ def test_a_tensor_that_cannot_be_packed_is_refused_by_its_place(torch, monkeypat
     monkeypatch.setattr(torch.Tensor, "detach", refuse)
 
     def fn():
-        with pytest.raises(sv.ConfigError if sv.rank() == 0 else sv.MismatchError, match=r"value\['w'\] of type Tensor cannot travel: KeyError"):
+        with pytest.raises(
+            sv.ConfigError if sv.rank() == 0 else sv.MismatchError,
+            match=r"value\['w'\] of type Tensor cannot travel: KeyError",
+        ):
             sv.broadcast_object({"w": torch.Tensor(np.ones(2))} if sv.rank() == 0 else None)
         return float(sv.all_reduce(1.0))
 
@@ -485,7 +600,10 @@ def test_a_tensor_that_cannot_be_packed_is_refused_by_its_place(torch, monkeypat
 
 
 def test_tensors_of_libraries_without_a_name_do_not_travel_as_objects():
-    with pytest.raises(sv.ConfigError, match=r"value\[0\] is a tensors\.Tensor, which cannot travel: write np\.from_dlpack\(x\)"):
+    with pytest.raises(
+        sv.ConfigError,
+        match=r"value\[0\] is a tensors\.Tensor, which cannot travel: write np\.from_dlpack\(x\)",
+    ):
         sv.broadcast_object([Tensor(np.ones(2))])
 
 
@@ -506,7 +624,11 @@ def test_other_libraries_take_variables_by_dlpack(layout):
         given = TensorOfOldDLPack(0.0)
         given.array = v
         old = np.from_dlpack(given)
-        assert (v.__dlpack_device__(), taken.tolist(), old.tolist()) == ((1, 0), [1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
+        assert (v.__dlpack_device__(), taken.tolist(), old.tolist()) == (
+            (1, 0),
+            [1.0, 2.0, 3.0],
+            [1.0, 2.0, 3.0],
+        )
         taken[...] = 0.0
         counted = sv.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
         counted.assign_add(1.0)

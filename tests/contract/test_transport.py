@@ -26,7 +26,9 @@ from syncvar.wire import Kind, pack_header
 
 start_the_collector_of_pyzmq()
 
-CONFIG = RuntimeConfig(heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=5.0)
+CONFIG = RuntimeConfig(
+    heartbeat_interval_s=0.2, suspect_after_s=1.0, lost_after_s=3.0, handshake_timeout_s=5.0
+)
 
 
 @contextlib.contextmanager
@@ -73,7 +75,13 @@ def far(world_size, generation, config=CONFIG):
     try:
         for rank, context in enumerate(contexts):
             made = ZeromqTransport(
-                context, rank, f"ipc://{directory}", "job", config, outside="tcp://127.0.0.1", keys=keys
+                context,
+                rank,
+                f"ipc://{directory}",
+                "job",
+                config,
+                outside="tcp://127.0.0.1",
+                keys=keys,
             )
             world.append(made)
         for transport in world:
@@ -88,7 +96,9 @@ def far(world_size, generation, config=CONFIG):
 
 
 # The transport in memory is checked by the example of `check_transport`.
-FACTORIES = {name: TransportFactory(connect) for name, connect in (("ipc", ipc), ("tcp", tcp), ("far", far))}
+FACTORIES = {
+    name: TransportFactory(connect) for name, connect in (("ipc", ipc), ("tcp", tcp), ("far", far))
+}
 
 
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS)
@@ -97,7 +107,7 @@ def test_the_transport_fulfils_its_contract(transport, check):
     TRANSPORT_CHECKS[check](FACTORIES[transport])
 
 
-# -- what the real transport refuses ------------------------------------------------------------------------------
+# -- what the real transport refuses ---------------------------------------------------------------
 
 GENERATION = 3
 JOB = "job"
@@ -149,7 +159,9 @@ def check_rank_2_is_heard(world):
     seen = []
     deadline = time.monotonic() + 5.0
     while not seen and time.monotonic() < deadline:
-        drive(world[2], 0.01)  # what could not be sent while the link opened goes when its sender drives
+        drive(
+            world[2], 0.01
+        )  # what could not be sent while the link opened goes when its sender drives
         seen = drive(world[0], 0.01, until=bool)
     assert [(one.header.source, bytes(one.payload)) for one in seen] == [(2, b"abc")]
 
@@ -198,7 +210,9 @@ def test_a_stranger_is_refused_and_counted_and_disturbs_nobody(world, claim):
         ((b"sv", b"x" * 100), "a header has"),
     ],
 )
-def test_a_frame_that_is_not_what_it_claims_ends_its_link_and_is_not_delivered(world, parts, reason):
+def test_a_frame_that_is_not_what_it_claims_ends_its_link_and_is_not_delivered(
+    world, parts, reason
+):
     with Outsider(world[0].address) as peer:
         peer.send(*frame(b"good"))
         peer.send(*parts)
@@ -249,7 +263,12 @@ def test_a_message_larger_than_a_frame_may_be_closes_the_connection(world):
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,
         b"\xff\0\0\0\0\0\0\0\x01\x7f\x03" + b"\xff" * 100,
-        b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL" + bytes(16) + b"\0" + bytes(31) + b"\x06" + b"\xff" * 8,
+        b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL"
+        + bytes(16)
+        + b"\0"
+        + bytes(31)
+        + b"\x06"
+        + b"\xff" * 8,
         b"",
     ],
     ids=["http", "tls", "greeting", "size", "nothing"],
@@ -270,8 +289,17 @@ def test_random_bytes_on_a_tcp_port_are_ignored():
     with tcp(3, GENERATION) as world:
         host, _, port = world[0].address.removeprefix("tcp://").partition(":")
         for _ in range(60):
-            with socket.create_connection((host, int(port))) as connection, contextlib.suppress(OSError):
-                start = draw.choice([b"", b"\xff\0\0\0\0\0\0\0\x01\x7f", b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL" + bytes(48)])
+            with (
+                socket.create_connection((host, int(port))) as connection,
+                contextlib.suppress(OSError),
+            ):
+                start = draw.choice(
+                    [
+                        b"",
+                        b"\xff\0\0\0\0\0\0\0\x01\x7f",
+                        b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL" + bytes(48),
+                    ]
+                )
                 connection.sendall(start + draw.randbytes(draw.randint(0, 300)))
         check_rank_2_is_heard(world)
         assert drive(world[0], 0.2) == []
@@ -298,7 +326,10 @@ def test_a_killed_peer_is_lost_within_a_second_and_after_its_frames(scheme):
     directory = tempfile.mkdtemp(prefix="sv")
     endpoint = f"ipc://{directory}" if scheme == "ipc" else "tcp://127.0.0.1"
     peer = subprocess.Popen(
-        [sys.executable, "-c", PEER, endpoint], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PEER, endpoint],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with zmq.Context() as context:
         transport = ZeromqTransport(context, 0, endpoint, JOB, CONFIG)
@@ -343,7 +374,11 @@ def test_frames_of_a_peer_whose_goodbye_came_first_on_the_other_connection_are_d
         drive(world[1], 0.05)
     world[0]._departed.add(1)
     world[0]._disconnected(1)  # before the first frame has been looked at
-    assert [one.header.call for one in drive(world[0], until=lambda seen: len(seen) == 3)] == [0, 1, 2]
+    assert [one.header.call for one in drive(world[0], until=lambda seen: len(seen) == 3)] == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_a_peer_is_lost_whose_frames_broke_off_after_its_goodbye_on_the_other_connection(world):
@@ -363,9 +398,14 @@ def test_a_peer_is_lost_whose_frames_broke_off_after_its_goodbye_on_the_other_co
 
 def test_a_stopped_peer_is_lost_over_tcp_and_is_the_agents_business_within_a_host():
     config = RuntimeConfig(heartbeat_interval_s=0.1, suspect_after_s=0.5, lost_after_s=1.0)
-    script = PEER.replace("RuntimeConfig()", "RuntimeConfig(heartbeat_interval_s=0.1, lost_after_s=1.0)")
+    script = PEER.replace(
+        "RuntimeConfig()", "RuntimeConfig(heartbeat_interval_s=0.1, lost_after_s=1.0)"
+    )
     peer = subprocess.Popen(
-        [sys.executable, "-c", script, "tcp://127.0.0.1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", script, "tcp://127.0.0.1"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with zmq.Context() as context:
         transport = ZeromqTransport(context, 0, "tcp://127.0.0.1", JOB, config)
@@ -390,7 +430,10 @@ def test_a_wait_before_the_peers_are_known_waits():
     directory = tempfile.mkdtemp(prefix="sv")
     contexts = [zmq.Context() for _ in range(2)]
     try:
-        early, late = (ZeromqTransport(one, rank, f"ipc://{directory}", "job", CONFIG) for rank, one in enumerate(contexts))
+        early, late = (
+            ZeromqTransport(one, rank, f"ipc://{directory}", "job", CONFIG)
+            for rank, one in enumerate(contexts)
+        )
         addresses = {0: early.address, 1: late.address}
         early.open(addresses, 1)
         early.send(1, pack_header(Kind.DATA, 0, 1, 0, 7))
@@ -456,5 +499,11 @@ print("all ended")
 
 @pytest.mark.parametrize("worlds", [40, pytest.param(600, marks=pytest.mark.slow)])
 def test_worlds_whose_ranks_all_end_at_once_lose_nothing_and_nobody_is_aborted(worlds):
-    done = subprocess.run([sys.executable, "-c", ENDS, str(worlds)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, str(worlds)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "all ended\n", "")

@@ -29,7 +29,7 @@ def pieces(array, count):
     return np.array_split(array, count)
 
 
-# -- calls, each with its model -----------------------------------------------------------------------------------
+# -- calls, each with its model --------------------------------------------------------------------
 # A call takes (state, step, root); its model (state of the model, step, the ranks that work, root) and returns a list by
 # place among them.
 
@@ -57,7 +57,9 @@ def same(fn):
 
 
 def on_root(fn):
-    return lambda state, step, working, root: [fn(state, step, working, root) if rank == root else None for rank in working]
+    return lambda state, step, working, root: [
+        fn(state, step, working, root) if rank == root else None for rank in working
+    ]
 
 
 def stack(step, working, salt=0):
@@ -106,11 +108,15 @@ CALLS = {
         same(lambda state, step, working, root: minloc(step, working)),
     ),
     "weight": (
-        lambda state, step, root: sv.all_reduce(value_of(step, sv.rank()), "mean", weight=1.0 + sv.rank()),
+        lambda state, step, root: sv.all_reduce(
+            value_of(step, sv.rank()), "mean", weight=1.0 + sv.rank()
+        ),
         same(lambda state, step, working, root: weighted(step, working)),
     ),
     "structure": (
-        lambda state, step, root: sv.all_reduce({"a": value_of(step, sv.rank()), "b": [value_of(step, sv.rank(), 1)]}),
+        lambda state, step, root: sv.all_reduce(
+            {"a": value_of(step, sv.rank()), "b": [value_of(step, sv.rank(), 1)]}
+        ),
         same(lambda state, step, working, root: structure(step, working)),
     ),
     "started": (
@@ -119,10 +125,16 @@ CALLS = {
     ),
     "long": (
         lambda state, step, root: sv.all_reduce(value_of(step, sv.rank(), 0, (40_000,)))[::5000],
-        same(lambda state, step, working, root: sum(value_of(step, rank, 0, (40_000,)) for rank in working)[::5000]),
+        same(
+            lambda state, step, working, root: sum(
+                value_of(step, rank, 0, (40_000,)) for rank in working
+            )[::5000]
+        ),
     ),
     "shards": (
-        lambda state, step, root: sv.all_reduce_shards(shards_of(step, sv.rank(), state["working"](step))),
+        lambda state, step, root: sv.all_reduce_shards(
+            shards_of(step, sv.rank(), state["working"](step))
+        ),
         same(lambda state, step, working, root: stack(step, working).sum(0)),
     ),
     "reduce": (
@@ -130,12 +142,18 @@ CALLS = {
         on_root(lambda state, step, working, root: stack(step, working).sum(0)),
     ),
     "broadcast": (
-        lambda state, step, root: sv.broadcast(value_of(step, sv.rank()) if sv.rank() == root else None, root=root),
+        lambda state, step, root: sv.broadcast(
+            value_of(step, sv.rank()) if sv.rank() == root else None, root=root
+        ),
         same(lambda state, step, working, root: value_of(step, root)),
     ),
     "all_gather": (
         lambda state, step, root: sv.all_gather(value_of(step, sv.rank(), 0, lengths(sv.rank()))),
-        same(lambda state, step, working, root: np.concatenate([value_of(step, rank, 0, lengths(rank)) for rank in working])),
+        same(
+            lambda state, step, working, root: np.concatenate(
+                [value_of(step, rank, 0, lengths(rank)) for rank in working]
+            )
+        ),
     ),
     "all_gather even": (
         lambda state, step, root: sv.all_gather(value_of(step, sv.rank())),
@@ -146,28 +164,48 @@ CALLS = {
         on_root(lambda state, step, working, root: stack(step, working).reshape(-1)),
     ),
     "scatter": (
-        lambda state, step, root: sv.scatter(value_of(step, root, 0, (7,)) if sv.rank() == root else None, root=root),
+        lambda state, step, root: sv.scatter(
+            value_of(step, root, 0, (7,)) if sv.rank() == root else None, root=root
+        ),
         lambda state, step, working, root: pieces(value_of(step, root, 0, (7,)), len(working)),
     ),
     "scatter a list": (
-        lambda state, step, root: sv.scatter(matrix(step, root, sv.world_size()) if sv.rank() == root else None, root=root),
-        lambda state, step, working, root: [matrix(step, root, state["size"])[rank] for rank in working],
+        lambda state, step, root: sv.scatter(
+            matrix(step, root, sv.world_size()) if sv.rank() == root else None, root=root
+        ),
+        lambda state, step, working, root: [
+            matrix(step, root, state["size"])[rank] for rank in working
+        ],
     ),
     "reduce_scatter": (
         lambda state, step, root: sv.reduce_scatter(value_of(step, sv.rank(), 0, (12,))),
-        lambda state, step, working, root: pieces(sum(value_of(step, rank, 0, (12,)) for rank in working), len(working)),
+        lambda state, step, working, root: pieces(
+            sum(value_of(step, rank, 0, (12,)) for rank in working), len(working)
+        ),
     ),
     "all_to_all": (
         lambda state, step, root: sv.all_to_all(matrix(step, sv.rank(), sv.world_size())),
         lambda state, step, working, root: [
-            places(working, [matrix(step, source, state["size"])[rank] for source in working], np.zeros(0), state["size"]) for rank in working
+            places(
+                working,
+                [matrix(step, source, state["size"])[rank] for source in working],
+                np.zeros(0),
+                state["size"],
+            )
+            for rank in working
         ],
     ),
     "all_to_all of an array": (
         lambda state, step, root: sv.all_to_all(value_of(step, sv.rank(), 0, (12,))),
         lambda state, step, working, root: [
             places(
-                working, [pieces(value_of(step, source, 0, (12,)), len(working))[place] for source in working], np.zeros(0), state["size"]
+                working,
+                [
+                    pieces(value_of(step, source, 0, (12,)), len(working))[place]
+                    for source in working
+                ],
+                np.zeros(0),
+                state["size"],
             )
             for place in range(len(working))
         ],
@@ -178,28 +216,45 @@ CALLS = {
     ),
     "exscan": (
         lambda state, step, root: sv.exscan(value_of(step, sv.rank())),
-        lambda state, step, working, root: list(np.cumsum(stack(step, working), 0) - stack(step, working)),
+        lambda state, step, working, root: list(
+            np.cumsum(stack(step, working), 0) - stack(step, working)
+        ),
     ),
     "barrier": (lambda state, step, root: sv.barrier(), same(lambda *_: None)),
     "all_gather_object": (
         lambda state, step, root: sv.all_gather_object({"of": sv.rank(), "step": step}),
-        same(lambda state, step, working, root: places(working, [{"of": rank, "step": step} for rank in working], None, state["size"])),
+        same(
+            lambda state, step, working, root: places(
+                working, [{"of": rank, "step": step} for rank in working], None, state["size"]
+            )
+        ),
     ),
     "gather_object": (
         lambda state, step, root: sv.gather_object(sv.rank() + step, root),
-        on_root(lambda state, step, working, root: places(working, [rank + step for rank in working], None, state["size"])),
+        on_root(
+            lambda state, step, working, root: places(
+                working, [rank + step for rank in working], None, state["size"]
+            )
+        ),
     ),
     "broadcast_object": (
         lambda state, step, root: sv.broadcast_object([step, sv.rank()], root),
         same(lambda state, step, working, root: [step, root]),
     ),
     "scatter_object": (
-        lambda state, step, root: sv.scatter_object([f"{step} for {rank}" for rank in range(sv.world_size())], root),
+        lambda state, step, root: sv.scatter_object(
+            [f"{step} for {rank}" for rank in range(sv.world_size())], root
+        ),
         lambda state, step, working, root: [f"{step} for {rank}" for rank in working],
     ),
     "subgroup": (
-        lambda state, step, root: sv.all_reduce(value_of(step, sv.rank()), group=state["pair"]) if sv.rank() < 2 else None,
-        lambda state, step, working, root: [stack(step, [one for one in working if one < 2]).sum(0) if rank < 2 else None for rank in working],
+        lambda state, step, root: (
+            sv.all_reduce(value_of(step, sv.rank()), group=state["pair"]) if sv.rank() < 2 else None
+        ),
+        lambda state, step, working, root: [
+            stack(step, [one for one in working if one < 2]).sum(0) if rank < 2 else None
+            for rank in working
+        ],
     ),
 }
 
@@ -208,7 +263,7 @@ def shards_of(step, rank, working):
     return {working.index(rank): value_of(step, rank)}
 
 
-# -- calls of variables and strategies ----------------------------------------------------------------------------
+# -- calls of variables and strategies -------------------------------------------------------------
 
 
 def wrote(name, write, change):
@@ -260,7 +315,9 @@ def add_and_read(state, step, root):
 
 def run_in_strategy(state, step, root):
     strategy = state["strategy"]
-    state["inside"] = strategy.run(lambda: np.array(state["there"].assign_add(value_of(step, sv.rank())).read_value()))
+    state["inside"] = strategy.run(
+        lambda: np.array(state["there"].assign_add(value_of(step, sv.rank())).read_value())
+    )
     return state["inside"]
 
 
@@ -281,26 +338,51 @@ def model_stepped(state, step, working, root):
 
 
 VARIABLES = {
-    "variable sum": wrote("sum", lambda v, step: v.assign_add(value_of(step, sv.rank())), changing("sum", lambda x: x.sum(0))),
-    "variable mean": wrote("mean", lambda v, step: v.assign_sub(value_of(step, sv.rank())), changing("mean", lambda x: x.mean(0), -1)),
+    "variable sum": wrote(
+        "sum",
+        lambda v, step: v.assign_add(value_of(step, sv.rank())),
+        changing("sum", lambda x: x.sum(0)),
+    ),
+    "variable mean": wrote(
+        "mean",
+        lambda v, step: v.assign_sub(value_of(step, sv.rank())),
+        changing("mean", lambda x: x.mean(0), -1),
+    ),
     "variable first": wrote("first", lambda v, step: v.assign(value_of(step, sv.rank())), assigned),
-    "variable none": wrote("none", lambda v, step: v.assign_add(value_of(step, 0)), added_everywhere),
-    "variable rows": wrote("rows", lambda v, step: v.scatter_add([sv.rank() % 3, 0], value_of(step, sv.rank(), 0, (2,))), rows_added),
+    "variable none": wrote(
+        "none", lambda v, step: v.assign_add(value_of(step, 0)), added_everywhere
+    ),
+    "variable rows": wrote(
+        "rows",
+        lambda v, step: v.scatter_add([sv.rank() % 3, 0], value_of(step, sv.rank(), 0, (2,))),
+        rows_added,
+    ),
     "variable together": (
-        lambda state, step, root: sv.assign_add_all([(state["sum"], value_of(step, sv.rank())), (state["mean"], value_of(step, sv.rank()))]),
-        lambda state, step, working, root: [
-            changing("sum", lambda x: x.sum(0))(state, step, working) or changing("mean", lambda x: x.mean(0))(state, step, working)
-        ] * len(working),
+        lambda state, step, root: sv.assign_add_all(
+            [(state["sum"], value_of(step, sv.rank())), (state["mean"], value_of(step, sv.rank()))]
+        ),
+        lambda state, step, working, root: (
+            [
+                changing("sum", lambda x: x.sum(0))(state, step, working)
+                or changing("mean", lambda x: x.mean(0))(state, step, working)
+            ]
+            * len(working)
+        ),
     ),
     "variable on read": (add_and_read, read_on_read),
     "strategy.run": (run_in_strategy, model_run),
     "optimizer": (stepped, model_stepped),
     "strategy.reduce": (
-        lambda state, step, root: sv.get_strategy().reduce("MEAN", value_of(step, sv.rank(), 0, (1 + sv.rank(),)), axis=0),
-        same(lambda state, step, working, root: np.concatenate([value_of(step, rank, 0, (1 + rank,)) for rank in working]).mean()),
+        lambda state, step, root: sv.get_strategy().reduce(
+            "MEAN", value_of(step, sv.rank(), 0, (1 + sv.rank(),)), axis=0
+        ),
+        same(
+            lambda state, step, working, root: np.concatenate(
+                [value_of(step, rank, 0, (1 + rank,)) for rank in working]
+            ).mean()
+        ),
     ),
 }
-
 
 
 EVERY = CALLS | VARIABLES
@@ -309,16 +391,28 @@ KEPT = ("sum", "mean", "first", "none", "rows", "weight", "there")
 
 def start_of(size):
     """Return what the model begins with."""
-    names = dict.fromkeys(("sum", "mean", "first", "none", "weight", "there", "velocity"), np.zeros(4))
+    names = dict.fromkeys(
+        ("sum", "mean", "first", "none", "weight", "there", "velocity"), np.zeros(4)
+    )
     return {**names, "rows": np.zeros(3), "parts": [np.zeros(4)] * size, "size": size}
 
 
 def variables_of(size):
     """Return the same of the program."""
-    kinds = {"sum": "SUM", "mean": "MEAN", "first": "ONLY_FIRST_REPLICA", "none": "NONE", "weight": "NONE"}
-    made = {name: sv.Variable(np.zeros(4), aggregation=kind, name=name) for name, kind in kinds.items()}
+    kinds = {
+        "sum": "SUM",
+        "mean": "MEAN",
+        "first": "ONLY_FIRST_REPLICA",
+        "none": "NONE",
+        "weight": "NONE",
+    }
+    made = {
+        name: sv.Variable(np.zeros(4), aggregation=kind, name=name) for name, kind in kinds.items()
+    }
     made["rows"] = sv.Variable(np.zeros(3), aggregation="MEAN", name="rows")
-    made["seen"] = sv.Variable(np.zeros(4), synchronization="ON_READ", aggregation="SUM", name="seen")
+    made["seen"] = sv.Variable(
+        np.zeros(4), synchronization="ON_READ", aggregation="SUM", name="seen"
+    )
     made["strategy"] = sv.MultiWorkerMirroredStrategy()
     with made["strategy"].scope():
         made["there"] = sv.Variable(np.zeros(4), aggregation="MEAN", name="there")
@@ -330,9 +424,15 @@ def variables_of(size):
 
 def matches(found, wanted):
     if isinstance(wanted, tuple | list):
-        return type(found) is type(wanted) and len(found) == len(wanted) and all(map(matches, found, wanted))
+        return (
+            type(found) is type(wanted)
+            and len(found) == len(wanted)
+            and all(map(matches, found, wanted))
+        )
     if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(matches(found[key], wanted[key]) for key in wanted)
+        return found.keys() == wanted.keys() and all(
+            matches(found[key], wanted[key]) for key in wanted
+        )
     if isinstance(wanted, np.ndarray | np.generic):
         return np.shape(found) == np.shape(wanted) and np.allclose(found, wanted, rtol=1e-12)
     return found == wanted
@@ -340,7 +440,9 @@ def matches(found, wanted):
 
 def check_program(seed, size, world, names=None, warm=0):
     rng = np.random.default_rng([seed, size])
-    counts = rng.permutation([int(rng.integers(0, 3)), *rng.integers(0, 6, size - 1).tolist()]).tolist()
+    counts = rng.permutation(
+        [int(rng.integers(0, 3)), *rng.integers(0, 6, size - 1).tolist()]
+    ).tolist()
     root = int(np.argmax(counts))
     program = [[str(one) for one in rng.choice(list(EVERY), 6)] for _ in range(max(counts))]
     if names is not None:
@@ -362,10 +464,22 @@ def check_program(seed, size, world, names=None, warm=0):
                 assert list(block.working) == working(step)
         kept = {name: state[name].numpy().tobytes() for name in KEPT}
         kept["slots"] = [one.numpy().tobytes() for one in state["optimizer"].variables]
-        after = [int(sv.all_reduce(1)), float(state["sum"].assign_add(np.ones(4)).numpy()[0]), sv.all_gather_object(sv.rank())]
-        after.append(state["strategy"].run(lambda: float(state["there"].assign_add(np.ones(4)).numpy()[0])))
+        after = [
+            int(sv.all_reduce(1)),
+            float(state["sum"].assign_add(np.ones(4)).numpy()[0]),
+            sv.all_gather_object(sv.rank()),
+        ]
+        after.append(
+            state["strategy"].run(lambda: float(state["there"].assign_add(np.ones(4)).numpy()[0]))
+        )
         state["optimizer"].apply_gradients([(np.ones(4), state["weight"])])
-        return found, kept, after, np.array(state["seen"].read_value()), {name: np.array(state[name].numpy()) for name in KEPT}
+        return (
+            found,
+            kept,
+            after,
+            np.array(state["seen"].read_value()),
+            {name: np.array(state[name].numpy()) for name in KEPT},
+        )
 
     results = everywhere(size, run, **world)
     model = start_of(size)
@@ -375,12 +489,16 @@ def check_program(seed, size, world, names=None, warm=0):
     wanted = [[] for _ in range(size)]
     for step, calls in enumerate(program):
         for name in calls:
-            for rank, one in zip(working(step), EVERY[name][1](model, step, working(step), root), strict=True):
+            for rank, one in zip(
+                working(step), EVERY[name][1](model, step, working(step), root), strict=True
+            ):
                 wanted[rank].append((step, name, one))
     for rank, (found, kept, after, seen, values) in enumerate(results):
         for (step, name, one), mine in zip(wanted[rank], found, strict=True):
             assert matches(mine, one), (rank, step, name, mine, one, counts)
-        assert kept == results[0][1], "the copies are equal to the bit, also of those that left first"
+        assert kept == results[0][1], (
+            "the copies are equal to the bit, also of those that left first"
+        )
         assert matches(seen, sum(model["parts"]))
         assert matches(after[0], size)
         assert matches(after[2], list(range(size)))
@@ -391,7 +509,9 @@ def check_program(seed, size, world, names=None, warm=0):
         assert matches(values["there"], model["there"] + 1)
 
 
-@pytest.mark.parametrize(("size", "world", "seed"), covering([2, 3, 4], list(WORLDS), list(range(6)), strength=1))
+@pytest.mark.parametrize(
+    ("size", "world", "seed"), covering([2, 3, 4], list(WORLDS), list(range(6)), strength=1)
+)
 def test_random_programs_give_what_the_ranks_that_work_make(size, world, seed):
     for part in range(2):
         check_program([seed, part], size, WORLDS[world])
@@ -402,7 +522,7 @@ def test_every_call_after_a_rank_has_left(world):
     check_program([77, 0], 3, WORLDS[world], list(EVERY), warm=3)
 
 
-# -- what is refused, and what goes wrong -------------------------------------------------------------------------
+# -- what is refused, and what goes wrong ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", list(WORLDS))
@@ -438,7 +558,9 @@ def test_what_needs_a_rank_that_has_left_is_refused_on_all_and_the_block_goes_on
                     "lengths": lambda: sv.reduce_scatter(np.ones(3), lengths=[1, 1, 1]),
                     "wrong": lambda: sv.all_reduce("text") if sv.rank() else sv.all_reduce(1.0),
                     "other": lambda: sv.all_reduce(1.0) if sv.rank() else sv.all_gather(np.ones(2)),
-                    "late": lambda: sv.all_reduce(1.0, timeout=-1.0) if sv.rank() else sv.all_reduce(1.0),
+                    "late": lambda: (
+                        sv.all_reduce(1.0, timeout=-1.0) if sv.rank() else sv.all_reduce(1.0)
+                    ),
                 }.items():
                     found[name] = str(caught(call))
                     found[f"{name} then"] = float(sv.all_reduce(1.0))
@@ -449,9 +571,18 @@ def test_what_needs_a_rank_that_has_left_is_refused_on_all_and_the_block_goes_on
                 seen.assign_add(1.0)
                 assert seen.read_from(1) == 0.0
                 assert sv.all_gather(np.zeros(sv.rank())).size == 2
-                assert strategy.num_replicas_in_sync == 3 == strategy.run(lambda: sv.get_replica_context().num_replicas_in_sync)
-                assert strategy.run(lambda: sv.get_replica_context().replica_id_in_sync_group) == sv.rank()
-                assert sv.reduce_scatter(np.ones(3), lengths=[1, 0, 2]).tolist() == [2.0] * (1 + sv.rank() // 2)
+                assert (
+                    strategy.num_replicas_in_sync
+                    == 3
+                    == strategy.run(lambda: sv.get_replica_context().num_replicas_in_sync)
+                )
+                assert (
+                    strategy.run(lambda: sv.get_replica_context().replica_id_in_sync_group)
+                    == sv.rank()
+                )
+                assert sv.reduce_scatter(np.ones(3), lengths=[1, 0, 2]).tolist() == [2.0] * (
+                    1 + sv.rank() // 2
+                )
                 path = sv.save(tmp_path / f"{sv.rank()}", {"v": v})
                 assert sv.load(path)["v"] == 2.0
         assert strategy.num_replicas_in_sync == 3
@@ -462,7 +593,9 @@ def test_what_needs_a_rank_that_has_left_is_refused_on_all_and_the_block_goes_on
         found = results[rank][0]
         assert {found[name] for name in found if name.endswith(" then")} == {2.0}
         for name in ("root", "reduce", "gathered"):
-            assert "rank 1 is the root of this call and has left its loop in sv.uneven" in found[name], found[name]
+            assert (
+                "rank 1 is the root of this call and has left its loop in sv.uneven" in found[name]
+            ), found[name]
         for name in ("variable", "checkpoint", "restore", "across"):
             assert "rank 1 left the loop" in found[name], found[name]
         assert "sv.save(path" in found["checkpoint"]
@@ -537,10 +670,20 @@ def test_an_exception_that_leaves_a_run_ends_the_block_on_all_even_where_it_is_c
     words = "rank 0 left strategy.run inside sv.uneven: ValueError: bad batch"
     assert [one[0] for one in results] == [[0, 1, 9], [0, 1, 9], [0, 9]]
     assert [[text.partition(":")[0] for text in one[1]] for one in results] == [
-        ["ValueError", "UsageError", "UsageError"], ["MismatchError", "UsageError", "UsageError"], []
+        ["ValueError", "UsageError", "UsageError"],
+        ["MismatchError", "UsageError", "UsageError"],
+        [],
     ]
-    assert all(words in text for one in results for text in one[1][one[1][:1] == ["ValueError: bad batch"] :])
-    assert [one[2].partition(":")[0] for one in results] == ["UsageError", "UsageError", "MismatchError"]
+    assert all(
+        words in text
+        for one in results
+        for text in one[1][one[1][:1] == ["ValueError: bad batch"] :]
+    )
+    assert [one[2].partition(":")[0] for one in results] == [
+        "UsageError",
+        "UsageError",
+        "MismatchError",
+    ]
     assert all(words in one[2] for one in results)
     assert [one[3] for one in results] == [3.0] * 3
 
@@ -598,7 +741,11 @@ def test_after_an_exception_in_a_block_comparisons_and_decisions_are_at_the_same
         return type(left).__name__, float(v), float(w)
 
     results = everywhere(3, run, shared=True)
-    assert results == [("UsageError", 21.0, 210.0), ("MismatchError", 21.0, 210.0), ("MismatchError", 21.0, 210.0)]
+    assert results == [
+        ("UsageError", 21.0, 210.0),
+        ("MismatchError", 21.0, 210.0),
+        ("MismatchError", 21.0, 210.0),
+    ]
 
 
 @pytest.mark.parametrize("world", list(WORLDS))
@@ -624,7 +771,9 @@ def test_a_call_within_another_is_refused_and_makes_no_roll(world):
 
 @pytest.mark.parametrize(("world", "made"), [("arena", 0), ("arena", 1), ("links", 1)])
 @pytest.mark.parametrize("kind", [sv.ArenaFull, KeyboardInterrupt])
-def test_a_rank_that_cannot_begin_the_block_is_outside_it_and_the_others_hear_of_it(world, made, kind):
+def test_a_rank_that_cannot_begin_the_block_is_outside_it_and_the_others_hear_of_it(
+    world, made, kind
+):
     """It fails at the first group that it would make, the world's, or at the next."""
 
     def run():
@@ -654,7 +803,13 @@ def test_a_rank_that_cannot_begin_the_block_is_outside_it_and_the_others_hear_of
         with sv.uneven():
             for _ in range(sv.rank()):
                 v.assign_add(1.0)
-        return f"{type(error).__name__}: {error}", mode, float(v), sv.new_group([0, 2]).ranks, float(sv.all_reduce(1.0))
+        return (
+            f"{type(error).__name__}: {error}",
+            mode,
+            float(v),
+            sv.new_group([0, 2]).ranks,
+            float(sv.all_reduce(1.0)),
+        )
 
     results = everywhere(3, run, **WORLDS[world])
     assert results[0][0] == f"{kind.__name__}: no room"
@@ -670,7 +825,11 @@ def test_blocks_follow_one_another_in_groups_and_with_deferred_variables():
         half = sv.new_group([0, 2])
         work = sv.all_reduce(5.0, async_op=True)
         for turn in range(3):
-            with sv.uneven(group=half if turn == 1 and half.is_member else None) if turn != 1 or half.is_member else sv.MirroredStrategy().scope():
+            with (
+                sv.uneven(group=half if turn == 1 and half.is_member else None)
+                if turn != 1 or half.is_member
+                else sv.MirroredStrategy().scope()
+            ):
                 for _ in range(sv.rank() + turn):
                     if turn == 1 and half.is_member:
                         sv.all_reduce(1.0, group=half)
@@ -680,7 +839,9 @@ def test_blocks_follow_one_another_in_groups_and_with_deferred_variables():
         return float(work.wait()), float(v), v.explain().mode, half.ranks, half.rank, half.size
 
     results = everywhere(3, run, shared=True)
-    assert [one[:3] for one in results] == [(15.0, 3.0 + 3.0 + 9.0 + 3.0, "ON_WRITE (deferred, pinned)")] * 3
+    assert [one[:3] for one in results] == [
+        (15.0, 3.0 + 3.0 + 9.0 + 3.0, "ON_WRITE (deferred, pinned)")
+    ] * 3
     assert [one[3:] for one in results] == [((0, 2), 0, 2), ((0, 2), None, 2), ((0, 2), 1, 2)]
 
 

@@ -7,7 +7,9 @@ import syncvar as sv
 from syncvar.testing import run_ranks
 
 OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor", "minloc", "maxloc")
-WORLDS = [(size, shared) for size in (1, 2, 4) for shared in (False, True) if size > 1 or not shared]
+WORLDS = [
+    (size, shared) for size in (1, 2, 4) for shared in (False, True) if size > 1 or not shared
+]
 
 
 def everywhere(size, fn, *, shared):
@@ -27,7 +29,11 @@ def rows(rank):
 def test_lengths_that_differ_and_are_zero(size, shared):
     def program():
         rank, mine, strategy = sv.rank(), rows(sv.rank()), sv.MirroredStrategy()
-        found = [sv.all_gather(mine), sv.all_gather({"a": [mine]})["a"][0], sv.all_gather(mine.T, axis=1).T]
+        found = [
+            sv.all_gather(mine),
+            sv.all_gather({"a": [mine]})["a"][0],
+            sv.all_gather(mine.T, axis=1).T,
+        ]
         found += [strategy.gather(mine, axis=0), strategy.gather({"a": mine.T}, axis=-1)["a"].T]
         found.append(strategy.run(lambda: sv.get_replica_context().all_gather(mine, axis=0)))
         found.append(np.concatenate(sv.all_gather_object(mine)))
@@ -37,8 +43,12 @@ def test_lengths_that_differ_and_are_zero(size, shared):
         parts = [rows(place) for place in range(size)]
         assert sv.scatter(parts if rank == 0 else None).tolist() == mine.tolist()
         assert [part.tolist() for part in sv.all_to_all(parts)] == [mine.tolist()] * size
-        assert [part.tolist() for part in sv.all_to_all([mine] * size)] == [part.tolist() for part in parts]
-        assert sv.reduce_scatter(np.ones((6, 2)), lengths=[6] + [0] * (size - 1)).shape == ((6, 2) if rank == 0 else (0, 2))
+        assert [part.tolist() for part in sv.all_to_all([mine] * size)] == [
+            part.tolist() for part in parts
+        ]
+        assert sv.reduce_scatter(np.ones((6, 2)), lengths=[6] + [0] * (size - 1)).shape == (
+            (6, 2) if rank == 0 else (0, 2)
+        )
         sv.send(mine, (rank + 1) % size)
         assert sv.recv((rank - 1) % size).tolist() == rows((rank - 1) % size).tolist()
         return found
@@ -59,7 +69,9 @@ def test_arrays_without_elements_everywhere(size, shared):
                 made = call(x, op)
                 values = made if isinstance(made, tuple) else [] if made is None else [made]
                 assert [one.shape for one in values] == [(0, 3)] * len(values), (call, op)
-                assert not values or values[0].dtype == (np.float64 if op == "mean" and x.dtype.kind == "i" else x.dtype)
+                assert not values or values[0].dtype == (
+                    np.float64 if op == "mean" and x.dtype.kind == "i" else x.dtype
+                )
         assert sv.all_reduce(nothing, reproducible=True).shape == (0, 3)
         assert [one.shape for one in sv.all_reduce([nothing, np.ones(2)], "mean")] == [(0, 3), (2,)]
         assert sv.broadcast(nothing).shape == sv.scatter(nothing).shape == (0, 3)
@@ -87,7 +99,9 @@ def test_reductions_along_an_axis_weigh_by_row(size, shared):
         for (op, axis), made in found.items():
             if not len(whole):  # nobody has a row: the identity of the op, and NaN for a mean
                 expected = {"SUM": 0, "MEAN": np.nan, "MIN": np.inf, "MAX": -np.inf, "PROD": 1}[op]
-                assert np.array_equal(made["x"], np.full(() if axis != 0 else 3, float(expected)), equal_nan=True)
+                assert np.array_equal(
+                    made["x"], np.full(() if axis != 0 else 3, float(expected)), equal_nan=True
+                )
                 continue
             assert np.allclose(made["x"], getattr(np, op.lower())(whole, axis=axis), rtol=1e-14)
             if op != "PROD":
@@ -114,7 +128,8 @@ def test_rows_of_a_variable_are_updated_by_those_who_have_some(size, shared):
         made = []
         with strategy.scope():
             variables = [
-                sv.Variable(np.zeros((size, 3)), dtype=np.float64, aggregation=aggregation) for aggregation in ("SUM", "MEAN")
+                sv.Variable(np.zeros((size, 3)), dtype=np.float64, aggregation=aggregation)
+                for aggregation in ("SUM", "MEAN")
             ]
         for v in variables:
             strategy.run(lambda v=v: v.scatter_add(np.arange(len(mine)), mine))
@@ -129,5 +144,7 @@ def test_rows_of_a_variable_are_updated_by_those_who_have_some(size, shared):
         largest[:rank] = np.maximum(largest[:rank], rows(rank))
     mean = total / size
     for made in everywhere(size, program, shared=shared):
-        for got, expected in zip(made, (total, np.maximum(total, largest), mean, np.maximum(mean, largest)), strict=True):
+        for got, expected in zip(
+            made, (total, np.maximum(total, largest), mean, np.maximum(mean, largest)), strict=True
+        ):
             assert np.allclose(got, expected, rtol=1e-14)

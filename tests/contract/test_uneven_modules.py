@@ -16,7 +16,10 @@ class KerasModel:
 
     def __init__(self):
         self.arrays = [np.zeros(3), np.zeros((2, 2), np.float32)]
-        self.weights = [types.SimpleNamespace(path="dense/kernel"), types.SimpleNamespace(path="dense/bias")]
+        self.weights = [
+            types.SimpleNamespace(path="dense/kernel"),
+            types.SimpleNamespace(path="dense/bias"),
+        ]
 
     def get_weights(self):
         return [one.copy() for one in self.arrays]

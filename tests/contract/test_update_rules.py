@@ -44,19 +44,34 @@ def test_the_same_rule_steps_copies_and_variables_on_servers(staleness):
 @pytest.mark.parametrize("staleness", [0, None])
 def test_of_rows_the_rule_sees_those_that_are_named_and_their_slots(staleness):
     table = np.ones((6, 2), np.float32)
-    steps = [((np.array([4, 1, 4]), np.ones((3, 2), np.float32))), ((np.array([1]), np.full((1, 2), 3, np.float32)))]
-    found = stepped(sv.optimizers.Custom(rules.picky), steps, strategy=servers(staleness=staleness), value=table)
+    steps = [
+        ((np.array([4, 1, 4]), np.ones((3, 2), np.float32))),
+        ((np.array([1]), np.full((1, 2), 3, np.float32))),
+    ]
+    found = stepped(
+        sv.optimizers.Custom(rules.picky), steps, strategy=servers(staleness=staleness), value=table
+    )
     assert found.tolist() == [[1, 1], [-3, -3], [1, 1], [1, 1], [-1, -1], [1, 1]]
 
 
 def test_a_rule_is_told_the_step_of_the_variable():
     for strategy in (None, servers(staleness=None)):
-        assert stepped(sv.optimizers.Custom("rules_of_users:counted"), GRADIENTS, strategy=strategy).tolist() == [4] * 4
+        assert (
+            stepped(
+                sv.optimizers.Custom("rules_of_users:counted"), GRADIENTS, strategy=strategy
+            ).tolist()
+            == [4] * 4
+        )
 
 
 def test_half_types_are_stepped_as_float32():
     value = np.ones(4, np.float16)
-    found = stepped(sv.optimizers.Custom(rules.picky), [np.full(4, 2**-12, np.float32)] * 8, strategy=servers(staleness=None), value=value)
+    found = stepped(
+        sv.optimizers.Custom(rules.picky),
+        [np.full(4, 2**-12, np.float32)] * 8,
+        strategy=servers(staleness=None),
+        value=value,
+    )
     assert found.dtype == np.float16
     assert found.tolist() == [float(np.float16(1 - 2**-9))] * 4
 
@@ -96,9 +111,12 @@ def test_on_ranks_a_rule_raises_what_it_raises_and_leaves_the_variable():
 
 @pytest.mark.parametrize(
     ("rule", "kind", "words"),
-    [(rules.writes, ValueError, "read-only"), (rules.wrong_shape, sv.ConfigError, r"a value of float64\[3\] where float32\[4\]"),
-     (rules.unknown_slot, sv.ConfigError, "slots that it has not: momentum")],
-)  # fmt: skip
+    [
+        (rules.writes, ValueError, "read-only"),
+        (rules.wrong_shape, sv.ConfigError, r"a value of float64\[3\] where float32\[4\]"),
+        (rules.unknown_slot, sv.ConfigError, "slots that it has not: momentum"),
+    ],
+)
 def test_a_rule_that_does_not_keep_to_its_form_is_told_so(rule, kind, words):
     with pytest.raises(kind, match=words):
         stepped(sv.optimizers.Custom(rule), GRADIENTS)
@@ -110,9 +128,13 @@ def test_a_rule_that_does_not_keep_to_its_form_is_told_so(rule, kind, words):
 
 @pytest.mark.parametrize(
     ("rule", "words"),
-    [(rules.unregistered, "write @sv.optimizers.update_rule before its def"), ("no_such_module:rule", "cannot be imported.*put it beside the script"),
-     ("rules_of_users:unregistered", "registers no update rule 'unregistered'"), ("adagrad", "named 'module:function'")],
-)  # fmt: skip
+    [
+        (rules.unregistered, "write @sv.optimizers.update_rule before its def"),
+        ("no_such_module:rule", "cannot be imported.*put it beside the script"),
+        ("rules_of_users:unregistered", "registers no update rule 'unregistered'"),
+        ("adagrad", "named 'module:function'"),
+    ],
+)
 def test_what_is_no_registered_rule_is_refused_with_the_remedy(rule, words):
     with pytest.raises(sv.ConfigError, match=words):
         sv.optimizers.Custom(rule)
@@ -132,12 +154,19 @@ def test_numbers_and_slots_are_checked():
 def test_rules_of_all_workers_are_combined_as_gradients_are():
     def work():
         found, rank = [], sv.rank()
-        for strategy in (sv.MirroredStrategy(reproducible=True), sv.ParameterServerStrategy(staleness=0)):
+        for strategy in (
+            sv.MirroredStrategy(reproducible=True),
+            sv.ParameterServerStrategy(staleness=0),
+        ):
             with strategy.scope():
                 variable = sv.Variable(np.ones(4, np.float32), name=type(strategy).__name__)
             optimizer = sv.optimizers.Custom(rules.adagrad, 0.1, epsilon=1e-3)
             for gradient in GRADIENTS:
-                strategy.run(lambda g=gradient, v=variable, o=optimizer: o.apply_gradients([(g * (rank + 1), v)]))
+                strategy.run(
+                    lambda g=gradient, v=variable, o=optimizer: o.apply_gradients(
+                        [(g * (rank + 1), v)]
+                    )
+                )
                 if isinstance(strategy, sv.ParameterServerStrategy):
                     strategy.tick()
             found.append(variable.numpy().tolist())

@@ -16,7 +16,15 @@ def everywhere(size, fn):
     return results
 
 
-BAD = (None, "text", np.zeros(3), np.zeros((2, 1)), 1.0, np.zeros(2, complex), sv.PerReplica(np.zeros(2)))
+BAD = (
+    None,
+    "text",
+    np.zeros(3),
+    np.zeros((2, 1)),
+    1.0,
+    np.zeros(2, complex),
+    sv.PerReplica(np.zeros(2)),
+)
 
 
 @pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE"])
@@ -74,7 +82,10 @@ def test_writes_that_send_nothing_fail_on_their_own_rank_only():
 
 def test_crossed_writes_name_the_variables():
     def program():
-        a, b = sv.Variable(0.0, name="a", aggregation="SUM"), sv.Variable(0.0, name="b", aggregation="SUM")
+        a, b = (
+            sv.Variable(0.0, name="a", aggregation="SUM"),
+            sv.Variable(0.0, name="b", aggregation="SUM"),
+        )
         for v in (a, b) if sv.rank() == 0 else (b, a):
             with pytest.raises(MismatchError, match="variable 'a'") as info:
                 v.assign_add(1.0)

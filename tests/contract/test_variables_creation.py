@@ -24,10 +24,18 @@ def everywhere(size, fn):
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [
-        (1.0, "float32"), (1, "int64"), (True, "bool"), ([1.0, 2.0], "float32"), ([1, 2], "int64"), (1j, "complex128"),
-        (np.float64(1), "float64"), (np.zeros(2, np.int16), "int16"), (np.float16(1), "float16"), ((1, 2.5), "float32"),
+        (1.0, "float32"),
+        (1, "int64"),
+        (True, "bool"),
+        ([1.0, 2.0], "float32"),
+        ([1, 2], "int64"),
+        (1j, "complex128"),
+        (np.float64(1), "float64"),
+        (np.zeros(2, np.int16), "int16"),
+        (np.float16(1), "float16"),
+        ((1, 2.5), "float32"),
     ],
-)  # fmt: skip
+)
 def test_dtype_of_the_initial_value(value, dtype):
     def program():
         return sv.Variable(value).dtype.name, sv.Variable(value, synchronization="NONE").dtype.name
@@ -57,14 +65,20 @@ def test_a_given_dtype():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"initial_value": None}, {"initial_value": "text"}, {"initial_value": 0.0, "name": "sp ace"},
-        {"initial_value": 0.0, "name": ""}, {"initial_value": 0.0, "name": "x" * 129},
-        {"initial_value": 0.0, "synchronization": "SOMETIMES"}, {"initial_value": 0.0, "aggregation": "MEDIAN"},
-        {"initial_value": 0, "aggregation": "MEAN"}, {"initial_value": True, "aggregation": "MEAN"},
-        {"initial_value": 0.0, "trainable": "yes"}, {"initial_value": 0.0, "dtype": "nonsense"},
+        {"initial_value": None},
+        {"initial_value": "text"},
+        {"initial_value": 0.0, "name": "sp ace"},
+        {"initial_value": 0.0, "name": ""},
+        {"initial_value": 0.0, "name": "x" * 129},
+        {"initial_value": 0.0, "synchronization": "SOMETIMES"},
+        {"initial_value": 0.0, "aggregation": "MEDIAN"},
+        {"initial_value": 0, "aggregation": "MEAN"},
+        {"initial_value": True, "aggregation": "MEAN"},
+        {"initial_value": 0.0, "trainable": "yes"},
+        {"initial_value": 0.0, "dtype": "nonsense"},
         {"initial_value": np.array(["a"])},
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_raise_there_and_mismatch_elsewhere(wrong):
     def program():
         with pytest.raises(ConfigError):
@@ -85,7 +99,8 @@ def test_wrong_arguments_raise_there_and_mismatch_elsewhere(wrong):
 def test_names():
     def program():
         names = [
-            sv.Variable(0.0, name=name).name for name in ("w", "w", "w", "w_1", None, None, "a/b.c-d_E9")
+            sv.Variable(0.0, name=name).name
+            for name in ("w", "w", "w", "w_1", None, None, "a/b.c-d_E9")
         ]
         apart = [sv.Variable(0.0, name="w", synchronization="NONE").name for _ in range(2)]
         return names, apart
@@ -97,10 +112,14 @@ def test_names():
 @pytest.mark.parametrize(
     "different",
     [
-        {"name": "other"}, {"initial_value": np.zeros(2)}, {"initial_value": 1}, {"synchronization": "ON_READ"},
-        {"aggregation": "MEAN"}, {"trainable": False},
+        {"name": "other"},
+        {"initial_value": np.zeros(2)},
+        {"initial_value": 1},
+        {"synchronization": "ON_READ"},
+        {"aggregation": "MEAN"},
+        {"trainable": False},
     ],
-)  # fmt: skip
+)
 def test_replicas_that_ask_for_different_variables(different):
     def program():
         same = {"initial_value": 0.0, "name": "v"}

@@ -43,7 +43,8 @@ def test_on_write_in_run(size):
         with strategy.scope():
             v = sv.Variable(np.arange(5.0), aggregation=sv.VariableAggregation.SUM)
         read = strategy.run(
-            lambda x: v.assign_add(np.full(5, x)).read_value(), args=(sv.PerReplica(float(sv.rank())),)
+            lambda x: v.assign_add(np.full(5, x)).read_value(),
+            args=(sv.PerReplica(float(sv.rank())),),
         )
         assert v.shape == (5,)
         assert v.dtype == np.float64
@@ -128,7 +129,12 @@ def test_cross_writes_of_on_read(size):
         with strategy.scope():
             total = sv.Variable(7, synchronization="ON_READ", aggregation="SUM")
             mean = sv.Variable(1.5, synchronization="ON_READ", aggregation="MEAN")
-            values = [int(total), int(total.assign(5)), int(total.assign_add(4)), int(total.assign_sub(12))]
+            values = [
+                int(total),
+                int(total.assign(5)),
+                int(total.assign_add(4)),
+                int(total.assign_sub(12)),
+            ]
             values += [float(mean), float(mean.assign_add(2.0))]
         return values
 
@@ -259,9 +265,11 @@ def test_the_mean_of_complex_numbers(mode, dtype):
         strategy, rank = sv.MirroredStrategy(), sv.rank()
         with strategy.scope():
             v = sv.Variable(
-                np.arange(4) * 1j, dtype=dtype, aggregation="MEAN",
+                np.arange(4) * 1j,
+                dtype=dtype,
+                aggregation="MEAN",
                 synchronization="ON_READ" if mode == "ON_READ" else "AUTO",
-            )  # fmt: skip
+            )
         if mode == "deferred":
             v.pin("deferred")
 

@@ -15,10 +15,26 @@ from syncvar.testing import run_ranks
 def test_arithmetic_gives_plain_arrays():
     v = sv.Variable([1.0, 4.0])
     for made, expected in (
-        (v + 1, [2, 5]), (1 + v, [2, 5]), (v - v, [0, 0]), (v * 2, [2, 8]), (8 / v, [8, 2]), (v**2, [1, 16]), (-v, [-1, -4]),
-        (v // 2, [0, 2]), (v % 3, [1, 1]), (v @ v, 17), (v.numpy() + v, [2, 8]), (np.sqrt(v), [1, 2]), (abs(v), [1, 4]),
-        (np.add.reduce(v), 5), (np.mean(v), 2.5), (np.stack([v, v])[0], [1, 4]), (v[1:], [4]), (v[...], [1, 4]), (v[0], 1),
-    ):  # fmt: skip
+        (v + 1, [2, 5]),
+        (1 + v, [2, 5]),
+        (v - v, [0, 0]),
+        (v * 2, [2, 8]),
+        (8 / v, [8, 2]),
+        (v**2, [1, 16]),
+        (-v, [-1, -4]),
+        (v // 2, [0, 2]),
+        (v % 3, [1, 1]),
+        (v @ v, 17),
+        (v.numpy() + v, [2, 8]),
+        (np.sqrt(v), [1, 2]),
+        (abs(v), [1, 4]),
+        (np.add.reduce(v), 5),
+        (np.mean(v), 2.5),
+        (np.stack([v, v])[0], [1, 4]),
+        (v[1:], [4]),
+        (v[...], [1, 4]),
+        (v[0], 1),
+    ):
         assert not isinstance(made, sv.Variable)
         assert np.array_equal(made, expected)
     out = np.zeros(2, np.float32)
@@ -45,7 +61,12 @@ def test_conversions():
     assert np.asarray(sv.Variable(1.5), dtype=np.float64).dtype == np.float64
     assert np.array(sv.Variable([1.0])).flags.writeable
     scalar, vector = sv.Variable(1.0), sv.Variable([1.0, 2.0])
-    for wrong in (lambda: len(scalar), lambda: list(scalar), lambda: float(vector), lambda: [0][scalar]):
+    for wrong in (
+        lambda: len(scalar),
+        lambda: list(scalar),
+        lambda: float(vector),
+        lambda: [0][scalar],
+    ):
         with pytest.raises(TypeError):
             wrong()
     with pytest.raises(ValueError, match="ambiguous"):
@@ -91,7 +112,8 @@ def test_repr_never_communicates():
         return text
 
     assert run_ranks(2, program, timeout_s=120) == [
-        f"<sv.Variable 'loss' ON_READ + SUM shape=() dtype=float32 local={rank + 0.5}>" for rank in (0, 1)
+        f"<sv.Variable 'loss' ON_READ + SUM shape=() dtype=float32 local={rank + 0.5}>"
+        for rank in (0, 1)
     ]
 
 
@@ -110,7 +132,9 @@ def test_a_lone_reader_is_told_what_to_do():
     def program():
         loss = sv.Variable(0.0, name="loss", synchronization="ON_READ", aggregation="SUM")
         if sv.rank() == 0:
-            with pytest.raises(sv.MismatchError, match=r"ON_READ variable 'loss' \(collective .*local_value"):
+            with pytest.raises(
+                sv.MismatchError, match=r"ON_READ variable 'loss' \(collective .*local_value"
+            ):
                 float(loss)
         else:
             with pytest.raises(sv.MismatchError):
@@ -124,7 +148,10 @@ def test_a_lone_reader_is_told_what_to_do():
 @pytest.mark.parametrize("shared", [False, True], ids=["links", "arena"])
 def test_a_view_shows_the_value_after_a_write_that_had_to_leave_its_memory(size, shared):
     def fn():
-        v, w = sv.Variable(np.zeros(3), aggregation="SUM"), sv.Variable(np.zeros(3), aggregation="SUM")
+        v, w = (
+            sv.Variable(np.zeros(3), aggregation="SUM"),
+            sv.Variable(np.zeros(3), aggregation="SUM"),
+        )
         for turn in range(4):
             kept = v.read_value()
             v.assign_add(np.ones(3))

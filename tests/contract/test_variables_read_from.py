@@ -42,7 +42,10 @@ def test_every_copy_can_be_read_from_everywhere(size, mode, aggregation):
         assert not any(copy.flags.writeable for copy in seen)
         return [(copy.shape, copy.dtype.name, float(copy[1, 2])) for copy in seen]
 
-    assert everywhere(size, program) == [[((2, 3), "float64", float(rank)) for rank in range(size)]] * size
+    assert (
+        everywhere(size, program)
+        == [[((2, 3), "float64", float(rank)) for rank in range(size)]] * size
+    )
 
 
 def test_on_write_reads_the_value_and_sends_nothing():
@@ -74,7 +77,9 @@ def test_none_sends_nothing_in_ten_thousand_writes_and_one_question_when_it_is_r
     assert everywhere(2, program) == [[0, 1], []]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float32", "complex128", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint64", "float16", "float32", "complex128", "bfloat16"]
+)
 def test_any_dtype_travels(dtype):
     import ml_dtypes
 
@@ -85,7 +90,9 @@ def test_any_dtype_travels(dtype):
         sv.barrier()
         copy = v.read_from(1)
         sv.barrier()
-        return copy.dtype == kind, copy.astype(float).tolist() if kind.kind != "c" else copy.real.tolist()
+        return copy.dtype == kind, copy.astype(
+            float
+        ).tolist() if kind.kind != "c" else copy.real.tolist()
 
     assert everywhere(2, program) == [(True, [0.0, 1.0, 1.0])] * 2
 
@@ -93,16 +100,23 @@ def test_any_dtype_travels(dtype):
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (5, 7), (300_000,)])
 def test_any_size_travels_in_as_many_frames_as_it_needs_in_any_order(shape):
     def program():
-        mine = np.arange(np.prod(shape, dtype=int), dtype=np.float64).reshape(shape) * (sv.rank() + 1)
+        mine = np.arange(np.prod(shape, dtype=int), dtype=np.float64).reshape(shape) * (
+            sv.rank() + 1
+        )
         v = sv.Variable(np.array(mine, order="F"), synchronization="NONE")
         sv.barrier()
         copy = v.read_from(1 - sv.rank())
         sv.barrier()
-        expected = np.arange(np.prod(shape, dtype=int), dtype=np.float64).reshape(shape) * (2 - sv.rank())
+        expected = np.arange(np.prod(shape, dtype=int), dtype=np.float64).reshape(shape) * (
+            2 - sv.rank()
+        )
         return copy.shape == shape and np.array_equal(copy, expected)
 
     faults = Faults(seed=3, delay_max=3, reorder=0.5)
-    assert everywhere(2, program, faults=faults, config=RuntimeConfig(segment_bytes=65_536)) == [True, True]
+    assert everywhere(2, program, faults=faults, config=RuntimeConfig(segment_bytes=65_536)) == [
+        True,
+        True,
+    ]
 
 
 @pytest.mark.usefixtures("soon_missing")
@@ -289,7 +303,10 @@ def test_without_an_answer_only_the_asking_call_fails():
             with engine.lock:  # nobody drives: as a stopped process
                 asked.wait(10)
         else:
-            with pytest.raises(DeadlineExceeded, match=r"not answered within 0.3 s by rank 1; the group is not affected"):
+            with pytest.raises(
+                DeadlineExceeded,
+                match=r"not answered within 0.3 s by rank 1; the group is not affected",
+            ):
                 v.read_from(1)
             asked.set()
         sv.barrier()

@@ -18,15 +18,20 @@ def everywhere(size, fn):
 
 KINDS = ("add", "sub", "mul", "div", "min", "max", "update")
 LOOP = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "div": lambda a, b: a / b,
-    "min": min, "max": max, "update": lambda a, b: b,
-}  # fmt: skip
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / b,
+    "min": min,
+    "max": max,
+    "update": lambda a, b: b,
+}
 
 
 def rows_of(rank):
-    return [0, 2, 0] if rank == 0 else [rank % 4] * rank, np.arange(1.0, 4.0) if rank == 0 else np.full(
-        rank, rank + 2.0
-    )
+    return [0, 2, 0] if rank == 0 else [rank % 4] * rank, np.arange(
+        1.0, 4.0
+    ) if rank == 0 else np.full(rank, rank + 2.0)
 
 
 def looped(kind, start, ranks, scale=1.0):
@@ -45,7 +50,8 @@ def test_in_run(kind, size):
         start = np.full(4, 8.0)
         with strategy.scope():
             total, mean, first = (
-                sv.Variable(start, aggregation=name) for name in ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
+                sv.Variable(start, aggregation=name)
+                for name in ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
             )
             nothing = sv.Variable(start)
             own = sv.Variable(start, synchronization="ON_READ", aggregation="MEAN")
@@ -134,7 +140,9 @@ def test_scalars_and_bools():
 def test_empty_rows_and_half_types():
     def program():
         v = sv.Variable(np.full(2, 2048, np.float16), aggregation="SUM")
-        v.scatter_add([0] if sv.rank() < 4 else [], np.full(1 if sv.rank() < 4 else 0, 0.5, np.float16))
+        v.scatter_add(
+            [0] if sv.rank() < 4 else [], np.full(1 if sv.rank() < 4 else 0, 0.5, np.float16)
+        )
         return v.numpy().tolist()
 
     assert everywhere(5, program) == [[2050.0, 2048.0]] * 5

@@ -16,7 +16,9 @@ def values_of(dtype, seed):
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         near = [limits.min, limits.max, limits.min + 1, limits.max - 1, 0, 1, 7]
-        return np.array([*near, *draw.integers(limits.min, limits.max, 60, dtype, endpoint=True)], dtype)
+        return np.array(
+            [*near, *draw.integers(limits.min, limits.max, 60, dtype, endpoint=True)], dtype
+        )
     limits = np.finfo(dtype)
     special = [
         0.0,
@@ -30,9 +32,9 @@ def values_of(dtype, seed):
     ]
     wide = draw.normal(size=40) * 10.0 ** draw.integers(-4, 4, 40)
     with np.errstate(over="ignore", under="ignore"):
-        raw = draw.integers(0, 2 ** (8 * dtype.itemsize), 60, f"u{dtype.itemsize}", endpoint=False).view(
-            dtype
-        )
+        raw = draw.integers(
+            0, 2 ** (8 * dtype.itemsize), 60, f"u{dtype.itemsize}", endpoint=False
+        ).view(dtype)
     return np.concatenate([np.array(special, dtype), wide.astype(dtype), raw[np.isfinite(raw)]])
 
 
@@ -44,7 +46,9 @@ def test_the_sum_of_the_shares_is_the_value_in_any_order(name, count):
     value = values_of(np.dtype(name), seed=count)
     shares = [share_of(value, count, index) for index in range(count)]
     assert all(share.dtype == value.dtype and share.shape == value.shape for share in shares)
-    orders = list(itertools.islice(itertools.permutations(range(count)), 0, None, max(1, count * count * 3)))
+    orders = list(
+        itertools.islice(itertools.permutations(range(count)), 0, None, max(1, count * count * 3))
+    )
     for order in orders:
         total = np.zeros_like(value) if value.dtype.kind in "iu" else np.full_like(value, -0.0)
         for index in order:
@@ -74,7 +78,10 @@ def test_infinities_and_nan_go_to_every_copy_and_bools_to_copy_0():
         assert share[1] == -np.inf
         assert np.isnan(share[2])
     flags = np.array([True, False])
-    assert [share_of(flags, 2, index).tolist() for index in (0, 1)] == [[True, False], [False, False]]
+    assert [share_of(flags, 2, index).tolist() for index in (0, 1)] == [
+        [True, False],
+        [False, False],
+    ]
 
 
 def test_complex_parts_are_split_apart():

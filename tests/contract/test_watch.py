@@ -24,7 +24,9 @@ with Watch(os.environ) as watch:
 
 
 def test_the_clock_stands_while_the_launcher_is_stopped():
-    process = subprocess.Popen([sys.executable, "-c", CLOCK], stdout=subprocess.PIPE, text=True, process_group=0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLOCK], stdout=subprocess.PIPE, text=True, process_group=0
+    )
     try:
         assert process.stdout.readline() == "ready\n"
         os.kill(process.pid, signal.SIGTSTP)

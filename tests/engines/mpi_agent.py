@@ -56,7 +56,14 @@ def call(key, name, *arguments):
 
 def receive(key):
     arrival = TRANSPORTS[key].receive()
-    return None if arrival is None else (type(arrival).__name__, [bytes(one) if isinstance(one, memoryview) else one for one in arrival])
+    return (
+        None
+        if arrival is None
+        else (
+            type(arrival).__name__,
+            [bytes(one) if isinstance(one, memoryview) else one for one in arrival],
+        )
+    )
 
 
 def serve(connection, ends):
@@ -67,7 +74,9 @@ def serve(connection, ends):
             except EOFError:
                 return
             try:
-                connection.send((True, ends.set() if name == "end" else globals()[name](*arguments)))
+                connection.send(
+                    (True, ends.set() if name == "end" else globals()[name](*arguments))
+                )
             except Exception as error:  # noqa: BLE001
                 connection.send((False, repr(error)))
 
@@ -75,7 +84,10 @@ def serve(connection, ends):
 def main():
     folder, ends = sys.argv[1], threading.Event()
     listener = Listener(os.path.join(folder, f"making-{MPI.COMM_WORLD.rank}"), "AF_UNIX")
-    os.rename(os.path.join(folder, f"making-{MPI.COMM_WORLD.rank}"), os.path.join(folder, str(MPI.COMM_WORLD.rank)))
+    os.rename(
+        os.path.join(folder, f"making-{MPI.COMM_WORLD.rank}"),
+        os.path.join(folder, str(MPI.COMM_WORLD.rank)),
+    )
 
     def accept():
         while True:

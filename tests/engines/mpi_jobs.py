@@ -45,9 +45,24 @@ def environment(mpi, folder, **more):
         folder: Where a link of that name may be made, and private folders of the job.
         more: Further variables.
     """
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SYNCVAR_", "MASTER_", "OMPI_", "PMI"))}
-    environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "MPI4PY_MPIABI": mpi, "XDG_RUNTIME_DIR": str(folder)}
-    environ |= {"SYNCVAR_MEETING_DIR": str(folder), "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "40", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "UCX_LOG_LEVEL": "error", "TMPDIR": str(folder)}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SYNCVAR_", "MASTER_", "OMPI_", "PMI"))
+    }
+    environ |= {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "MPI4PY_MPIABI": mpi,
+        "XDG_RUNTIME_DIR": str(folder),
+    }
+    environ |= {
+        "SYNCVAR_MEETING_DIR": str(folder),
+        "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "40",
+        "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60",
+        "UCX_LOG_LEVEL": "error",
+        "TMPDIR": str(folder),
+    }
     if mpi == "mpich":
         found = glob.glob("/usr/lib/*/libmpich.so.12")
         assert found, f"there is no libmpich.so.12: {MISSING}"
@@ -55,7 +70,9 @@ def environment(mpi, folder, **more):
         link.parent.mkdir(exist_ok=True)
         if not link.exists():
             link.symlink_to(found[0])
-        environ["LD_LIBRARY_PATH"] = os.pathsep.join([str(link.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+        environ["LD_LIBRARY_PATH"] = os.pathsep.join(
+            [str(link.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+        )
     return environ | more
 
 
@@ -100,15 +117,23 @@ class MpiJob:
     """
 
     def __init__(self, mpi, count, program, options=(), each=0, **variables):
-        self.folder = Path(tempfile.mkdtemp(prefix="sv", dir=os.environ.get("SYNCVAR_TEST_RUNTIME", "/tmp")))
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="sv", dir=os.environ.get("SYNCVAR_TEST_RUNTIME", "/tmp"))
+        )
         self.out = self.folder / "out"
         environ = environment(mpi, self.folder, **variables)
         hosts = hosts_of(mpi, count, each, self.folder) if each else ()
         line = [*command(mpi, count, *hosts, *options), sys.executable, *map(str, program)]
         with self.out.open("wb") as out:
             self.process = subprocess.Popen(
-                line, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ, cwd=self.folder, start_new_session=True,
-            )  # fmt: skip
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=environ,
+                cwd=self.folder,
+                start_new_session=True,
+            )
 
     def wait(self, limit_s=90.0):
         """Return exit code and output."""
@@ -121,7 +146,9 @@ class MpiJob:
 
     def until(self, words, count=1, limit_s=60.0):
         """Wait until the output has some words so many times."""
-        await_true(lambda: self.text.count(words) >= count or self.process.poll() is not None, limit_s)
+        await_true(
+            lambda: self.text.count(words) >= count or self.process.poll() is not None, limit_s
+        )
         assert self.text.count(words) >= count, self.text
 
     def until_noted(self, folder, words, count, limit_s=60.0):

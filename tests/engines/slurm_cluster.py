@@ -66,7 +66,11 @@ class Cluster:
     def __init__(self, folder):
         self.folder = Path(folder)
         self.settings = self.folder / "slurm.conf"
-        self.settings.write_text(SETTINGS.format(folder=folder, ports=free_ports(3), host=socket.gethostname().partition(".")[0]))
+        self.settings.write_text(
+            SETTINGS.format(
+                folder=folder, ports=free_ports(3), host=socket.gethostname().partition(".")[0]
+            )
+        )
         (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
@@ -76,17 +80,28 @@ class Cluster:
 
     def start(self):
         """Start all daemons; return when both nodes are idle."""
-        munge = {name: str(self.folder / f"munge.{name}") for name in ("sock", "pid", "log", "seed")}
+        munge = {
+            name: str(self.folder / f"munge.{name}") for name in ("sock", "pid", "log", "seed")
+        }
         self._daemon(
-            "munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key", f"--socket={munge['sock']}", f"--pid-file={munge['pid']}",
-            f"--log-file={munge['log']}", f"--seed-file={munge['seed']}",
-        )  # fmt: skip
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={self.folder}/munge.key",
+            f"--socket={munge['sock']}",
+            f"--pid-file={munge['pid']}",
+            f"--log-file={munge['log']}",
+            f"--seed-file={munge['seed']}",
+        )
         self.wait(lambda: Path(munge["sock"]).exists(), "munge")
         self._daemon("slurmctld", "-D", "-i")
         for name in NODES:
             (self.folder / f"spool.{name}").mkdir()
             self._daemon("slurmd", "-D", "-N", name)
-        self.wait(lambda: self.ask("sinfo", "-h", "-N", "-p", "low", "-o", "%t") == "idle\nidle", "idle nodes")
+        self.wait(
+            lambda: self.ask("sinfo", "-h", "-N", "-p", "low", "-o", "%t") == "idle\nidle",
+            "idle nodes",
+        )
 
     def stop(self):
         """End all daemons, the last first."""
@@ -100,7 +115,9 @@ class Cluster:
 
     def ask(self, *words):
         """Return what a command writes; empty where it fails."""
-        return subprocess.run(words, env=self.environ, capture_output=True, text=True, timeout=120, check=False).stdout.strip()
+        return subprocess.run(
+            words, env=self.environ, capture_output=True, text=True, timeout=120, check=False
+        ).stdout.strip()
 
     def wait(self, condition, what, limit_s=60.0):
         """Wait until something is so."""
@@ -116,10 +133,23 @@ class Cluster:
 
     def told(self):
         """Return what the daemons have written, and what the cluster says of its jobs."""
-        logs = [f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.out"))]
-        return "\n".join([*logs, self.ask("squeue", "-a", "-l"), self.ask("scontrol", "show", "jobs")])
+        logs = [
+            f"== {path.name}\n{path.read_text()[-3000:]}"
+            for path in sorted(self.folder.glob("*.out"))
+        ]
+        return "\n".join(
+            [*logs, self.ask("squeue", "-a", "-l"), self.ask("scontrol", "show", "jobs")]
+        )
 
     def _daemon(self, name, *words):
         path = shutil.which(name) or f"/usr/sbin/{name}"
         with (self.folder / f"{name}{len(self.running)}.out").open("wb") as out:
-            self.running.append(subprocess.Popen([path, *words], env=self.environ, stdout=out, stderr=out, stdin=subprocess.DEVNULL))
+            self.running.append(
+                subprocess.Popen(
+                    [path, *words],
+                    env=self.environ,
+                    stdout=out,
+                    stderr=out,
+                    stdin=subprocess.DEVNULL,
+                )
+            )

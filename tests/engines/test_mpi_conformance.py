@@ -20,7 +20,9 @@ _CASES = [case for case in collection.load() if not collection.waits(case)]
 @pytest.mark.parametrize("mpi", MPIS)
 def test_all_cases_pass_under_mpirun(mpi, transport, replicas):
     def start(count, folder, environ):
-        own = {name: value for name, value in environ.items() if name.startswith("SYNCVAR_")} | {"SYNCVAR_TRANSPORT": transport}
+        own = {name: value for name, value in environ.items() if name.startswith("SYNCVAR_")} | {
+            "SYNCVAR_TRANSPORT": transport
+        }
         return [*command(mpi, count), sys.executable], environment(mpi, folder, **own)
 
     cases = [case for case in _CASES if case["replicas"] == replicas]

@@ -8,7 +8,14 @@ from mpi_jobs import MPIS, MpiJob, environment, notes, run, script
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
-RECOVER = ("--mca", "orte_enable_recovery", "1", "--mca", "orte_abort_on_non_zero_status", "0")  # of Open MPI: others may go on
+RECOVER = (
+    "--mca",
+    "orte_enable_recovery",
+    "1",
+    "--mca",
+    "orte_abort_on_non_zero_status",
+    "0",
+)  # of Open MPI: others may go on
 OTHER = {"openmpi": "mpich", "mpich": "openmpi"}
 
 
@@ -38,9 +45,13 @@ except sv.PeerLost as error:
 """
 
 
-def test_survivors_of_a_killed_rank_raise_peer_lost_where_mpirun_lets_them_live(transport, tmp_path):
+def test_survivors_of_a_killed_rank_raise_peer_lost_where_mpirun_lets_them_live(
+    transport, tmp_path
+):
     """That of MPICH does not: it ends them within a tenth of a second, with -disable-auto-cleanup too."""
-    with MpiJob("openmpi", 3, script(tmp_path, KILLED), options=RECOVER, SYNCVAR_TRANSPORT=transport) as job:
+    with MpiJob(
+        "openmpi", 3, script(tmp_path, KILLED), options=RECOVER, SYNCVAR_TRANSPORT=transport
+    ) as job:
         job.until_noted(tmp_path, "ready", 3)
         (tmp_path / "draft").write_text(str(time.monotonic()))
         (tmp_path / "draft").rename(tmp_path / "go")
@@ -69,7 +80,9 @@ time.sleep(600)
 """
 
 
-def test_an_exception_on_one_rank_ends_the_job_also_where_the_others_compute(mpi, transport, tmp_path):
+def test_an_exception_on_one_rank_ends_the_job_also_where_the_others_compute(
+    mpi, transport, tmp_path
+):
     code, text = run(mpi, 3, script(tmp_path, RAISES), SYNCVAR_TRANSPORT=transport)
     assert code != 0
     assert "ValueError: planted" in text
@@ -134,13 +147,30 @@ except sv.SyncvarError as error:
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"MPI4PY_RC_THREAD_LEVEL": "funneled"}, "ConfigError .*needs MPI_THREAD_SERIALIZED at least"),
+        (
+            {"MPI4PY_RC_THREAD_LEVEL": "funneled"},
+            "ConfigError .*needs MPI_THREAD_SERIALIZED at least",
+        ),
         ({"SYNCVAR_ENCRYPTION": "required"}, "ConfigError SYNCVAR_ENCRYPTION=required contradicts"),
-        ({"RANK": "0", "WORLD_SIZE": "7", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}, "ConfigError .*7.*"),
-        ({"SYNCVAR_RANK": "0", "SYNCVAR_WORLD_SIZE": "2", "SYNCVAR_LOCAL_RANK": "0", "SYNCVAR_LOCAL_WORLD_SIZE": "2", "SYNCVAR_HOST_INDEX": "0",
-          "SYNCVAR_GENERATION": "0", "SYNCVAR_RENDEZVOUS": "ipc:///tmp/x", "SYNCVAR_JOB_ID": "j"}, "ConfigError SYNCVAR_TRANSPORT=mpi contradicts SYNCVAR_RANK=0"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "7", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+            "ConfigError .*7.*",
+        ),
+        (
+            {
+                "SYNCVAR_RANK": "0",
+                "SYNCVAR_WORLD_SIZE": "2",
+                "SYNCVAR_LOCAL_RANK": "0",
+                "SYNCVAR_LOCAL_WORLD_SIZE": "2",
+                "SYNCVAR_HOST_INDEX": "0",
+                "SYNCVAR_GENERATION": "0",
+                "SYNCVAR_RENDEZVOUS": "ipc:///tmp/x",
+                "SYNCVAR_JOB_ID": "j",
+            },
+            "ConfigError SYNCVAR_TRANSPORT=mpi contradicts SYNCVAR_RANK=0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_contradicts_mpi_is_refused_on_every_rank(mpi, variables, words, tmp_path):
     run(mpi, 2, script(tmp_path, REFUSED), SYNCVAR_TRANSPORT="mpi", **variables)
     assert all(re.match(words, noted) for noted in notes(tmp_path, 2)), notes(tmp_path, 2)
@@ -153,7 +183,10 @@ def test_the_library_of_another_mpi_than_that_of_mpirun_is_refused(mpi, tmp_path
     run(mpi, 2, script(tmp_path, REFUSED), SYNCVAR_TRANSPORT="mpi", **more)
     library = {"openmpi": "Open MPI", "mpich": "MPICH"}[OTHER[mpi]]
     for rank, noted in enumerate(notes(tmp_path, 2)):
-        assert re.match(rf"ConfigError .* says rank {rank} of 2, {library}.* says rank 0 of 1: the MPI library is not that of the mpirun", noted), noted
+        assert re.match(
+            rf"ConfigError .* says rank {rank} of 2, {library}.* says rank 0 of 1: the MPI library is not that of the mpirun",
+            noted,
+        ), noted
 
 
 ABSENT = """
@@ -172,6 +205,11 @@ MPI.COMM_WORLD.Abort(3)
 
 
 def test_a_process_that_does_not_come_is_not_waited_for_for_ever(mpi, tmp_path):
-    code, _ = run(mpi, 2, script(tmp_path, ABSENT), SYNCVAR_TRANSPORT="mpi", SYNCVAR_RENDEZVOUS_TIMEOUT_S="2")
+    code, _ = run(
+        mpi, 2, script(tmp_path, ABSENT), SYNCVAR_TRANSPORT="mpi", SYNCVAR_RENDEZVOUS_TIMEOUT_S="2"
+    )
     assert code != 0
-    assert "process 0 of MPI waited 2 s for all 2 of them to come to sv.init()" in notes(tmp_path, 1)[0]
+    assert (
+        "process 0 of MPI waited 2 s for all 2 of them to come to sv.init()"
+        in notes(tmp_path, 1)[0]
+    )

@@ -38,10 +38,16 @@ def test_ranks_meet_by_mpi_and_join_anew(mpi, path, tmp_path):
     code, text = run(mpi, 4, script(tmp_path, MEET), **placed(path))
     assert (code, text) == (0, "")
     each = PATHS[path][1]
-    how = f"arena: {each} ranks of this host share memory" if PATHS[path][0] == "mpi" else "mpi: SYNCVAR_TRANSPORT=mpi-only asks for it"
+    how = (
+        f"arena: {each} ranks of this host share memory"
+        if PATHS[path][0] == "mpi"
+        else "mpi: SYNCVAR_TRANSPORT=mpi-only asks for it"
+    )
     between = "; MPI (not encrypted by syncvar) between 2 hosts" if each < 4 else ""
     for rank, noted in enumerate(notes(tmp_path)):
-        assert noted.startswith(f"met {rank} 4 {rank % each} {rank // each} {4 // each} {how}{between}")
+        assert noted.startswith(
+            f"met {rank} 4 {rank % each} {rank // each} {4 // each} {how}{between}"
+        )
         assert noted.endswith("again 4\n")
 
 

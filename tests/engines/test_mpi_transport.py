@@ -67,7 +67,11 @@ class RemoteTransport:
     def send(self, peer, header, payload=None, *, borrow=False):
         number = next(_keys)
         data = None if payload is None else bytes(payload)
-        return RemoteLoan(self.agent, number) if self.agent("send", self.key, number, peer, header, data, borrow) else None
+        return (
+            RemoteLoan(self.agent, number)
+            if self.agent("send", self.key, number, peer, header, data, borrow)
+            else None
+        )
 
     def receive(self):
         arrival = self.agent("receive", self.key)
@@ -89,13 +93,19 @@ class RemoteTransport:
         return self.agent("call", self.key, "close", linger_s)
 
 
-@pytest.fixture(scope="module", params=[(mpi, level) for mpi in MPIS for level in ("multiple", "serialized")], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[(mpi, level) for mpi in MPIS for level in ("multiple", "serialized")],
+    ids="-".join,
+)
 def paths(request):
     """Start the agents; return where they listen."""
     mpi, level = request.param
     with MpiJob(mpi, SIZE, [AGENT, "."], MPI4PY_RC_THREAD_LEVEL=level) as job:
         made = [job.folder / str(rank) for rank in range(SIZE)]
-        await_true(lambda: all(path.exists() for path in made) or job.process.poll() is not None, 60.0)
+        await_true(
+            lambda: all(path.exists() for path in made) or job.process.poll() is not None, 60.0
+        )
         assert job.process.poll() is None, job.text
         with contextlib.closing(Agent(made[0])) as one:
             assert one("level") == (level == "multiple", level == "serialized")
@@ -143,13 +153,23 @@ GENERATION = 5
         (pack_header(Kind.DATA, 2, GENERATION, 0, nbytes=3), b"abc", "claims rank 2"),
         (pack_header(Kind.DATA, 1, GENERATION + 1, 0, nbytes=3), b"abc", "generation 6"),
         (pack_header(Kind.DATA, 1, GENERATION, 0, nbytes=4), b"abc", "announces 4 bytes and has 3"),
-        (pack_header(Kind.DATA, 1, GENERATION, 0, nbytes=9000), b"x" * 8000, "announces 9000 bytes and has 8000"),
-        (pack_header(Kind.DATA, 1, GENERATION, 0, nbytes=NBYTES_MAX + 1), b"abc", "exceeds the limit"),
+        (
+            pack_header(Kind.DATA, 1, GENERATION, 0, nbytes=9000),
+            b"x" * 8000,
+            "announces 9000 bytes and has 8000",
+        ),
+        (
+            pack_header(Kind.DATA, 1, GENERATION, 0, nbytes=NBYTES_MAX + 1),
+            b"abc",
+            "exceeds the limit",
+        ),
         (bytes(60), None, "not a frame of syncvar"),
         (b"sv", None, "a header has"),
     ],
 )
-def test_a_message_that_is_not_what_it_claims_ends_its_link_and_is_not_delivered(factory, header, payload, reason):
+def test_a_message_that_is_not_what_it_claims_ends_its_link_and_is_not_delivered(
+    factory, header, payload, reason
+):
     with factory.connect(3, GENERATION) as world:
         good = pack_header(Kind.DATA, 1, GENERATION, 0, 8)
         for one in ((good, None), (header, payload and memoryview(payload)), (good, None)):

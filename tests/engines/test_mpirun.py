@@ -21,7 +21,14 @@ PATHS = {  # name -> setting, and how many ranks are on each host, of four
     "MPI between hosts": ({"SYNCVAR_TRANSPORT": "mpi"}, 2),
 }
 
-RECOVER = ("--mca", "orte_enable_recovery", "1", "--mca", "orte_abort_on_non_zero_status", "0")  # of Open MPI: others may go on
+RECOVER = (
+    "--mca",
+    "orte_enable_recovery",
+    "1",
+    "--mca",
+    "orte_abort_on_non_zero_status",
+    "0",
+)  # of Open MPI: others may go on
 
 
 def WITH_MPI(test):
@@ -43,7 +50,14 @@ def digest(text):
 def wanted(tmp_path_factory):
     """Return the digest of the weights of a job of syncvar-launch."""
     line = [sys.executable, "-m", "syncvar_launcher", "--workers", "4", *DIGITS]
-    done = subprocess.run(line, check=True, capture_output=True, text=True, timeout=120, cwd=tmp_path_factory.mktemp("launched"))
+    done = subprocess.run(
+        line,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path_factory.mktemp("launched"),
+    )
     return digest(done.stdout)
 
 
@@ -60,8 +74,18 @@ def test_the_digits_are_trained_to_the_same_weights_under_mpirun(mpi, path, want
 @pytest.mark.tensors
 @pytest.mark.timeout(300)
 def test_the_digits_are_trained_to_the_same_weights_under_torchrun(wanted, tmp_path):
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", *DIGITS]
-    done = subprocess.run(line, check=False, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        *DIGITS,
+    ]
+    done = subprocess.run(
+        line, check=False, capture_output=True, text=True, timeout=200, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert digest(done.stdout) == wanted
 
@@ -97,17 +121,26 @@ def test_a_killed_rank_ends_the_job(mpi, path, tmp_path):
         go(job, tmp_path, 4)
         code, text = job.wait(120)
     assert code not in (0, None), text
-    assert {"arena": "arena: 4 ranks", "links": "zmq: ", "hosts": "encrypted tcp between 2 hosts"}[path] in notes(tmp_path)[0]
+    assert {"arena": "arena: 4 ranks", "links": "zmq: ", "hosts": "encrypted tcp between 2 hosts"}[
+        path
+    ] in notes(tmp_path)[0]
 
 
 @WITH_MPI
 @pytest.mark.parametrize("path", ["arena", "links", "hosts"])
 def test_survivors_of_a_killed_rank_raise_peer_lost_where_mpirun_lets_them_live(path, tmp_path):
     settings, each = PATHS[path]
-    with MpiJob("openmpi", 4, script(tmp_path, KILLED), options=RECOVER, each=each % 4, **settings) as job:
+    with MpiJob(
+        "openmpi", 4, script(tmp_path, KILLED), options=RECOVER, each=each % 4, **settings
+    ) as job:
         go(job, tmp_path, 4)
-        job.until_noted(tmp_path, "lost 1 ", 3)  # the mpirun of several hosts does not end then; it is ended here
-    assert max(float(noted.rpartition("after")[2]) for noted in notes(tmp_path) if "lost" in noted) < 60.0
+        job.until_noted(
+            tmp_path, "lost 1 ", 3
+        )  # the mpirun of several hosts does not end then; it is ended here
+    assert (
+        max(float(noted.rpartition("after")[2]) for noted in notes(tmp_path) if "lost" in noted)
+        < 60.0
+    )
 
 
 ENDS = """
@@ -130,8 +163,12 @@ if sys.argv[2] == "raises":
 
 @WITH_MPI
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
-@pytest.mark.parametrize(("how", "codes"), [("good", {0}), ("early", {0}), ("exits", {7}), ("raises", {1, 9})])
-def test_a_job_ends_as_its_ranks_do_and_at_an_exception_wherever_the_others_are(mpi, transport, how, codes, tmp_path):
+@pytest.mark.parametrize(
+    ("how", "codes"), [("good", {0}), ("early", {0}), ("exits", {7}), ("raises", {1, 9})]
+)
+def test_a_job_ends_as_its_ranks_do_and_at_an_exception_wherever_the_others_are(
+    mpi, transport, how, codes, tmp_path
+):
     """The mpirun of MPICH gives 9 for ranks that it has killed."""
     code, text = run(mpi, 3, [*script(tmp_path, ENDS), how], SYNCVAR_TRANSPORT=transport)
     assert code in codes, text
@@ -153,7 +190,9 @@ def test_variables_that_contradict_mpirun_are_refused_and_both_are_named(mpi, tm
     other = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     run(mpi, 2, script(tmp_path, CONTRADICTED), SYNCVAR_RENDEZVOUS_TIMEOUT_S="5", **other)
     name = {"openmpi": "OMPI_COMM_WORLD_RANK", "mpich": "PMI_RANK"}[mpi]
-    assert re.match(rf"ConfigError RANK, .* says rank 1, {name}, .* says rank 0", notes(tmp_path, 1)[0]), notes(tmp_path, 2)
+    assert re.match(
+        rf"ConfigError RANK, .* says rank 1, {name}, .* says rank 0", notes(tmp_path, 1)[0]
+    ), notes(tmp_path, 2)
 
 
 @WITH_MPI

@@ -14,7 +14,13 @@ import pytest
 
 JOBS = Path(__file__).resolve().parents[1] / "process"  # where engine_jobs.py is
 ENGINES = [pytest.param("ray", marks=pytest.mark.ray), pytest.param("dask", marks=pytest.mark.dask)]
-LIMITS = {"LOST_AFTER_S": 5, "SUSPECT_AFTER_S": 2, "HEARTBEAT_INTERVAL_S": 0.2, "RESTART_DELAY_S": 0.1, "RENDEZVOUS_TIMEOUT_S": 60}
+LIMITS = {
+    "LOST_AFTER_S": 5,
+    "SUSPECT_AFTER_S": 2,
+    "HEARTBEAT_INTERVAL_S": 0.2,
+    "RESTART_DELAY_S": 0.1,
+    "RENDEZVOUS_TIMEOUT_S": 60,
+}
 BEGIN = """
 import json, sys
 import syncvar as sv
@@ -47,16 +53,35 @@ SOON_S = 30.0  # until the processes of a cluster that was ended are gone
 @pytest.fixture
 def session(tmp_path, nothing_left_behind):
     """Run a program that has a cluster and starts ranks on it; return what it told."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SYNCVAR_LAUNCH", "RAY_", "DASK_"))}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SYNCVAR_LAUNCH", "RAY_", "DASK_"))
+    }
     environ |= {f"SYNCVAR_{name}": str(value) for name, value in LIMITS.items()}
-    environ |= {"PYTHONPATH": str(JOBS), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    environ |= {
+        "PYTHONPATH": str(JOBS),
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    }
 
     def run(text, engine="", *, own=False):
         begin, end = ("", "") if own else (CLUSTERS[engine], END[engine])
         body = textwrap.indent(begin + textwrap.dedent(text) + end, "    ")
         path = tmp_path / "session.py"
-        path.write_text(f"{BEGIN}\ndef inner(scale):\n    return jobs.who(scale)\n\nif __name__ == '__main__':\n{body}")
-        done = subprocess.run([sys.executable, str(path)], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        path.write_text(
+            f"{BEGIN}\ndef inner(scale):\n    return jobs.who(scale)\n\nif __name__ == '__main__':\n{body}"
+        )
+        done = subprocess.run(
+            [sys.executable, str(path)],
+            env=environ,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         told = {}
         for line in re.findall(r"^told (.*)$", done.stdout, re.MULTILINE):
@@ -71,15 +96,25 @@ def session(tmp_path, nothing_left_behind):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_results_come_by_rank_of_functions_of_a_module_and_of_the_script(engine, session):
-    told = session(f"tell(first=sv.run(jobs.who, 4, (2,), engine={engine!r}), second=sv.run(inner, 3, (1,), engine={engine!r}))\n", engine)
-    assert [one[:6] for one in told["first"]] == [[rank, 4, rank, 0, 1, [0, 8, 16]] for rank in range(4)]
-    assert [one[:6] for one in told["second"]] == [[rank, 3, rank, 0, 1, [0, 3, 6]] for rank in range(3)]
+    told = session(
+        f"tell(first=sv.run(jobs.who, 4, (2,), engine={engine!r}), second=sv.run(inner, 3, (1,), engine={engine!r}))\n",
+        engine,
+    )
+    assert [one[:6] for one in told["first"]] == [
+        [rank, 4, rank, 0, 1, [0, 8, 16]] for rank in range(4)
+    ]
+    assert [one[:6] for one in told["second"]] == [
+        [rank, 3, rank, 0, 1, [0, 3, 6]] for rank in range(3)
+    ]
     assert len({one[6] for one in told["first"]}) == 4
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_failure_comes_back_with_its_traceback_and_the_engine_is_as_before(engine, session):
-    told = session(f"tell(failed=failure(jobs.fails, 3, (2,), engine={engine!r}), then=sv.run(jobs.who, 3, (1,), engine={engine!r}))\n", engine)
+    told = session(
+        f"tell(failed=failure(jobs.fails, 3, (2,), engine={engine!r}), then=sv.run(jobs.who, 3, (1,), engine={engine!r}))\n",
+        engine,
+    )
     assert told["failed"].startswith("RankFailed: rank 2 on "), told
     assert "failed with exit code 1\nTraceback (most recent call last):\n" in told["failed"]
     assert told["failed"].strip().endswith("ValueError: of its own")
@@ -89,7 +124,9 @@ def test_a_failure_comes_back_with_its_traceback_and_the_engine_is_as_before(eng
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("rank", [0, 2])
-def test_who_is_killed_is_lost_to_the_others_and_all_are_started_again_where_that_is_asked_for(rank, engine, session, tmp_path):
+def test_who_is_killed_is_lost_to_the_others_and_all_are_started_again_where_that_is_asked_for(
+    rank, engine, session, tmp_path
+):
     told = session(
         f"""
         tell(failed=failure(jobs.is_killed, 3, ({rank}, {str(tmp_path)!r}), engine={engine!r}))
@@ -99,7 +136,9 @@ def test_who_is_killed_is_lost_to_the_others_and_all_are_started_again_where_tha
     )
     assert told["failed"].startswith(f"RankFailed: rank {rank} on "), told
     assert f"its {'actor' if engine == 'ray' else 'Dask worker'} " in told["failed"]
-    assert sorted(path.name for path in tmp_path.glob("lost-*")) == [f"lost-{other}" for other in range(3) if other != rank]
+    assert sorted(path.name for path in tmp_path.glob("lost-*")) == [
+        f"lost-{other}" for other in range(3) if other != rank
+    ]
     for path in tmp_path.glob("lost-*"):
         assert path.read_text().startswith(f"{rank} rank {rank} "), path.read_text()
     assert told["again"] == [1, 1, 1]
@@ -108,16 +147,25 @@ def test_who_is_killed_is_lost_to_the_others_and_all_are_started_again_where_tha
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_that_computes_on_and_on_is_ended_at_the_time_limit(engine, session, tmp_path):
     told = session(
-        f"tell(late=failure(jobs.computes_on_and_on, 2, ({str(tmp_path)!r},), engine={engine!r}, timeout=6), then=sv.run(jobs.who, 4, (1,), engine={engine!r}))\n", engine
+        f"tell(late=failure(jobs.computes_on_and_on, 2, ({str(tmp_path)!r},), engine={engine!r}, timeout=6), then=sv.run(jobs.who, 4, (1,), engine={engine!r}))\n",
+        engine,
     )
-    assert told["late"] == "RankFailed: the job failed with exit code 124\nthe time limit of 6 s passed"
+    assert (
+        told["late"]
+        == "RankFailed: the job failed with exit code 124\nthe time limit of 6 s passed"
+    )
     assert len(told["then"]) == 4, "all places are free again"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_digits_ends_with_the_weights_that_it_has_under_syncvar_launch(engine, session):
-    told = session(f"tell(here=sv.run(jobs.digits, 2)[0], there=sv.run(jobs.digits, 3, engine={engine!r})[0])\n", engine)
-    weights = {place: re.search(r"weights_sha256=(\w{64})", told[place])[1] for place in ("here", "there")}
+    told = session(
+        f"tell(here=sv.run(jobs.digits, 2)[0], there=sv.run(jobs.digits, 3, engine={engine!r})[0])\n",
+        engine,
+    )
+    weights = {
+        place: re.search(r"weights_sha256=(\w{64})", told[place])[1] for place in ("here", "there")
+    }
     assert weights["here"] == weights["there"]
     assert "workers=3" in told["there"]
 
@@ -160,7 +208,9 @@ def test_more_ranks_than_a_cluster_of_ray_has_room_for(session):
         """,
         "ray",
     )
-    assert told["five"].startswith("LaunchError: Ray has not had room for 5 ranks, each with {'CPU': 1.0}, within 3 s: the cluster has CPU 4, "), told
+    assert told["five"].startswith(
+        "LaunchError: Ray has not had room for 5 ranks, each with {'CPU': 1.0}, within 3 s: the cluster has CPU 4, "
+    ), told
     assert told["half"] == 5
 
 
@@ -179,7 +229,9 @@ def test_hosts_of_ray_meet_over_tcp(session, runtime_of_another_host):
         """,
         own=True,
     )
-    assert [one[:6] for one in told["who"]] == [[rank, 4, rank % 2, rank // 2, 2, [0, 4, 8]] for rank in range(4)]
+    assert [one[:6] for one in told["who"]] == [
+        [rank, 4, rank % 2, rank // 2, 2, [0, 4, 8]] for rank in range(4)
+    ]
 
 
 @pytest.fixture
@@ -193,7 +245,8 @@ def runtime_of_another_host(tmp_path):
 def test_fewer_workers_of_dask_than_ranks_are_refused(session):
     told = session("tell(five=failure(jobs.who, 5, (1,), engine='dask'))\n", "dask")
     assert re.match(
-        r"LaunchError: 5 ranks need 5 workers of Dask at once, one each, and tcp://\S+ has 4: start more \(cluster.scale\(5\), or dask worker\)", told["five"]
+        r"LaunchError: 5 ranks need 5 workers of Dask at once, one each, and tcp://\S+ has 4: start more \(cluster.scale\(5\), or dask worker\)",
+        told["five"],
     ), told
 
 
@@ -207,11 +260,15 @@ def test_workers_of_dask_that_are_threads_of_one_process_are_refused(session):
         """,
         own=True,
     )
-    assert told["threads"].startswith("LaunchError: 2 ranks were given 1 processes: each rank needs one of its own"), told
+    assert told["threads"].startswith(
+        "LaunchError: 2 ranks were given 1 processes: each rank needs one of its own"
+    ), told
 
 
 @pytest.mark.dask
-def test_hosts_of_dask_meet_over_tcp_and_named_workers_are_used(session, runtime_of_another_host, tmp_path):
+def test_hosts_of_dask_meet_over_tcp_and_named_workers_are_used(
+    session, runtime_of_another_host, tmp_path
+):
     file = str(tmp_path / "scheduler.json")
     told = session(
         f"""
@@ -235,8 +292,12 @@ def test_hosts_of_dask_meet_over_tcp_and_named_workers_are_used(session, runtime
         """,
         own=True,
     )
-    assert sorted(one[:6] for one in told["all"]) == [[rank, 4, rank % 2, rank // 2, 2, [0, 4, 8]] for rank in range(4)]
-    assert [one[:6] for one in told["two"]] == [[rank, 2, 0, rank, 2, [0, 2, 4]] for rank in range(2)]
+    assert sorted(one[:6] for one in told["all"]) == [
+        [rank, 4, rank % 2, rank // 2, 2, [0, 4, 8]] for rank in range(4)
+    ]
+    assert [one[:6] for one in told["two"]] == [
+        [rank, 2, 0, rank, 2, [0, 2, 4]] for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -272,10 +333,16 @@ def test_a_caller_that_is_killed_takes_its_ranks_along(session, tmp_path):
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"cpus": 0}, "cpus must be a number above 0, not 0"), ({"cpus": True}, "cpus must be a number above 0, not True"),
-     ({"strategy": "NEAR"}, "strategy must be PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, not 'NEAR'")],
+    [
+        ({"cpus": 0}, "cpus must be a number above 0, not 0"),
+        ({"cpus": True}, "cpus must be a number above 0, not True"),
+        (
+            {"strategy": "NEAR"},
+            "strategy must be PACK, SPREAD, STRICT_PACK or STRICT_SPREAD, not 'NEAR'",
+        ),
+    ],
     ids=["none", "boolean", "strategy"],
-)  # fmt: skip
+)
 def test_wrong_options_of_ray_are_refused(options, words):
     import syncvar as sv
 

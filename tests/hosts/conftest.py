@@ -3,7 +3,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "process"))  # for `launching`, also where only this folder is collected
+sys.path.insert(
+    0, str(Path(__file__).parents[1] / "process")
+)  # for `launching`, also where only this folder is collected
 
 from loopback import why_no_sshd  # noqa: E402
 from testbed import Hosts, why_none  # noqa: E402
@@ -13,7 +15,10 @@ def pytest_collection_modifyitems(config, items):
     """Leave out what needs hosts where there can be none, and say why: the same tests run wherever they can."""
     folder = str(Path(__file__).parent)
     here = [item for item in items if str(item.path).startswith(folder)]
-    for is_loopback, name, ask in ((False, "tests on real hosts", why_none), (True, "tests by a real ssh on this machine", why_no_sshd)):
+    for is_loopback, name, ask in (
+        (False, "tests on real hosts", why_none),
+        (True, "tests by a real ssh on this machine", why_no_sshd),
+    ):
         own = [item for item in here if (item.path.stem == "test_loopback_ssh") is is_loopback]
         if own and (why := ask()):
             config.syncvar_left_out.append(f"{len(own)} {name} were left out: {why}")

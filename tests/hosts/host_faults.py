@@ -5,7 +5,6 @@ does not come), C the third host computes and the others wait in a call, X all a
 K rank 3 is in the middle of writing its part of a checkpoint. Survivors are the ranks of the other two hosts.
 """
 
-
 from launching import Job, check_bound, last_exception
 
 import syncvar as sv
@@ -88,9 +87,13 @@ def begin(hosts, folder, phase, script=SCRIPT, arguments=(), *, lost_after_s=15.
     workers = named.setdefault("workers", 4)
     named.setdefault("env", {"SYNCVAR_LOST_AFTER_S": str(lost_after_s)})
     job = Job(
-        folder, script, prefix=hosts.prefix, arguments=[phase, str(folder / "checkpoint"), *arguments],
-        options=(*hosts.ssh, "-H", slots(hosts)), **named,
-    )  # fmt: skip
+        folder,
+        script,
+        prefix=hosts.prefix,
+        arguments=[phase, str(folder / "checkpoint"), *arguments],
+        options=(*hosts.ssh, "-H", slots(hosts)),
+        **named,
+    )
     try:
         job.await_events("ready", workers, limit_s=120)
     except BaseException:

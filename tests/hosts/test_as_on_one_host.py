@@ -71,7 +71,9 @@ def told(job, hosts):
     text = job.report.replace(str(job.folder), "FOLDER")
     for name in (*hosts.names, socket.gethostname()):
         text = text.replace(f" on {name} ", " on HOST ")
-    text = re.sub(r"syncvar: ranks? [0-9, -]+ waits? since .*\n", "", text)  # on a slow machine, while they meet
+    text = re.sub(
+        r"syncvar: ranks? [0-9, -]+ waits? since .*\n", "", text
+    )  # on a slow machine, while they meet
     text = re.sub(r"after [0-9.]+ s( in all_reduce\(.*? in <module>)?", "after S s", text)
     text = re.sub(r"job-\w+ \(syncvar explain \w+\)", "job-ID", text)
     text = re.sub(r"--ssh '.*' -H \S+ ", "", text)
@@ -89,7 +91,9 @@ def test_lines_colours_and_logs(hosts, tmp_path):
     assert "rank-2.out" in names
     assert sorted(path.name for path in (there.folder / "logs").iterdir()) == names
     for name in names:
-        assert (there.folder / "logs" / name).read_bytes() == (here.folder / "logs" / name).read_bytes()
+        assert (there.folder / "logs" / name).read_bytes() == (
+            here.folder / "logs" / name
+        ).read_bytes()
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -152,10 +156,22 @@ def test_the_time_limit_ends_all_hosts(hosts, tmp_path):
 
 
 def test_a_process_that_is_no_python_ends_with_its_own_code(hosts, tmp_path):
-    job = Job(tmp_path, workers=3, prefix=hosts.prefix, options=(*hosts.ssh, "-H", at(hosts, 0, 2, 1)),
-              target=["--no-python", "sh", "-c", 'echo "$SYNCVAR_RANK of $WORLD_SIZE"; exit $((SYNCVAR_RANK / 2 * 5))'])  # fmt: skip
+    job = Job(
+        tmp_path,
+        workers=3,
+        prefix=hosts.prefix,
+        options=(*hosts.ssh, "-H", at(hosts, 0, 2, 1)),
+        target=[
+            "--no-python",
+            "sh",
+            "-c",
+            'echo "$SYNCVAR_RANK of $WORLD_SIZE"; exit $((SYNCVAR_RANK / 2 * 5))',
+        ],
+    )
     assert job.wait(120) == 5, job
-    assert sorted(job.out.split()) == sorted(["[0]", "0", "of", "3", "[1]", "1", "of", "3", "[2]", "2", "of", "3"])
+    assert sorted(job.out.split()) == sorted(
+        ["[0]", "0", "of", "3", "[1]", "1", "of", "3", "[2]", "2", "of", "3"]
+    )
 
 
 def test_totals_and_the_names_of_torch(hosts, tmp_path):
@@ -177,20 +193,41 @@ def test_totals_and_the_names_of_torch(hosts, tmp_path):
                 end.connect(master)
             sv.barrier()
     """
-    job = start(hosts, tmp_path, script, at(hosts, 0, 2, 1), "--torch-env", f"--stats={tmp_path / 'totals.json'}")
+    job = start(
+        hosts,
+        tmp_path,
+        script,
+        at(hosts, 0, 2, 1),
+        "--torch-env",
+        f"--stats={tmp_path / 'totals.json'}",
+    )
     assert job.wait(120) == 0, job
     told = json.loads((tmp_path / "totals.json").read_text())
     assert (told["workers"], told["missing"]) == (3, [])
-    assert {row["call"]: row["calls"] for row in told["rows"]} == {"all_reduce(sum)": 300, "barrier": 2}
+    assert {row["call"]: row["calls"] for row in told["rows"]} == {
+        "all_reduce(sum)": 300,
+        "barrier": 2,
+    }
     torch = {event["rank"]: event for event in job.events("torch")}
-    assert {(one["MASTER_ADDR"], one["WORLD_SIZE"], one["GROUP_WORLD_SIZE"]) for one in torch.values()} == {(hosts.names[1], "3", "2")}
+    assert {
+        (one["MASTER_ADDR"], one["WORLD_SIZE"], one["GROUP_WORLD_SIZE"]) for one in torch.values()
+    } == {(hosts.names[1], "3", "2")}
     assert len({one["MASTER_PORT"] for one in torch.values()}) == 1
-    places = [tuple(int(torch[rank][name]) for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")) for rank in range(3)]
+    places = [
+        tuple(
+            int(torch[rank][name])
+            for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
+        for rank in range(3)
+    ]
     assert places == [(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 1)]
 
 
 def test_an_agent_told_to_end_ends_its_ranks_in_order_and_the_second_time_at_once(hosts, tmp_path):
-    for name, script, code in (("plain", STUBBORN.replace("signal.signal(", "lambda *_: ("), 143), ("stubborn", STUBBORN, 70)):
+    for name, script, code in (
+        ("plain", STUBBORN.replace("signal.signal(", "lambda *_: ("), 143),
+        ("stubborn", STUBBORN, 70),
+    ):
         folder = tmp_path / name
         folder.mkdir()
         job = start(hosts, folder, script, at(hosts, 0, 2, 1))

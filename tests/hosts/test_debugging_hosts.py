@@ -81,8 +81,23 @@ class Person:
 def test_a_rank_of_another_host_has_the_terminal(hosts, tmp_path, method):
     (tmp_path / "probe.py").write_text(PROBE)
     (tmp_path / "script.py").write_text(textwrap.dedent(DEBUGGED))
-    line = [*hosts.prefix, sys.executable, "-m", "syncvar_launcher", "--config", str(PROFILE), "--no-timestamps", "--start-method", method,
-            *hosts.ssh, "-H", at(hosts, 0, 2, 1), "--debug", "2", "script.py"]  # fmt: skip
+    line = [
+        *hosts.prefix,
+        sys.executable,
+        "-m",
+        "syncvar_launcher",
+        "--config",
+        str(PROFILE),
+        "--no-timestamps",
+        "--start-method",
+        method,
+        *hosts.ssh,
+        "-H",
+        at(hosts, 0, 2, 1),
+        "--debug",
+        "2",
+        "script.py",
+    ]
     person = Person(tmp_path, line)
     try:
         person.await_words(b"(Pdb) ")
@@ -106,7 +121,9 @@ def test_a_rank_of_another_host_has_the_terminal(hosts, tmp_path, method):
 
 
 def test_without_a_terminal_the_debugged_rank_reads_lines(hosts, tmp_path):
-    job = start(hosts, tmp_path, DEBUGGED, at(hosts, 0, 2, 1), "--debug", "2", stdin=b"p value\nc\n")
+    job = start(
+        hosts, tmp_path, DEBUGGED, at(hosts, 0, 2, 1), "--debug", "2", stdin=b"p value\nc\n"
+    )
     assert job.wait(120) == 0, job
     assert "(Pdb) 41\n(Pdb) after 42 False False\n" in job.out, "as it is, without a prefix"
     assert job.lines(0) == ["of another rank"]

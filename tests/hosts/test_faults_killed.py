@@ -19,7 +19,11 @@ pytestmark = pytest.mark.slow
 
 def ssh_of(hosts, index):
     """Return the process of ssh that leads from the launcher to a host."""
-    (found,) = [pid for pid, words in hosts.processes(0).items() if words.startswith("ssh ") and hosts.names[index] in words]
+    (found,) = [
+        pid
+        for pid, words in hosts.processes(0).items()
+        if words.startswith("ssh ") and hosts.names[index] in words
+    ]
     return found
 
 
@@ -35,7 +39,9 @@ def test_f17_the_agent_of_another_host_is_killed(hosts, tmp_path, phase):
         injected = killed(hosts.agent(2))
         assert job.wait(120) == 70, job
         assert f"on {hosts.names[2]} failed after" in job.report, job
-        check_survivors(job, injected, f"F17-{phase}", phase, ROWS["F17"].bound, "its agent has ended")
+        check_survivors(
+            job, injected, f"F17-{phase}", phase, ROWS["F17"].bound, "its agent has ended"
+        )
 
 
 @pytest.mark.parametrize("phase", phases("CX"))
@@ -45,7 +51,9 @@ def test_f18_the_ssh_client_is_killed(hosts, tmp_path, phase):
         assert len(there) >= 2, hosts.processes(2)
         injected = killed(ssh_of(hosts, 2))
         assert job.wait(120) == 70, job
-        check_survivors(job, injected, f"F18-{phase}", phase, ROWS["F18"].bound, "its connection ended with -9")
+        check_survivors(
+            job, injected, f"F18-{phase}", phase, ROWS["F18"].bound, "its connection ended with -9"
+        )
 
 
 @pytest.mark.parametrize("phase", "RCX")
@@ -55,7 +63,9 @@ def test_f12_the_launcher_is_killed(hosts, tmp_path, phase):
         job.wait(120)
         left = hosts.await_quiet()
         assert not left, (left, job)
-        check_bound(f"F12-{phase} on several hosts", time.monotonic() - injected, ROWS["F12"].bound[1])
+        check_bound(
+            f"F12-{phase} on several hosts", time.monotonic() - injected, ROWS["F12"].bound[1]
+        )
         time.sleep(0.5)  # an agent that ssh was just starting comes now, finds nobody, and goes
         assert not hosts.await_quiet(), job
 
@@ -67,7 +77,9 @@ def test_f58_all_ranks_are_killed_at_once(hosts, tmp_path, phase):
         assert len(pids) == 4
         injected = time.monotonic()
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # the end of the others has ended it already
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # the end of the others has ended it already
                 os.kill(pid, signal.SIGKILL)
         assert job.wait(120) == 137, job
         assert job.report.count("was killed by signal 9 (SIGKILL)") == 1, job

@@ -69,7 +69,16 @@ except sv.SyncvarError as error:
 
 def cut_off(hosts, index):
     """Return when nothing of a job runs on a host any more, that nobody can reach."""
-    await_true(lambda: not any("syncvar" in words or "script.py" in words for words in hosts.processes(index).values()), 60, "the cut-off host's end")
+    await_true(
+        lambda: (
+            not any(
+                "syncvar" in words or "script.py" in words
+                for words in hosts.processes(index).values()
+            )
+        ),
+        60,
+        "the cut-off host's end",
+    )
     return time.monotonic()
 
 
@@ -109,7 +118,11 @@ def check_cut(hosts, job, injected, name, phase, bound, lost):
     assert job.wait(120) == 70, job
     ended = cut_off(hosts, 2)
     check_survivors(job, injected, name, phase, bound, lost=lost)
-    check_bound(f"{name} to the end of the host that is cut off", ended - injected, bounded(phase, bound) + grace_s(phase))
+    check_bound(
+        f"{name} to the end of the host that is cut off",
+        ended - injected,
+        bounded(phase, bound) + grace_s(phase),
+    )
     for event in job.events("raised"):
         if event["rank"] in (2, 3):
             assert event["error"] in ("PeerLost", "SystemExit"), job
@@ -132,12 +145,21 @@ def test_f20_the_link_is_down_where_no_launcher_is(hosts, tmp_path, phase):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "script.py").write_text(ELSEWHERE)
-        key, ranks = secrets.token_hex(32), range(3) if phase == "X" else (0, 2)  # the roll call waits for rank 1
+        key, ranks = (
+            secrets.token_hex(32),
+            range(3) if phase == "X" else (0, 2),
+        )  # the roll call waits for rank 1
         with contextlib.ExitStack() as stack:
-            running = [stack.enter_context(started_elsewhere(hosts, folder, rank, key)) for rank in ranks]
+            running = [
+                stack.enter_context(started_elsewhere(hosts, folder, rank, key)) for rank in ranks
+            ]
             word = "met" if phase == "X" else "2 of 3 are here"
             needed = ranks if phase == "X" else [0]
-            await_true(lambda: all(word in (folder / f"out{rank}").read_text() for rank in needed), 60, word)  # noqa: B023
+            await_true(
+                lambda: all(word in (folder / f"out{rank}").read_text() for rank in needed),  # noqa: B023
+                60,
+                word,
+            )
             with cut(hosts) as injected:
                 codes = [one.wait(120) for one in running]
                 lasted_s = time.monotonic() - injected
@@ -145,24 +167,42 @@ def test_f20_the_link_is_down_where_no_launcher_is(hosts, tmp_path, phase):
         assert codes == [3] * len(ranks), told
         assert all("PeerLost rank" in one for one in told), told
         assert all(": silent for " in one for one in told), told
-        check_bound(f"F20-{phase} without a launcher, to the end", lasted_s, ROWS["F20"].bound[1] + 2)
+        check_bound(
+            f"F20-{phase} without a launcher, to the end", lasted_s, ROWS["F20"].bound[1] + 2
+        )
         assert not hosts.await_quiet()
 
 
 @contextlib.contextmanager
 def started_elsewhere(hosts, folder, rank, key):
     """Start one process of three as torchrun would, each on a host of its own."""
-    settings = dict(line.split(" = ") for line in PROFILE.read_text().partition("[runtime]")[2].splitlines() if " = " in line)
+    settings = dict(
+        line.split(" = ")
+        for line in PROFILE.read_text().partition("[runtime]")[2].splitlines()
+        if " = " in line
+    )
     told = {
-        "RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank, "GROUP_WORLD_SIZE": 3,
-        "MASTER_ADDR": hosts.names[0], "MASTER_PORT": 29500, "SYNCVAR_KEY": key, "XDG_RUNTIME_DIR": hosts.temporary(rank),
-        **{f"SYNCVAR_{name.upper()}": value for name, value in settings.items()}, "SYNCVAR_RENDEZVOUS_TIMEOUT_S": 300,
-    }  # fmt: skip
+        "RANK": rank,
+        "WORLD_SIZE": 3,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "GROUP_RANK": rank,
+        "GROUP_WORLD_SIZE": 3,
+        "MASTER_ADDR": hosts.names[0],
+        "MASTER_PORT": 29500,
+        "SYNCVAR_KEY": key,
+        "XDG_RUNTIME_DIR": hosts.temporary(rank),
+        **{f"SYNCVAR_{name.upper()}": value for name, value in settings.items()},
+        "SYNCVAR_RENDEZVOUS_TIMEOUT_S": 300,
+    }
     with (folder / f"out{rank}").open("wb") as out:
         one = subprocess.Popen(
-            ["ip", "netns", "exec", hosts.spaces[rank], sys.executable, str(folder / "script.py")], cwd=folder, stdout=out, stderr=out,
+            ["ip", "netns", "exec", hosts.spaces[rank], sys.executable, str(folder / "script.py")],
+            cwd=folder,
+            stdout=out,
+            stderr=out,
             env=os.environ | {name: str(value) for name, value in told.items()},
-        )  # fmt: skip
+        )
     try:
         yield one
     finally:
@@ -176,21 +216,41 @@ def test_f21_one_direction_is_lost(hosts, tmp_path, phase, way):
     for job in over_and_over(hosts, tmp_path, phase, "CCXX", lost_after_s=silence_s(phase)):
         with way(hosts) as injected:
             # Who hears nobody and is still heard says that the others are lost, and may say it first.
-            check_cut(hosts, job, injected, f"F21-{phase}-{way.__name__}", phase, ROWS["F21"].bound, range(4))
+            check_cut(
+                hosts,
+                job,
+                injected,
+                f"F21-{phase}-{way.__name__}",
+                phase,
+                ROWS["F21"].bound,
+                range(4),
+            )
 
 
 @pytest.mark.parametrize("phase", phases("C"))  # the last one is inside calls
 def test_f22_the_link_is_down_for_half_of_the_time_that_is_allowed(hosts, tmp_path, phase):
     """When the link is up again, TCP goes on with its next try: it doubles its pauses, from 0.2 s on."""
-    lost_after_s = 15.0 if phase == DEFAULTS else 4.5  # shorter, and what a busy machine takes matters more than TCP's pauses
-    env = {} if phase == DEFAULTS else {"SYNCVAR_LOST_AFTER_S": str(lost_after_s), "SYNCVAR_COLLECTIVE_TIMEOUT_S": "30"}
+    lost_after_s = (
+        15.0 if phase == DEFAULTS else 4.5
+    )  # shorter, and what a busy machine takes matters more than TCP's pauses
+    env = (
+        {}
+        if phase == DEFAULTS
+        else {"SYNCVAR_LOST_AFTER_S": str(lost_after_s), "SYNCVAR_COLLECTIVE_TIMEOUT_S": "30"}
+    )
     job = begin(hosts, tmp_path / "job", phase, SUMS, ["1000"], env=env)
     try:
         for _ in range(1 if phase == DEFAULTS else TIMES // 2):
             with cut(hosts):
                 time.sleep(lost_after_s / 2)
             before = max(last_turns(job).values())
-            await_true(lambda before=before: job.process.poll() is not None or min(last_turns(job).values()) > before + 1, 60, "sums after the cut")
+            await_true(
+                lambda before=before: (
+                    job.process.poll() is not None or min(last_turns(job).values()) > before + 1
+                ),
+                60,
+                "sums after the cut",
+            )
         job.open_gate("stop")
         assert job.wait(120) == 0, job
     finally:
@@ -218,7 +278,9 @@ def test_f23_connections_are_reset_in_the_middle_of_a_frame(hosts, tmp_path):
                 assert job.wait(120) == 70, job
             finally:
                 job.close()
-            check_survivors(job, injected, "F23-X", "X", ROWS["F23"].bound, ranks=range(4), lost=range(4))
+            check_survivors(
+                job, injected, "F23-X", "X", ROWS["F23"].bound, ranks=range(4), lost=range(4)
+            )
             left = hosts.await_quiet()
             assert not left, (left, job)
     finally:

@@ -26,9 +26,16 @@ def start(hosts, tmp_path):
 
     def begin(slots, *options, script=WORLD, **named):
         job = Joined(
-            tmp_path, script, sum(count > 0 for count in slots), *options, address=hosts.names[0], prefix=hosts.prefix, workers=sum(slots),
-            env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}, **named,
-        )  # fmt: skip
+            tmp_path,
+            script,
+            sum(count > 0 for count in slots),
+            *options,
+            address=hosts.names[0],
+            prefix=hosts.prefix,
+            workers=sum(slots),
+            env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"},
+            **named,
+        )
         jobs.append(job)
         for index, count in enumerate(slots):
             if count:
@@ -45,7 +52,15 @@ def at(hosts, index):
     return ["ip", "netns", "exec", hosts.spaces[index]]
 
 
-@pytest.mark.parametrize("slots", [(0, 2, 1), pytest.param((1, 1, 1), marks=pytest.mark.slow), pytest.param((2, 3, 0), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "slots",
+    [
+        (0, 2, 1),
+        pytest.param((1, 1, 1), marks=pytest.mark.slow),
+        pytest.param((2, 3, 0), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_hosts_that_joined_meet_and_listen_at_their_own_address_only(hosts, start, slots):
     job = start(slots)
     met = job.await_events("met", sum(slots), limit_s=120)
@@ -57,9 +72,13 @@ def test_hosts_that_joined_meet_and_listen_at_their_own_address_only(hosts, star
     assert {event["total"] for event in met} == {size * (size + 1) / 2}
     used = [(name, count) for name, count in zip(hosts.names, slots, strict=True) if count]
     expected = [(name, index) for index, (name, count) in enumerate(used) for _ in range(count)]
-    assert [(event["host"], event["index"]) for event in sorted(met, key=lambda one: one["rank"])] == expected
+    assert [
+        (event["host"], event["index"]) for event in sorted(met, key=lambda one: one["rank"])
+    ] == expected
     for index, count in enumerate(slots):
-        assert listening[index] == ({hosts.names[index]} if count or not index else set()), listening
+        assert listening[index] == ({hosts.names[index]} if count or not index else set()), (
+            listening
+        )
 
 
 @pytest.mark.slow
@@ -94,7 +113,11 @@ sys.stdin.read()
 """)
     job = start((0, 1, 0), script=WORLD)
     await_true(lambda: "has joined with 1 slot" in job.err, what="the first host")
-    with subprocess.Popen([*at(hosts, 2), sys.executable, str(program), job.where], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as strangers:
+    with subprocess.Popen(
+        [*at(hosts, 2), sys.executable, str(program), job.where],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as strangers:
         try:
             assert strangers.stdout.readline() == b"done\n"
         finally:

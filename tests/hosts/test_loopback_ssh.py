@@ -59,8 +59,10 @@ def test_what_ssh_refuses_is_told_with_the_line_that_names_the_host(serve, tmp_p
     job = start(tmp_path, sshd)
     assert job.wait(120) == 69, (job, sshd.log)
     why = {
-        "login": "the login is refused", "host key": "its host key is not known, or has changed", "port": "nobody listens for ssh there",
-    }[wrong]  # fmt: skip
+        "login": "the login is refused",
+        "host key": "its host key is not known, or has changed",
+        "port": "nobody listens for ssh there",
+    }[wrong]
     assert f"127.0.0.1 ({tmp_path}/list:1): {why}" in job.err
     assert not job.events("began")
 
@@ -70,7 +72,12 @@ def test_the_copy_of_a_script_goes_through_ssh_and_is_removed(serve, tmp_path):
     sshd = serve()
     source = tmp_path / "source"
     source.mkdir()
-    job = start(source, sshd, "--stage", script=f"import sys; sys.path.insert(0, {str(source)!r})\nimport probe\nprobe.note('met', file=__file__)\n")
+    job = start(
+        source,
+        sshd,
+        "--stage",
+        script=f"import sys; sys.path.insert(0, {str(source)!r})\nimport probe\nprobe.note('met', file=__file__)\n",
+    )
     assert job.wait(120) == 0, (job, sshd.log)
     places = {event["file"] for event in job.events("met")}
     assert len(places) == 1, job
@@ -114,10 +121,16 @@ def test_a_program_calls_a_function_on_hosts_and_gets_its_results(serve, tmp_pat
     (tmp_path / "script.py").write_text(textwrap.dedent(CALLER))
     _, command = sshd.ssh[:2]
     ended = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False,
-        timeout=LIMIT_S, env={**os.environ, "SYNCVAR_LAUNCH_SSH": command, "SYNCVAR_LAUNCH_SSH_ALWAYS": "1"},
-    )  # fmt: skip
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+        env={**os.environ, "SYNCVAR_LAUNCH_SSH": command, "SYNCVAR_LAUNCH_SSH_ALWAYS": "1"},
+    )
     assert ended.returncode == 0, (ended.stderr, sshd.log)
     assert ended.stdout.splitlines() == [
-        "[(True, 0.0), (True, 1.0)]", "OSError(28, 'no space') file-0",
-    ]  # fmt: skip
+        "[(True, 0.0), (True, 1.0)]",
+        "OSError(28, 'no space') file-0",
+    ]

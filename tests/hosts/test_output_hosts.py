@@ -69,7 +69,11 @@ class Reader(threading.Thread):
 
 
 def peak_nbytes(pid):
-    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    (line,) = [
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
     return int(line.split()[1]) << 10
 
 
@@ -80,23 +84,34 @@ def test_300_megabytes_of_one_host_hold_up_nobody(hosts, tmp_path):
         reader = Reader(end)
         reader.start()
         (ended,) = job.await_events("written", rank=2, limit_s=120)
-        pids = {"launcher": job.process.pid, **{f"agent {index}": hosts.agent(index) for index in range(1, 3)}}
+        pids = {
+            "launcher": job.process.pid,
+            **{f"agent {index}": hosts.agent(index) for index in range(1, 3)},
+        }
         peaks = {name: peak_nbytes(pid) for name, pid in pids.items()}
         assert job.wait(120) == 0, job
         reader.join(20)
-    print(f"{300 / (ended['at'] - began['at']):.0f} MB/s; {peaks}; lines late by {reader.latest:.3f} s")
+    print(
+        f"{300 / (ended['at'] - began['at']):.0f} MB/s; {peaks}; lines late by {reader.latest:.3f} s"
+    )
     assert reader.nbytes > 300e6
-    assert max(peaks.values()) < 100 << 20, "what nobody has read stays with the rank that writes it"
+    assert max(peaks.values()) < 100 << 20, (
+        "what nobody has read stays with the rank that writes it"
+    )
     longest = job.events("longest")
     assert len(longest) == 3
     assert min(event["count"] for event in longest) <= reader.lines, "each of its lines has come"
-    check_bound("a call beside much output of another host", max(event["seconds"] for event in longest), 2.0)
+    check_bound(
+        "a call beside much output of another host", max(event["seconds"] for event in longest), 2.0
+    )
     check_bound("a line beside much output of another host", reader.latest, 2.0)
 
 
 def test_f13_in_the_middle_of_much_output(hosts, tmp_path):
     with unread("pipe", tmp_path) as (prefix, end):
-        job = start(hosts, tmp_path, MUCH.format(megabytes=1_000_000), at(hosts, 2, 1, 1), prefix=prefix)
+        job = start(
+            hosts, tmp_path, MUCH.format(megabytes=1_000_000), at(hosts, 2, 1, 1), prefix=prefix
+        )
         job.await_events("writes", rank=2, limit_s=120)
         reader = Reader(end)
         reader.start()

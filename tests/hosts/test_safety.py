@@ -30,10 +30,13 @@ print(json.dumps(sorted(seen)), flush=True)
 """
 
 
-STAYS = WORLD + """
+STAYS = (
+    WORLD
+    + """
     probe.gate("go")
     sv.barrier()
 """
+)
 
 
 class Tables:
@@ -41,7 +44,12 @@ class Tables:
 
     def __init__(self, hosts):
         self._readers = [
-            subprocess.Popen(["ip", "netns", "exec", space, sys.executable, "-c", TABLES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                ["ip", "netns", "exec", space, sys.executable, "-c", TABLES],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
             for space in hosts.spaces
         ]
         for one in self._readers:
@@ -70,7 +78,11 @@ def tables(hosts):
 def two_networks(hosts):
     """Give each host a second address, on a second interface."""
     for index, space in enumerate(hosts.spaces):
-        for words in (("link", "add", "other0", "type", "bridge"), ("addr", "add", f"10.78.0.{10 + index}/24", "dev", "other0"), ("link", "set", "other0", "up")):
+        for words in (
+            ("link", "add", "other0", "type", "bridge"),
+            ("addr", "add", f"10.78.0.{10 + index}/24", "dev", "other0"),
+            ("link", "set", "other0", "up"),
+        ):
             subprocess.run(["ip", "-n", space, *words], check=True, timeout=120)
     yield
     for space in hosts.spaces:
@@ -79,9 +91,17 @@ def two_networks(hosts):
 
 @pytest.mark.parametrize(
     ("iface", "mode"),
-    [(None, "required"), ("10.77.0.0/24", "required"), ("^other0,^lo", "required"), ("eth0", "control-only"), ("eth0", "off")],
+    [
+        (None, "required"),
+        ("10.77.0.0/24", "required"),
+        ("^other0,^lo", "required"),
+        ("eth0", "control-only"),
+        ("eth0", "off"),
+    ],
 )
-def test_nothing_listens_but_at_the_address_of_its_host(hosts, tables, two_networks, tmp_path, mode, iface):
+def test_nothing_listens_but_at_the_address_of_its_host(
+    hosts, tables, two_networks, tmp_path, mode, iface
+):
     chosen = () if iface is None else ("--iface", iface)
     how = ("--encryption", mode, *(["--insecure"] if mode == "off" else []))
     job = start(hosts, tmp_path, STAYS, at(hosts, 0, 2, 1), *chosen, *how)
@@ -92,8 +112,14 @@ def test_nothing_listens_but_at_the_address_of_its_host(hosts, tables, two_netwo
     seen = tables.listened()
     assert running == [{name} for name in hosts.names]
     for index, name in enumerate(hosts.names):
-        tried = {hosts.names_6[index], *([f"10.78.0.{10 + index}"] if iface is None else [])} if iface != "10.77.0.0/24" else set()
-        assert seen[index] - tried <= {name}, "what is tried before the job starts is one of its own too"
+        tried = (
+            {hosts.names_6[index], *([f"10.78.0.{10 + index}"] if iface is None else [])}
+            if iface != "10.77.0.0/24"
+            else set()
+        )
+        assert seen[index] - tried <= {name}, (
+            "what is tried before the job starts is one of its own too"
+        )
 
 
 def more(job, hosts):
@@ -102,7 +128,10 @@ def more(job, hosts):
 
 
 @pytest.mark.parametrize(
-    ("kind", "phase"), [(kind, phase) for kind in KINDS for phase in "RC" if (kind, phase) != ("again", "R")]  # who comes first, with the secret, is in
+    ("kind", "phase"),
+    [
+        (kind, phase) for kind in KINDS for phase in "RC" if (kind, phase) != ("again", "R")
+    ],  # who comes first, with the secret, is in
 )
 def test_strangers_cost_a_job_nothing(hosts, tmp_path, kind, phase):
     job = start(hosts, tmp_path, SUMS, at(hosts, 0, 1, 1), env=LASTING)
@@ -112,7 +141,17 @@ def test_strangers_cost_a_job_nothing(hosts, tmp_path, kind, phase):
         return [place for places in found for place in places] if found[0] and found[1] else []
 
     try:
-        places = besiege(job, tmp_path, kind, 1000, ports, size=2, prefix=hosts.prefix, more=lambda: more(job, hosts), while_meeting=phase == "R")
+        places = besiege(
+            job,
+            tmp_path,
+            kind,
+            1000,
+            ports,
+            size=2,
+            prefix=hosts.prefix,
+            more=lambda: more(job, hosts),
+            while_meeting=phase == "R",
+        )
     finally:
         job.close()
     assert len(places) == (2 if phase == "R" else 3), places

@@ -39,15 +39,44 @@ KEEPS = f"""
 def forms(secret):
     """Return how a secret, and what is derived from it, could be written down."""
     keys = link_keys(secret)
-    found = [secret, secret.hex().encode(), secret.hex().upper().encode(), secret[:16], zmq.utils.z85.encode(secret)]
-    return [*found, keys.member[1], keys.listener[1], keys.tickets, keys.tickets.hex().encode(), keys.ticket(0, 1), keys.ticket(1, 0)]
+    found = [
+        secret,
+        secret.hex().encode(),
+        secret.hex().upper().encode(),
+        secret[:16],
+        zmq.utils.z85.encode(secret),
+    ]
+    return [
+        *found,
+        keys.member[1],
+        keys.listener[1],
+        keys.tickets,
+        keys.tickets.hex().encode(),
+        keys.ticket(0, 1),
+        keys.ticket(1, 0),
+    ]
 
 
 def test_the_secret_and_what_a_variable_hides_are_nowhere(hosts, tmp_path):
     job = start(
-        hosts, tmp_path, KEEPS, at(hosts, 0, 1, 1), "--log-dir", str(tmp_path / "logs"), "--events", str(tmp_path / "events"), "-v", "-x", "MY_TOKEN",
-        start="spawn", env={"MY_TOKEN": CANARY, "SYNCVAR_TRACE": str(tmp_path / "trace"), "SYNCVAR_LOG_LEVEL": "debug"},
-    )  # fmt: skip
+        hosts,
+        tmp_path,
+        KEEPS,
+        at(hosts, 0, 1, 1),
+        "--log-dir",
+        str(tmp_path / "logs"),
+        "--events",
+        str(tmp_path / "events"),
+        "-v",
+        "-x",
+        "MY_TOKEN",
+        start="spawn",
+        env={
+            "MY_TOKEN": CANARY,
+            "SYNCVAR_TRACE": str(tmp_path / "trace"),
+            "SYNCVAR_LOG_LEVEL": "debug",
+        },
+    )
     job.await_events("met", 2, limit_s=120)
     words = forms((tmp_path / "told").read_bytes())
     processes = [(index, pid) for index in range(3) for pid in hosts.processes(index)]
@@ -73,11 +102,57 @@ def test_the_secret_and_what_a_variable_hides_are_nowhere(hosts, tmp_path):
 
 
 HOSTILE = [
-    "", " ", "a b", "x;echo INJECTED", "$(touch CANARY)", "`touch CANARY`", "|touch CANARY", "&& touch CANARY", "\ntouch CANARY\n", "'; touch CANARY; '",
-    '"; touch CANARY; "', "${IFS}touch${IFS}CANARY", "$HOME", "~", "*", "?", "[a-z]", "{a,b}", "!!", "#no comment", "\\", "\\\\n", "\\'", "--", "-oProxyCommand=touch CANARY",
-    "--help", "%h", "%s%n", "{0.__class__}", "\t", "\r\n", "\x1b[31mred", "\x07", "ä", "\u202etxt", "\u0430", "\U0001f600", "\udcff", "=", "A=B", "<CANARY", ">CANARY", "2>&1",
-    "\\$(touch CANARY)", "$((1+1))", "(touch CANARY)", "'", '"', "''", "x" * 5000,
-]  # fmt: skip
+    "",
+    " ",
+    "a b",
+    "x;echo INJECTED",
+    "$(touch CANARY)",
+    "`touch CANARY`",
+    "|touch CANARY",
+    "&& touch CANARY",
+    "\ntouch CANARY\n",
+    "'; touch CANARY; '",
+    '"; touch CANARY; "',
+    "${IFS}touch${IFS}CANARY",
+    "$HOME",
+    "~",
+    "*",
+    "?",
+    "[a-z]",
+    "{a,b}",
+    "!!",
+    "#no comment",
+    "\\",
+    "\\\\n",
+    "\\'",
+    "--",
+    "-oProxyCommand=touch CANARY",
+    "--help",
+    "%h",
+    "%s%n",
+    "{0.__class__}",
+    "\t",
+    "\r\n",
+    "\x1b[31mred",
+    "\x07",
+    "ä",
+    "\u202etxt",
+    "\u0430",
+    "\U0001f600",
+    "\udcff",
+    "=",
+    "A=B",
+    "<CANARY",
+    ">CANARY",
+    "2>&1",
+    "\\$(touch CANARY)",
+    "$((1+1))",
+    "(touch CANARY)",
+    "'",
+    '"',
+    "''",
+    "x" * 5000,
+]
 ECHO = """
     import sys, os
     import probe
@@ -92,7 +167,17 @@ def test_what_a_shell_would_run_arrives_as_it_is(hosts, tmp_path):
     texts = [text.replace("CANARY", canary) for text in HOSTILE]
     given = [f"-xHOSTILE_{number}={text}" for number, text in enumerate(texts)]
     (tmp_path / "echo.py").write_text(textwrap.dedent(ECHO))
-    job = start(hosts, tmp_path, ECHO, at(hosts, 0, 1, 1), "--cwd", str(folder), f"-xCOUNT={len(texts)}", *given, arguments=texts)
+    job = start(
+        hosts,
+        tmp_path,
+        ECHO,
+        at(hosts, 0, 1, 1),
+        "--cwd",
+        str(folder),
+        f"-xCOUNT={len(texts)}",
+        *given,
+        arguments=texts,
+    )
     assert job.wait(120) == 0, job
     got = job.events("got")
     assert len(got) == 2
@@ -105,18 +190,27 @@ def test_what_a_shell_would_run_arrives_as_it_is(hosts, tmp_path):
 
 
 def test_what_runs_on_a_host_is_the_fixed_command(hosts, tmp_path):
-    job = start(hosts, tmp_path, """
+    job = start(
+        hosts,
+        tmp_path,
+        """
         import probe
         import syncvar as sv
         probe.note("met")
         probe.gate("go")
-    """, at(hosts, 0, 1, 1), "-xHIDDEN=not-on-a-line", arguments=["not-on-a-line"])  # fmt: skip
+    """,
+        at(hosts, 0, 1, 1),
+        "-xHIDDEN=not-on-a-line",
+        arguments=["not-on-a-line"],
+    )
     job.await_events("met", 2, limit_s=120)
     lines = [hosts.processes(index)[hosts.agent(index)] for index in (1, 2)]
     ways = [words for words in hosts.processes(0).values() if words.startswith("ssh ")]
     job.open_gate("go")
     assert job.wait(120) == 0, job
-    assert [f"exec {line}".split() for line in lines] == [remote_command(job.line[len(hosts.prefix)]).replace("'", "").split()] * 2
+    assert [f"exec {line}".split() for line in lines] == [
+        remote_command(job.line[len(hosts.prefix)]).replace("'", "").split()
+    ] * 2
     assert len(ways) == 2
     assert not any("not-on-a-line" in words or "script.py" in words for words in ways)
 
@@ -128,9 +222,17 @@ def test_ssh_takes_our_options_before_those_of_the_user_and_keeps_the_rest(tmp_p
         "StrictHostKeyChecking ask\nUserKnownHostsFile /of/the/user\nProxyJump somewhere\n"
     )
     line = ssh_command(("ssh", "-F", str(config), "-A", "-X"), Host("n1"), None, "python3")
-    shown = subprocess.run([line[0], "-G", *line[1:-1]], capture_output=True, text=True, check=True, timeout=120).stdout
+    shown = subprocess.run(
+        [line[0], "-G", *line[1:-1]], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
     told = dict(one.split(" ", 1) for one in shown.splitlines() if " " in one)
-    wanted = {"batchmode": "yes", "forwardagent": "no", "forwardx11": "no", "clearallforwardings": "yes", "connecttimeout": "10"}
+    wanted = {
+        "batchmode": "yes",
+        "forwardagent": "no",
+        "forwardx11": "no",
+        "clearallforwardings": "yes",
+        "connecttimeout": "10",
+    }
     assert {name: told[name] for name in wanted} == wanted
     assert told["stricthostkeychecking"] == "ask"
     assert told["userknownhostsfile"] == "/of/the/user"

@@ -30,10 +30,25 @@ def servers_anywhere(job_folder):
 def test_a_server_on_another_host_is_replaced_by_its_copy_on_the_next(hosts, tmp_path, encryption):
     where = ",".join(f"{name}:1" for name in hosts.names[1:])
     job = Job(
-        tmp_path, SCRIPT, workers=2, prefix=hosts.prefix, config=Path(__file__).parents[2] / "configs" / "ci.toml",
-        options=(*hosts.ssh, "-H", where, "--servers", "2", "--server-replicas", "1", "--encryption", encryption,
-                 "--env", f"PYTHONPATH={ENV['PYTHONPATH']}"),
-    )  # fmt: skip
+        tmp_path,
+        SCRIPT,
+        workers=2,
+        prefix=hosts.prefix,
+        config=Path(__file__).parents[2] / "configs" / "ci.toml",
+        options=(
+            *hosts.ssh,
+            "-H",
+            where,
+            "--servers",
+            "2",
+            "--server-replicas",
+            "1",
+            "--encryption",
+            encryption,
+            "--env",
+            f"PYTHONPATH={ENV['PYTHONPATH']}",
+        ),
+    )
     try:
         job.await_events("half", 2, limit_s=120)
         found = servers_anywhere(tmp_path)
@@ -42,7 +57,9 @@ def test_a_server_on_another_host_is_replaced_by_its_copy_on_the_next(hosts, tmp
         job.open_gate("on")
         assert job.wait(120) == 0, job
         check_sums(job)
-        assert f"server 1 on {hosts.names[2]} is lost: signal 9; server 0 has copies" in job.err, job
+        assert f"server 1 on {hosts.names[2]} is lost: signal 9; server 0 has copies" in job.err, (
+            job
+        )
     finally:
         job.close()
 
@@ -50,9 +67,18 @@ def test_a_server_on_another_host_is_replaced_by_its_copy_on_the_next(hosts, tmp
 @pytest.mark.parametrize("encryption", ["required", "control-only"])
 def test_arrays_of_all_sizes_are_right_on_two_hosts(hosts, tmp_path, encryption):
     job = Joined(
-        tmp_path, None, 2, "--servers", "2", "--encryption", encryption,
-        address=hosts.names[0], prefix=hosts.prefix, workers=4, target=[str(EVERY_SIZE)],
-    )  # fmt: skip
+        tmp_path,
+        None,
+        2,
+        "--servers",
+        "2",
+        "--encryption",
+        encryption,
+        address=hosts.names[0],
+        prefix=hosts.prefix,
+        workers=4,
+        target=[str(EVERY_SIZE)],
+    )
     try:
         for index in (1, 2):
             job.join("--slots", "2", prefix=["ip", "netns", "exec", hosts.spaces[index]])

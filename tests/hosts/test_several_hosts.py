@@ -40,29 +40,49 @@ WAITS = """
 
 
 def start(hosts, folder, script, where, *options, **named):
-    return Job(folder, script, workers=named.pop("workers", 0) or sum(int(one.rpartition(":")[2]) for one in where.split(",")),
-               prefix=(*named.pop("prefix", ()), *hosts.prefix), options=(*hosts.ssh, "-H", where, *options), **named)  # fmt: skip
+    return Job(
+        folder,
+        script,
+        workers=named.pop("workers", 0)
+        or sum(int(one.rpartition(":")[2]) for one in where.split(",")),
+        prefix=(*named.pop("prefix", ()), *hosts.prefix),
+        options=(*hosts.ssh, "-H", where, *options),
+        **named,
+    )
 
 
 def at(hosts, *slots):
     """Return the value of -H for so many slots on each host; 0 leaves it out."""
-    return ",".join(f"{name}:{count}" for name, count in zip(hosts.names, slots, strict=False) if count)
+    return ",".join(
+        f"{name}:{count}" for name, count in zip(hosts.names, slots, strict=False) if count
+    )
 
 
 @pytest.mark.parametrize(
     ("slots", "method"),
-    [((0, 2, 1), "spawn"), ((1, 0, 3), "auto"), pytest.param((1, 1, 1), "fork", marks=pytest.mark.slow),
-     pytest.param((0, 3, 0), "spawn", marks=pytest.mark.slow)],
+    [
+        ((0, 2, 1), "spawn"),
+        ((1, 0, 3), "auto"),
+        pytest.param((1, 1, 1), "fork", marks=pytest.mark.slow),
+        pytest.param((0, 3, 0), "spawn", marks=pytest.mark.slow),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_ranks_of_several_hosts_meet(hosts, tmp_path, slots, method):
     job = start(hosts, tmp_path, WORLD, at(hosts, *slots), start=method)
     assert job.wait(120) == 0, job
     met = {event["rank"]: event for event in job.events("met")}
     size = sum(slots)
     used = [(name, count) for name, count in zip(hosts.names, slots, strict=True) if count]
-    expected = [(name, index, local, count) for index, (name, count) in enumerate(used) for local in range(count)]
-    assert [(met[rank]["host"], met[rank]["index"], met[rank]["local"], met[rank]["per_host"]) for rank in range(size)] == expected
+    expected = [
+        (name, index, local, count)
+        for index, (name, count) in enumerate(used)
+        for local in range(count)
+    ]
+    assert [
+        (met[rank]["host"], met[rank]["index"], met[rank]["local"], met[rank]["per_host"])
+        for rank in range(size)
+    ] == expected
     assert {event["total"] for event in met.values()} == {size * (size + 1) / 2}
     assert not any(event["secret"] for event in met.values())
 
@@ -95,11 +115,20 @@ def test_all_hosts_that_cannot_be_used_are_told_at_once_and_nothing_is_started(h
         "no-such-host.invalid slots=1",
     ]
     (tmp_path / "list").write_text("\n".join(lines))
-    job = Job(tmp_path, WORLD, workers=2, prefix=hosts.prefix, options=(*hosts.ssh, "--hostfile", str(tmp_path / "list")))
+    job = Job(
+        tmp_path,
+        WORLD,
+        workers=2,
+        prefix=hosts.prefix,
+        options=(*hosts.ssh, "--hostfile", str(tmp_path / "list")),
+    )
     assert job.wait(120) == 69, job
     assert "3 hosts cannot be used; nothing was started:" in job.err
     assert f"  10.77.0.99 ({tmp_path}/list:2): it cannot be reached" in job.err
-    assert f"  {hosts.names[2]} ({tmp_path}/list:3): the login is refused; `ssh nobody@{hosts.names[2]} true` must work" in job.err
+    assert (
+        f"  {hosts.names[2]} ({tmp_path}/list:3): the login is refused; `ssh nobody@{hosts.names[2]} true` must work"
+        in job.err
+    )
     assert f"  no-such-host.invalid ({tmp_path}/list:4): its name is unknown" in job.err
     assert not job.events("began")
 
@@ -108,12 +137,30 @@ def test_all_hosts_that_cannot_be_used_are_told_at_once_and_nothing_is_started(h
     ("options", "words"),
     [
         (("--remote-python", "/no/python"), "there is no /no/python there; give python=PATH"),
-        pytest.param(("--remote-python", "/usr/bin/python3"), "syncvar is not installed for /usr/bin/python3 there; install syncvar", marks=pytest.mark.slow),
-        pytest.param(("--workers", "9"), "9 workers have no place: the hosts have 2 slots", marks=pytest.mark.slow),
-        pytest.param(("--cores-per-worker", "999"), "1 worker with 999 cores each need 999 cores, but this host lets us use", marks=pytest.mark.slow),
-        pytest.param(("--iface", "wlan7"), "is not reached by all others: it has no address", marks=pytest.mark.slow),
+        pytest.param(
+            ("--remote-python", "/usr/bin/python3"),
+            "syncvar is not installed for /usr/bin/python3 there; install syncvar",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--workers", "9"),
+            "9 workers have no place: the hosts have 2 slots",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--cores-per-worker", "999"),
+            "1 worker with 999 cores each need 999 cores, but this host lets us use",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--iface", "wlan7"),
+            "is not reached by all others: it has no address",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("--ssh", "/no/ssh"), "/no/ssh cannot be started", marks=pytest.mark.slow),
-        pytest.param(("--ssh-port", "2222"), "nobody listens for ssh there", marks=pytest.mark.slow),
+        pytest.param(
+            ("--ssh-port", "2222"), "nobody listens for ssh there", marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -126,19 +173,34 @@ def test_what_does_not_fit_is_refused_with_its_remedy(hosts, tmp_path, options, 
 
 @pytest.mark.slow
 def test_a_program_that_cannot_be_started_there_is_told(hosts, tmp_path):
-    job = Job(tmp_path, workers=3, prefix=hosts.prefix, options=(*hosts.ssh, "-H", at(hosts, 0, 2, 1)), target=["--no-python", "/no/such/program"])
+    job = Job(
+        tmp_path,
+        workers=3,
+        prefix=hosts.prefix,
+        options=(*hosts.ssh, "-H", at(hosts, 0, 2, 1)),
+        target=["--no-python", "/no/such/program"],
+    )
     assert job.wait(120) == 78, job
-    assert "it cannot be started: a worker cannot be started: /no/such/program: No such file or directory" in job.err
+    assert (
+        "it cannot be started: a worker cannot be started: /no/such/program: No such file or directory"
+        in job.err
+    )
 
 
 @pytest.mark.slow
 def test_an_unknown_host_key_is_refused_and_explained(hosts, tmp_path):
     known = hosts.known.read_text()
-    hosts.known.write_text("".join(line for line in known.splitlines(keepends=True) if not line.startswith(hosts.names[2])))
+    hosts.known.write_text(
+        "".join(
+            line for line in known.splitlines(keepends=True) if not line.startswith(hosts.names[2])
+        )
+    )
     try:
         job = start(hosts, tmp_path, WORLD, at(hosts, 0, 1, 1))
         assert job.wait(120) == 69, job
-        assert f"{hosts.names[2]} (-H): its host key is not known, or has changed; compare" in job.err
+        assert (
+            f"{hosts.names[2]} (-H): its host key is not known, or has changed; compare" in job.err
+        )
     finally:
         hosts.known.write_text(known)
 
@@ -162,7 +224,9 @@ def test_a_rank_that_fails_on_another_host_is_told_with_its_host_and_traceback(h
     assert f"rank 2 on {hosts.names[2]}" in job.err
     assert "ValueError: of rank 2" in job.err
     assert {event["error"] for event in job.events("raised")} == {"PeerLost"}
-    assert sorted(path.name for path in (tmp_path / "logs").glob("flight-rank*.json")) == [f"flight-rank{rank}.json" for rank in range(3)]
+    assert sorted(path.name for path in (tmp_path / "logs").glob("flight-rank*.json")) == [
+        f"flight-rank{rank}.json" for rank in range(3)
+    ]
 
 
 def test_ctrl_c_ends_all_hosts(hosts, tmp_path):
@@ -174,7 +238,12 @@ def test_ctrl_c_ends_all_hosts(hosts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "victim", ["agent", pytest.param("ssh", marks=pytest.mark.slow), pytest.param("launcher", marks=pytest.mark.slow)]
+    "victim",
+    [
+        "agent",
+        pytest.param("ssh", marks=pytest.mark.slow),
+        pytest.param("launcher", marks=pytest.mark.slow),
+    ],
 )
 def test_whoever_is_killed_nothing_is_left_on_any_host(hosts, tmp_path, victim):
     job = start(hosts, tmp_path, WAITS, at(hosts, 0, 1, 2))
@@ -182,7 +251,11 @@ def test_whoever_is_killed_nothing_is_left_on_any_host(hosts, tmp_path, victim):
     if victim == "agent":
         os.kill(hosts.agent(2), signal.SIGKILL)
     elif victim == "ssh":
-        ways = [pid for pid, words in hosts.processes(0).items() if words.startswith("ssh ") and hosts.names[2] in words]
+        ways = [
+            pid
+            for pid, words in hosts.processes(0).items()
+            if words.startswith("ssh ") and hosts.names[2] in words
+        ]
         assert len(ways) == 1, hosts.processes(0)
         os.kill(ways[0], signal.SIGKILL)
     else:
@@ -266,7 +339,11 @@ def test_a_running_job_says_where_its_ranks_stand_on_all_hosts(hosts, tmp_path):
     job = start(hosts, tmp_path, script, at(hosts, 0, 2, 1))
     job.await_events("met", 3, limit_s=120)
     asked = subprocess.run(
-        [sys.executable, "-m", "syncvar", "stacks", str(job.process.pid)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "syncvar", "stacks", str(job.process.pid)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     job.open_gate("go")
     assert job.wait(120) == 0, job
@@ -286,18 +363,30 @@ def test_why_a_rank_shows_no_stack_is_told_of_other_hosts_too(tmp_path):
     job = Job(tmp_path, workers=2, options=("-H", "localhost:2"), target=target)
     job.await_events("begun", 2)
     asked = subprocess.run(
-        [sys.executable, "-m", "syncvar", "stacks", str(job.process.pid)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "syncvar", "stacks", str(job.process.pid)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     job.open_gate("go")
     assert job.wait(120) == 0, job
-    assert "ranks 0, 1: not joined yet; it is no Python program of ours (--no-python)" in asked.stdout, asked
+    assert (
+        "ranks 0, 1: not joined yet; it is no Python program of ours (--no-python)" in asked.stdout
+    ), asked
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (b"syncvar-agent 1\n\xff\xff\xff\xff", "its agent is not understood: a message of 4294967295 bytes is above"),
-        (b"syncvar-agent 1\n" + pack("facts", facts={"host": "n"}), "its agent is not understood: what it says of its host has other fields"),
+        (
+            b"syncvar-agent 1\n\xff\xff\xff\xff",
+            "its agent is not understood: a message of 4294967295 bytes is above",
+        ),
+        (
+            b"syncvar-agent 1\n" + pack("facts", facts={"host": "n"}),
+            "its agent is not understood: what it says of its host has other fields",
+        ),
     ],
     ids=["no messages", "of another version"],
 )
@@ -307,15 +396,35 @@ def test_an_agent_that_is_not_understood_is_told_as_such(tmp_path, words, told):
     speaks.write_text(f"#!/bin/sh\ncat {tmp_path}/words\nexec sleep 300\n")
     speaks.chmod(0o755)
     done = subprocess.run(
-        [sys.executable, "-m", "syncvar_launcher", "--ssh", str(speaks), "-H", "one:1,two:1", "-m", "nothing"],
-        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "syncvar_launcher",
+            "--ssh",
+            str(speaks),
+            "-H",
+            "one:1,two:1",
+            "-m",
+            "nothing",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
     assert done.returncode == 69, done
     assert f"  one (-H): {told}" in done.stderr
     assert done.stderr.count("; install the same syncvar on all") == 2
 
 
-@pytest.mark.parametrize(("limit", "code", "words"), [((), 69, "2 hosts cannot be used"), (("--timeout", "0.5"), 124, "the time limit of 0.5 s passed; 2 hosts cannot be used")])
+@pytest.mark.parametrize(
+    ("limit", "code", "words"),
+    [
+        ((), 69, "2 hosts cannot be used"),
+        (("--timeout", "0.5"), 124, "the time limit of 0.5 s passed; 2 hosts cannot be used"),
+    ],
+)
 def test_a_host_that_logs_in_and_says_nothing_is_given_up(hosts, tmp_path, limit, code, words):
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\nexec sleep 300\n")
@@ -328,7 +437,13 @@ def test_a_host_that_logs_in_and_says_nothing_is_given_up(hosts, tmp_path, limit
         sys.exit(main(["--ssh", {str(silent)!r}, "-H", "one:1,two:1", *{limit!r}, "-m", "nothing"]))
     """
     (tmp_path / "start.py").write_text(textwrap.dedent(script))
-    done = subprocess.run([sys.executable, tmp_path / "start.py"], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "start.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == code, done
     assert f"syncvar-launch: {words}; nothing was started:" in done.stderr
     assert done.stderr.count("it does not answer in time") == 2
@@ -347,12 +462,27 @@ def test_ranks_of_other_hosts_are_what_they_are_on_one(hosts, tmp_path):
     """
     before = os.umask(0o022)
     try:
-        job = start(hosts, tmp_path, script, at(hosts, 1, 1), "--env-clear", "-x", "CHOSEN=1", start="spawn", env={"API_TOKEN": "secret"})
+        job = start(
+            hosts,
+            tmp_path,
+            script,
+            at(hosts, 1, 1),
+            "--env-clear",
+            "-x",
+            "CHOSEN=1",
+            start="spawn",
+            env={"API_TOKEN": "secret"},
+        )
         assert job.wait(120) == 0, job
     finally:
         os.umask(before)
     for event in job.events("is"):
-        assert (event["int"], event["hup"], event["token"], event["chosen"]) == (True, True, False, "1"), event
+        assert (event["int"], event["hup"], event["token"], event["chosen"]) == (
+            True,
+            True,
+            False,
+            "1",
+        ), event
     assert job.events("is", 0)[0]["mask"] == 0o022
 
 
@@ -360,8 +490,14 @@ def test_ranks_of_other_hosts_are_what_they_are_on_one(hosts, tmp_path):
 def test_a_job_that_was_stopped_longer_than_silence_may_last_goes_on(hosts, tmp_path):
     terminal = Terminal(tmp_path)
     try:
-        job = Job(tmp_path, SCRIPT, workers=2, arguments=["computing"], prefix=(*terminal.prefix(), shutil.which("ip"), *hosts.prefix[1:]),
-                  options=(*hosts.ssh, "-H", at(hosts, 0, 1, 1)))  # fmt: skip
+        job = Job(
+            tmp_path,
+            SCRIPT,
+            workers=2,
+            arguments=["computing"],
+            prefix=(*terminal.prefix(), shutil.which("ip"), *hosts.prefix[1:]),
+            options=(*hosts.ssh, "-H", at(hosts, 0, 1, 1)),
+        )
         stopped(job, terminal)
         time.sleep(2.5)  # lost_after_s is 1.5
         (tmp_path / "fg").touch()

@@ -27,9 +27,19 @@ def test_digits_ends_with_the_weights_of_one_host_on_even_and_uneven_hosts(hosts
         folder.mkdir()
     one = weights(Job(folders[0], target=DIGITS, workers=1))
     for folder, slots in zip(folders[1:], [(0, 2, 2), (1, 3, 1)], strict=True):
-        lines = [f"{name} slots={count}\n" for name, count in zip(hosts.names, slots, strict=True) if count]
+        lines = [
+            f"{name} slots={count}\n"
+            for name, count in zip(hosts.names, slots, strict=True)
+            if count
+        ]
         (folder / "hosts").write_text("".join(lines))
-        job = Job(folder, target=DIGITS, workers=sum(slots), prefix=hosts.prefix, options=(*hosts.ssh, "--hostfile", str(folder / "hosts")))
+        job = Job(
+            folder,
+            target=DIGITS,
+            workers=sum(slots),
+            prefix=hosts.prefix,
+            options=(*hosts.ssh, "--hostfile", str(folder / "hosts")),
+        )
         assert weights(job) == one
         assert f"workers={sum(slots)} " in job.out
 
@@ -56,9 +66,17 @@ def undisturbed(tmp_path_factory):
     return whole
 
 
-@pytest.mark.parametrize("faults", [{"0": [2, "compute", 9]}, {"0": [0, "after shard", 7], "1": [1, "meet", -1]}], ids=str)
-def test_a_rank_killed_on_another_host_and_started_again_ends_with_the_weights_of_one_host(hosts, tmp_path, undisturbed, faults):
-    job = training(over(hosts), tmp_path / "c", 3, faults, options=("--max-restarts", str(len(faults))))
+@pytest.mark.parametrize(
+    "faults",
+    [{"0": [2, "compute", 9]}, {"0": [0, "after shard", 7], "1": [1, "meet", -1]}],
+    ids=str,
+)
+def test_a_rank_killed_on_another_host_and_started_again_ends_with_the_weights_of_one_host(
+    hosts, tmp_path, undisturbed, faults
+):
+    job = training(
+        over(hosts), tmp_path / "c", 3, faults, options=("--max-restarts", str(len(faults)))
+    )
     assert job.wait(120) == 0, job
     assert digests(job) == {undisturbed}, job
     assert len(job.events("final")) == 3
@@ -68,7 +86,9 @@ def test_a_rank_killed_on_another_host_and_started_again_ends_with_the_weights_o
 
 
 @pytest.mark.parametrize("who", ["launcher", "rank", "agent", "all"])
-def test_an_engine_that_takes_the_machines_back_lets_the_ranks_save(hosts, tmp_path, undisturbed, who):
+def test_an_engine_that_takes_the_machines_back_lets_the_ranks_save(
+    hosts, tmp_path, undisturbed, who
+):
     first = training(over(hosts), tmp_path / "c", 3, pause_s=0.25)
     first.await_events("running", 3, limit_s=120)
     agents = [hosts.agent(1), hosts.agent(2)]
@@ -91,7 +111,9 @@ def test_an_engine_that_takes_the_machines_back_lets_the_ranks_save(hosts, tmp_p
     assert digests(second) == {undisturbed}, second
 
 
-def test_a_host_that_was_wanted_back_and_is_there_again_is_logged_in_to_anew(hosts, tmp_path, undisturbed):
+def test_a_host_that_was_wanted_back_and_is_there_again_is_logged_in_to_anew(
+    hosts, tmp_path, undisturbed
+):
     job = training(over(hosts), tmp_path / "c", 3, pause_s=0.25, options=("--max-restarts", "1"))
     job.await_events("running", 3, limit_s=120)
     agent = hosts.agent(2)

@@ -13,12 +13,18 @@ EVERY = Path(__file__).parents[1] / "process" / "every_collective.py"
 
 @pytest.mark.parametrize("slots", [(0, 1, 3), (1, 1, 3), (2, 5, 0)], ids=str)
 def test_every_collective_is_right_on_uneven_hosts(hosts, tmp_path, slots):
-    lines = [f"{name} slots={count}\n" for name, count in zip(hosts.names, slots, strict=True) if count]
+    lines = [
+        f"{name} slots={count}\n" for name, count in zip(hosts.names, slots, strict=True) if count
+    ]
     (tmp_path / "hosts").write_text("".join(lines))
     job = Job(
-        tmp_path, target=[str(EVERY)], workers=sum(slots), prefix=hosts.prefix,
-        arguments=["--few"], options=(*hosts.ssh, "--hostfile", str(tmp_path / "hosts")),
-    )  # fmt: skip
+        tmp_path,
+        target=[str(EVERY)],
+        workers=sum(slots),
+        prefix=hosts.prefix,
+        arguments=["--few"],
+        options=(*hosts.ssh, "--hostfile", str(tmp_path / "hosts")),
+    )
     assert job.wait(120) == 0, job
     assert int(job.out.split("checked ")[1].split()[0]) > 300
 
@@ -61,13 +67,22 @@ def test_each_byte_crosses_once_a_host(hosts, tmp_path):
     # What each of two hosts with two ranks must send, as a multiple of 8 MiB: the whole sum between them in halves and back,
     # one copy of what all of a host get, what its ranks have for those of the other, and nothing that stays on the host.
     expected = {
-        "all_reduce": (1, 1), "all_reduce reproducible": (1, 1), "broadcast": (1, 0), "all_gather": (0.5, 0.5),
-        "gather": (0, 0.5), "scatter": (0.5, 0), "all_to_all": (1, 1),
-    }  # fmt: skip
+        "all_reduce": (1, 1),
+        "all_reduce reproducible": (1, 1),
+        "broadcast": (1, 0),
+        "all_gather": (0.5, 0.5),
+        "gather": (0, 0.5),
+        "scatter": (0.5, 0),
+        "all_to_all": (1, 1),
+    }
     job = start(hosts, tmp_path, CROSSES, at(hosts, 0, 2, 2))
     assert job.wait(120) == 0, job
     sent = {(event["call"], event["rank"] // 2): event["times"] for event in job.events("sent")}
     assert sent.keys() == {(call, host) for call in expected for host in (0, 1)}
     for call, host in sent:
         wanted = expected[call][host]
-        assert wanted <= sent[call, host] <= 1.06 * wanted + 0.03, (call, host, sent)  # headers, and signs of life
+        assert wanted <= sent[call, host] <= 1.06 * wanted + 0.03, (
+            call,
+            host,
+            sent,
+        )  # headers, and signs of life

@@ -19,18 +19,28 @@ NETWORK = "10.77.0"
 NETWORK_6 = "fd77::"
 _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 _LIMIT_S = 60.0
-_LISTENS, _OPEN = "0A", ("01", "08")  # states of sockets, as the kernel shows them; what is closing belongs to nobody any more
+_LISTENS, _OPEN = (
+    "0A",
+    ("01", "08"),
+)  # states of sockets, as the kernel shows them; what is closing belongs to nobody any more
 
 
 def why_none():
     """Return why there can be no hosts for tests here, and what to do; empty where there can."""
     if os.geteuid() != 0:
         return "only root may make network namespaces"
-    for program, package in (("ip", "iproute2"), ("ssh", "openssh-client"), ("ssh-keygen", "openssh-client"), (_SSHD, "openssh-server")):
+    for program, package in (
+        ("ip", "iproute2"),
+        ("ssh", "openssh-client"),
+        ("ssh-keygen", "openssh-client"),
+        (_SSHD, "openssh-server"),
+    ):
         if shutil.which(program) is None:
             return f"there is no {program}: apt-get install {package}"
     probe = f"sv-probe-{uuid.uuid4().hex[:8]}"  # two processes of tests ask at the same time, and must come to the same
-    done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+    done = subprocess.run(
+        ["ip", "netns", "add", probe], capture_output=True, text=True, check=False, timeout=_LIMIT_S
+    )
     if done.returncode:
         return f"no network namespace can be made: {done.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", probe], check=False, timeout=_LIMIT_S)
@@ -69,7 +79,9 @@ class Hosts:
     def _make(self):
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd wants it, whoever starts it
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / "key"))
-        self.config.write_text(f"IdentityFile {self.folder}/key\nUserKnownHostsFile {self.known}\nGlobalKnownHostsFile /dev/null\nIdentitiesOnly yes\n")
+        self.config.write_text(
+            f"IdentityFile {self.folder}/key\nUserKnownHostsFile {self.known}\nGlobalKnownHostsFile /dev/null\nIdentitiesOnly yes\n"
+        )
         _run("ip", "netns", "add", self.switch)
         _run("ip", "link", "add", "br0", "type", "bridge", namespace=self.switch)
         _run("ip", "link", "set", "br0", "up", namespace=self.switch)
@@ -82,10 +94,35 @@ class Hosts:
         space = self.spaces[index]
         _run("ip", "netns", "add", space)
         own = f"02:00:00:00:77:{10 + index:02x}"  # the same after `restore`: the others remember it
-        _run("ip", "link", "add", "eth0", "address", own, "netns", space, "type", "veth", "peer", "name", f"p{index}", "netns", self.switch)
+        _run(
+            "ip",
+            "link",
+            "add",
+            "eth0",
+            "address",
+            own,
+            "netns",
+            space,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            f"p{index}",
+            "netns",
+            self.switch,
+        )
         _run("ip", "link", "set", f"p{index}", "master", "br0", "up", namespace=self.switch)
         _run("ip", "addr", "add", f"{self.names[index]}/24", "dev", "eth0", namespace=space)
-        _run("ip", "addr", "add", f"{self.names_6[index]}/64", "dev", "eth0", "nodad", namespace=space)
+        _run(
+            "ip",
+            "addr",
+            "add",
+            f"{self.names_6[index]}/64",
+            "dev",
+            "eth0",
+            "nodad",
+            namespace=space,
+        )
         for link in ("lo", "eth0"):
             _run("ip", "link", "set", link, "up", namespace=space)
 
@@ -110,8 +147,10 @@ class Hosts:
         with (self.folder / f"sshd{index}.log").open("wb") as log:
             server = subprocess.Popen(
                 ["ip", "netns", "exec", self.spaces[index], _SSHD, "-D", "-e", "-f", str(config)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )
         until = time.monotonic() + _LIMIT_S
         while "listening on" not in (self.folder / f"sshd{index}.log").read_text():
             if server.poll() is not None or time.monotonic() > until:
@@ -137,14 +176,27 @@ class Hosts:
         for entry in os.listdir("/proc"):
             if entry.isdigit():
                 with contextlib.suppress(OSError):
-                    words = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                    if os.stat(f"/proc/{entry}/ns/net").st_ino == space and not words.startswith(("sshd: " + _SSHD, _SSHD)):
+                    words = (
+                        Path(f"/proc/{entry}/cmdline")
+                        .read_bytes()
+                        .replace(b"\0", b" ")
+                        .decode(errors="replace")
+                        .strip()
+                    )
+                    if os.stat(f"/proc/{entry}/ns/net").st_ino == space and not words.startswith(
+                        ("sshd: " + _SSHD, _SSHD)
+                    ):
                         found[int(entry)] = words
         return found
 
     def agent(self, index):
         """Return the process of the launcher's agent on a host."""
-        found = [pid for pid, words in self.processes(index).items() if "syncvar_launcher.hostagent" in words and not words.startswith(("ssh", "sh ", "bash"))]
+        found = [
+            pid
+            for pid, words in self.processes(index).items()
+            if "syncvar_launcher.hostagent" in words
+            and not words.startswith(("ssh", "sh ", "bash"))
+        ]
         assert len(found) == 1, self.processes(index)
         return found[0]
 
@@ -152,7 +204,9 @@ class Hosts:
         """Wait until nothing of a job is left on any host: no process, no socket, no file; return what is."""
         until = time.monotonic() + limit_s
         while True:
-            left = {name: found for index, name in enumerate(self.names) if (found := self.left(index))}
+            left = {
+                name: found for index, name in enumerate(self.names) if (found := self.left(index))
+            }
             if not left or time.monotonic() > until:
                 return left
             time.sleep(0.05)
@@ -162,8 +216,16 @@ class Hosts:
 
         Names of shared memory are not of one host: the check after each test (tests/conftest.py) looks for them.
         """
-        files = [str(path) for path in self.temporary(index).rglob("*") if path.name not in ("syncvar", ".lock")]
-        return {**self.processes(index), **{f"socket {one}": "open" for one in self._sockets(index, _LISTENS, *_OPEN)}, **dict.fromkeys(files, "a file")}
+        files = [
+            str(path)
+            for path in self.temporary(index).rglob("*")
+            if path.name not in ("syncvar", ".lock")
+        ]
+        return {
+            **self.processes(index),
+            **{f"socket {one}": "open" for one in self._sockets(index, _LISTENS, *_OPEN)},
+            **dict.fromkeys(files, "a file"),
+        }
 
     def listening(self, index):
         """Return the addresses at which a host listens over tcp, but for its sshd."""
@@ -171,16 +233,24 @@ class Hosts:
 
     def ports(self, index):
         """Return where a host listens over tcp, as address:port, but for its sshd."""
-        return [f"[{address}]:{port}" if ":" in address else f"{address}:{port}" for address, port in self._sockets(index, _LISTENS)]
+        return [
+            f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+            for address, port in self._sockets(index, _LISTENS)
+        ]
 
     def _sockets(self, index, *states):
         """Return address and port of the tcp sockets in some states, but for those of sshd."""
         found = []
         for name in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{self.servers[index].pid}/net/{name}").read_text().splitlines()[1:]:
+            for line in (
+                Path(f"/proc/{self.servers[index].pid}/net/{name}").read_text().splitlines()[1:]
+            ):
                 fields = line.split()
                 digits, port = fields[1].split(":")
-                words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]  # each in the host's order
+                words = [
+                    bytes.fromhex(digits[start : start + 8])[::-1]
+                    for start in range(0, len(digits), 8)
+                ]  # each in the host's order
                 if fields[3] in states and int(port, 16) != 22:
                     found.append((str(ipaddress.ip_address(b"".join(words))), int(port, 16)))
         return found
@@ -195,7 +265,22 @@ class Hosts:
             if mbit is None:
                 _run("tc", "qdisc", "del", "dev", device, "root", namespace=namespace)
                 continue
-            _run("tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms", namespace=namespace)
+            _run(
+                "tc",
+                "qdisc",
+                "replace",
+                "dev",
+                device,
+                "root",
+                "tbf",
+                "rate",
+                f"{mbit}mbit",
+                "burst",
+                "128kb",
+                "latency",
+                "50ms",
+                namespace=namespace,
+            )
 
     def set_deaf(self, index, others, *, is_deaf=True):
         """Let what a host sends to some others vanish, or no longer; what they send still arrives."""
@@ -203,17 +288,42 @@ class Hosts:
             if is_deaf:
                 self.vanish(index, self.names[other])
             else:
-                _run("ip", "neigh", "del", self.names[other], "dev", "eth0", namespace=self.spaces[index])
+                _run(
+                    "ip",
+                    "neigh",
+                    "del",
+                    self.names[other],
+                    "dev",
+                    "eth0",
+                    namespace=self.spaces[index],
+                )
 
     def vanish(self, index, address):
         """Let what a host sends to an address vanish: no interface takes it."""
-        words = ("ip", "neigh", "replace", address, "lladdr", "02:00:00:00:77:ff", "nud", "permanent", "dev", "eth0")
+        words = (
+            "ip",
+            "neigh",
+            "replace",
+            address,
+            "lladdr",
+            "02:00:00:00:77:ff",
+            "nud",
+            "permanent",
+            "dev",
+            "eth0",
+        )
         _run(*words, namespace=self.spaces[index])
 
     def reset(self, index):
         """Reset all tcp connections of a host but those of ssh; return how many."""
         chosen = ["ss", "-HKtn", "state", "established", "( not sport = :22 and not dport = :22 )"]
-        done = subprocess.run(["ip", "netns", "exec", self.spaces[index], *chosen], capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+        done = subprocess.run(
+            ["ip", "netns", "exec", self.spaces[index], *chosen],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_LIMIT_S,
+        )
         return len(done.stdout.splitlines())
 
     @contextlib.contextmanager
@@ -221,12 +331,26 @@ class Hosts:
         """Let all that a host sends and receives arrive so much later."""
         space, far, near = self.switch, f"w{index}", f"v{index}"
         _run("ip", "link", "add", near, "type", "veth", "peer", "name", far, namespace=space)
-        for words in (("set", f"p{index}", "nomaster"), ("set", far, "master", "br0", "up"), ("set", near, "up")):
+        for words in (
+            ("set", f"p{index}", "nomaster"),
+            ("set", far, "master", "br0", "up"),
+            ("set", near, "up"),
+        ):
             _run("ip", "link", *words, namespace=space)
         wire = subprocess.Popen(
-            ["ip", "netns", "exec", space, sys.executable, str(Path(__file__).with_name("wire.py")), f"p{index}", near, str(delay_s)],
+            [
+                "ip",
+                "netns",
+                "exec",
+                space,
+                sys.executable,
+                str(Path(__file__).with_name("wire.py")),
+                f"p{index}",
+                near,
+                str(delay_s),
+            ],
             stdout=subprocess.PIPE,
-        )  # fmt: skip
+        )
         try:
             assert wire.stdout.readline() == b"ready\n"
             yield

@@ -11,7 +11,9 @@ from launching import await_true
 
 STRANGERS = Path(__file__).with_name("strangers.py")
 GROWTH_MAX = 16 << 20
-LASTING = {"SYNCVAR_RENDEZVOUS_TIMEOUT_S": "90"}  # of a job under siege: who waits for the others waits until all strangers are there
+LASTING = {
+    "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "90"
+}  # of a job under siege: who waits for the others waits until all strangers are there
 
 SUMS = """
     import os
@@ -49,7 +51,9 @@ def strangers(folder, kinds, count, about, targets, prefix=()):
     path = folder / "about.json"
     path.write_text(json.dumps(about))
     line = [*prefix, sys.executable, str(STRANGERS), kinds, str(count), str(path), *targets]
-    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as them:
+    with subprocess.Popen(
+        line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as them:
         try:
             said = them.stdout.readline()
             yield said or them.communicate(timeout=120)[1]
@@ -59,7 +63,9 @@ def strangers(folder, kinds, count, about, targets, prefix=()):
             them.wait(120)
 
 
-def besiege(job, folder, kinds, count, targets, *, size, prefix=(), more=tuple, while_meeting=False):
+def besiege(
+    job, folder, kinds, count, targets, *, size, prefix=(), more=tuple, while_meeting=False
+):
     """Send strangers to the ports of a job of `SUMS`, and check that they are refused, cost nothing, and change nothing.
 
     Args:
@@ -74,7 +80,9 @@ def besiege(job, folder, kinds, count, targets, *, size, prefix=(), more=tuple, 
         while_meeting: They come while rank 0 waits for the others, else while all sum.
     """
     (about,) = job.await_events("about", limit_s=120)
-    job.await_events("began", size, limit_s=120)  # from here on no host listens to prove that others reach it
+    job.await_events(
+        "began", size, limit_s=120
+    )  # from here on no host listens to prove that others reach it
     if not while_meeting:
         job.open_gate("meet")
         job.await_events("summing", size, limit_s=120)
@@ -85,13 +93,17 @@ def besiege(job, folder, kinds, count, targets, *, size, prefix=(), more=tuple, 
         assert said == "done\n", f"{said}\n{job}"
         grown = {pid: rss(pid) - before[pid] for pid in pids}
         job.open_gate("meet")  # from here on those who had not met need memory of their own
-        job.await_events("summing", len(job.events("summing")) + size, limit_s=120)  # those who stay are there
+        job.await_events(
+            "summing", len(job.events("summing")) + size, limit_s=120
+        )  # those who stay are there
         if not while_meeting:
             grown = {pid: max(grown[pid], rss(pid) - before[pid]) for pid in pids}
         job.open_gate("end")
         assert job.wait(120) == 0, job
     assert len(job.events("right")) == size, job
-    print(f"{kinds} at {len(places)} ports: memory has grown by {max(grown.values()) >> 10} KiB at most")
+    print(
+        f"{kinds} at {len(places)} ports: memory has grown by {max(grown.values()) >> 10} KiB at most"
+    )
     assert all(one < GROWTH_MAX for one in grown.values()), (kinds, grown)
     assert " was refused (" in job.err, job
     return places

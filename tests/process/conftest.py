@@ -9,7 +9,13 @@ from launching import Job
 
 from syncvar import kernel
 
-collect_ignore = ["soak.py", "every_collective.py", "every_size.py", "disagreeing.py", "kernel_calls.py"]  # scripts that run as ranks
+collect_ignore = [
+    "soak.py",
+    "every_collective.py",
+    "every_size.py",
+    "disagreeing.py",
+    "kernel_calls.py",
+]  # scripts that run as ranks
 
 
 def pytest_collection_modifyitems(config, items):

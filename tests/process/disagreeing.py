@@ -45,19 +45,34 @@ def calls(count, root):
         "tree": (lambda: sv.all_reduce(mine, reproducible=True), total(count)),
         "shorter": (lambda: sv.all_reduce(mine[1:]), total(count)[1:]),
         "reduce": (lambda: sv.reduce(mine, root=root), at(root, total(count))),
-        "reduce elsewhere": (lambda: sv.reduce(mine, root=(root + 1) % SIZE), at((root + 1) % SIZE, total(count))),
+        "reduce elsewhere": (
+            lambda: sv.reduce(mine, root=(root + 1) % SIZE),
+            at((root + 1) % SIZE, total(count)),
+        ),
         "broadcast": (lambda: sv.broadcast(at(root, mine), root=root), every[root]),
-        "broadcast elsewhere": (lambda: sv.broadcast(mine, root=(root + 1) % SIZE), every[(root + 1) % SIZE]),
+        "broadcast elsewhere": (
+            lambda: sv.broadcast(mine, root=(root + 1) % SIZE),
+            every[(root + 1) % SIZE],
+        ),
         "all_gather": (lambda: sv.all_gather(mine), np.concatenate(every)),
         "gather": (lambda: sv.gather(mine, root=root), at(root, np.concatenate(every))),
         "scatter": (lambda: sv.scatter(at(root, mine), root=root), cut(every[root])),
         "reduce_scatter": (lambda: sv.reduce_scatter(mine), cut(total(count))),
-        "all_to_all": (lambda: np.concatenate(sv.all_to_all(mine)), np.concatenate([cut(one) for one in every])),
+        "all_to_all": (
+            lambda: np.concatenate(sv.all_to_all(mine)),
+            np.concatenate([cut(one) for one in every]),
+        ),
         "scan": (lambda: sv.scan(mine), total(count, range(RANK + 1))),
         "exscan": (lambda: sv.exscan(mine), total(count, range(RANK)) + zeros),
         "barrier": (sv.barrier, None),
-        "objects": (lambda: sv.all_gather_object([RANK, count]), [[rank, count] for rank in range(SIZE)]),
-        "one object": (lambda: sv.broadcast_object(at(root, {"n": count}), root=root), {"n": count}),
+        "objects": (
+            lambda: sv.all_gather_object([RANK, count]),
+            [[rank, count] for rank in range(SIZE)],
+        ),
+        "one object": (
+            lambda: sv.broadcast_object(at(root, {"n": count}), root=root),
+            {"n": count},
+        ),
     }
 
 
@@ -65,8 +80,14 @@ def agreed(name, call, expected):
     try:
         result = call()
     except sv.SyncvarError as error:
-        raise SystemExit(f"rank {RANK}: {name}, which all ranks make: {type(error).__name__}: {error}") from error
-    is_right = result == expected if isinstance(expected, list | dict) or expected is None else np.array_equal(result, expected)
+        raise SystemExit(
+            f"rank {RANK}: {name}, which all ranks make: {type(error).__name__}: {error}"
+        ) from error
+    is_right = (
+        result == expected
+        if isinstance(expected, list | dict) or expected is None
+        else np.array_equal(result, expected)
+    )
     if not is_right:
         raise SystemExit(f"rank {RANK}: {name}: got {result!r:.300}, not {expected!r:.300}")
 
@@ -98,7 +119,9 @@ def at_random(seed, number, every):
         count, root = chance.choice([SIZE, 2 * SIZE + 3, LONG]), chance.randrange(SIZE)
         chosen, odd = chance.sample(names, 2), chance.sample(range(SIZE), chance.randrange(1, SIZE))
         if chance.randrange(every):
-            agreed(f"call {turn}: {chosen[0]} of {count}, root {root}", *calls(count, root)[chosen[0]])
+            agreed(
+                f"call {turn}: {chosen[0]} of {count}, root {root}", *calls(count, root)[chosen[0]]
+            )
         else:
             refusals += 1
             disagree(chosen, odd, count, root)
@@ -123,9 +146,16 @@ def in_pairs(step):
 
 def main():
     started = time.monotonic()
-    told = in_pairs(int(sys.argv[2])) if sys.argv[1] == "pairs" else at_random(*map(int, sys.argv[1:4]))
+    told = (
+        in_pairs(int(sys.argv[2]))
+        if sys.argv[1] == "pairs"
+        else at_random(*map(int, sys.argv[1:4]))
+    )
     sv.barrier()
-    print(f"refused {told}, the slowest after {slowest:.2f} s, all in {time.monotonic() - started:.1f} s", flush=True)
+    print(
+        f"refused {told}, the slowest after {slowest:.2f} s, all in {time.monotonic() - started:.1f} s",
+        flush=True,
+    )
 
 
 main()

@@ -14,7 +14,15 @@ import syncvar as sv
 
 def who(scale):
     total = sv.all_reduce(np.arange(3.0) * scale)
-    return sv.rank(), sv.world_size(), sv.local_rank(), sv.host_index(), sv.host_count(), total.tolist(), os.getpid()
+    return (
+        sv.rank(),
+        sv.world_size(),
+        sv.local_rank(),
+        sv.host_index(),
+        sv.host_count(),
+        total.tolist(),
+        os.getpid(),
+    )
 
 
 def fails(rank):

@@ -33,7 +33,9 @@ class Processes:
         while len(self.workers) < workers:
             source, out = os.pipe()
             inward, sink = os.pipe()
-            child = subprocess.Popen([sys.executable, "-c", WORKER, str(inward), str(out)], pass_fds=(inward, out))
+            child = subprocess.Popen(
+                [sys.executable, "-c", WORKER, str(inward), str(out)], pass_fds=(inward, out)
+            )
             os.close(inward)
             os.close(out)
             self.workers.append((child, source, sink))
@@ -48,7 +50,9 @@ class Processes:
 
     def ended(self, timeout_s):
         ready, _, _ = select.select(list(self.busy), [], [], timeout_s)
-        return {self.busy.pop(source): self.answer(source) or "its process is gone" for source in ready}
+        return {
+            self.busy.pop(source): self.answer(source) or "its process is gone" for source in ready
+        }
 
     def end(self, grace_s):
         """End all that are busy still or gone; what came back in order stays for the next start."""

@@ -31,7 +31,9 @@ def same(got, wanted, *about):
     checks += 1
     got, wanted = np.asarray(got), np.asarray(wanted)
     if got.shape != wanted.shape or got.dtype != wanted.dtype or not (got == wanted).all():
-        raise SystemExit(f"rank {RANK} of {SIZE}: {about}: got {got!r:.200}, wanted {wanted!r:.200}")
+        raise SystemExit(
+            f"rank {RANK} of {SIZE}: {about}: got {got!r:.200}, wanted {wanted!r:.200}"
+        )
 
 
 def combining(count, dtype, op, root):
@@ -63,7 +65,12 @@ def moving(count, dtype, root):
 
     parts = [of(rank, count) for rank in range(SIZE)]
     about = (dtype, count)
-    same(sv.broadcast(parts[root] if root == RANK else None, root=root), parts[root], "broadcast", *about)
+    same(
+        sv.broadcast(parts[root] if root == RANK else None, root=root),
+        parts[root],
+        "broadcast",
+        *about,
+    )
     same(sv.all_gather(parts[RANK]), np.concatenate(parts), "all_gather", *about)
     uneven = [of(rank, (count + rank) % (count + 2)) for rank in range(SIZE)]
     same(sv.all_gather(uneven[RANK]), np.concatenate(uneven), "all_gather uneven", *about)
@@ -73,8 +80,16 @@ def moving(count, dtype, root):
     else:
         assert got is None
     same(sv.scatter(uneven if root == RANK else None, root=root), uneven[RANK], "scatter", *about)
-    same(sv.scatter(parts[root] if root == RANK else None, root=root), cut(parts[root], SIZE)[RANK], "scatter cut", *about)
-    outgoing = [[of(s * SIZE + d, (count + s + 2 * d) % (count + 3)) for d in range(SIZE)] for s in range(SIZE)]
+    same(
+        sv.scatter(parts[root] if root == RANK else None, root=root),
+        cut(parts[root], SIZE)[RANK],
+        "scatter cut",
+        *about,
+    )
+    outgoing = [
+        [of(s * SIZE + d, (count + s + 2 * d) % (count + 3)) for d in range(SIZE)]
+        for s in range(SIZE)
+    ]
     for source, got in enumerate(sv.all_to_all(outgoing[RANK])):
         same(got, outgoing[source][RANK], "all_to_all", source, *about)
     right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
@@ -98,7 +113,11 @@ def odd():
     same(sv.all_gather(base.T[::2], axis=1), np.concatenate(turned, axis=1), "all_gather axis 1")
     gathered = sv.gather(np.asfortranarray(base), root=root, axis=-1)
     if root == RANK:
-        same(gathered, np.concatenate([np.arange(24.0).reshape(4, 6) + r for r in range(SIZE)], axis=-1), "gather axis -1")
+        same(
+            gathered,
+            np.concatenate([np.arange(24.0).reshape(4, 6) + r for r in range(SIZE)], axis=-1),
+            "gather axis -1",
+        )
     same(sv.all_reduce(np.float32(RANK)), np.float32(SIZE * (SIZE - 1) / 2), "0-d")
     same(sv.scan(RANK + 1), np.asarray(sum(range(RANK + 2))), "scan 0-d")
     mean = sv.all_reduce(np.full(3, RANK, np.int64), "mean")
@@ -115,17 +134,28 @@ def odd():
     same(sv.reduce_scatter(rows, lengths=lengths), wanted, "reduce_scatter uneven")
     assert sv.all_gather_object({"rank": RANK, "x": np.arange(RANK)})[root]["rank"] == root
     assert sv.gather_object(RANK, root=root) == (list(range(SIZE)) if root == RANK else None)
-    assert sv.scatter_object([f"for {rank}" for rank in range(SIZE)] if root == RANK else None, root=root) == f"for {RANK}"
+    assert (
+        sv.scatter_object(
+            [f"for {rank}" for rank in range(SIZE)] if root == RANK else None, root=root
+        )
+        == f"for {RANK}"
+    )
     sv.send_object({"from": RANK}, (RANK + 1) % SIZE)
     assert sv.recv_object((RANK - 1) % SIZE) == {"from": (RANK - 1) % SIZE}
     assert sv.broadcast_object([root, "x"] if root == RANK else None, root=root) == [root, "x"]
     pending = [
-        sv.all_reduce(np.full(9, RANK), async_op=True), sv.reduce(np.ones(3), async_op=True),
-        sv.broadcast(np.ones(2), async_op=True), sv.all_gather(RANK, async_op=True), sv.gather(RANK, async_op=True),
-        sv.scatter(list(range(SIZE)), async_op=True), sv.reduce_scatter(np.ones(SIZE), async_op=True),
-        sv.all_to_all(np.arange(SIZE), async_op=True), sv.scan(1, async_op=True), sv.exscan(1, async_op=True),
+        sv.all_reduce(np.full(9, RANK), async_op=True),
+        sv.reduce(np.ones(3), async_op=True),
+        sv.broadcast(np.ones(2), async_op=True),
+        sv.all_gather(RANK, async_op=True),
+        sv.gather(RANK, async_op=True),
+        sv.scatter(list(range(SIZE)), async_op=True),
+        sv.reduce_scatter(np.ones(SIZE), async_op=True),
+        sv.all_to_all(np.arange(SIZE), async_op=True),
+        sv.scan(1, async_op=True),
+        sv.exscan(1, async_op=True),
         sv.barrier(async_op=True),
-    ]  # fmt: skip
+    ]
     results = [work.wait() for work in pending]
     same(results[0], np.full(9, SIZE * (SIZE - 1) // 2), "async all_reduce")
     same(results[5], np.asarray(RANK), "async scatter")
@@ -138,11 +168,15 @@ def main():
     few = "--few" in sys.argv
     for index, count in enumerate(COUNTS):
         for number, dtype in enumerate(DTYPES):
-            if few and SIZE > 4 and (index + number) % 2:  # every count and every dtype, half of the pairs
+            if (
+                few and SIZE > 4 and (index + number) % 2
+            ):  # every count and every dtype, half of the pairs
                 continue
             root = (index + number) % SIZE
             ops = ops_of(dtype)
-            all_ops = not few or (count == SIZE + 1 and (number + SIZE) % 2 == 0)  # `--few`: of every other dtype, by size
+            all_ops = not few or (
+                count == SIZE + 1 and (number + SIZE) % 2 == 0
+            )  # `--few`: of every other dtype, by size
             for op in ops if all_ops else [ops[(index + number) % len(ops)]]:
                 combining(count, dtype, op, root)
             moving(count, dtype, root)

@@ -50,11 +50,26 @@ def measured(times, cases=CASES):
     for number in range(1, times + 1):
         began = time.monotonic()
         with tempfile.NamedTemporaryFile("r", suffix=".tsv") as file:
-            line = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-m", "", "-p", "no:cacheprovider"]
+            line = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "--tb=short",
+                "-m",
+                "",
+                "-p",
+                "no:cacheprovider",
+            ]
             ended = subprocess.run(
-                [*line, *(str(HERE / one) for one in cases)], cwd=HERE.parents[1], timeout=LIMIT_S,
-                env={**os.environ, "SYNCVAR_TEST_BOUNDS": file.name}, capture_output=True, text=True, check=False,
-            )  # fmt: skip
+                [*line, *(str(HERE / one) for one in cases)],
+                cwd=HERE.parents[1],
+                timeout=LIMIT_S,
+                env={**os.environ, "SYNCVAR_TEST_BOUNDS": file.name},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
             for name, seconds, bound_s in (one.rstrip("\n").split("\t") for one in file):
                 found.setdefault((name, float(bound_s)), []).append(float(seconds))
         if ended.returncode:
@@ -81,7 +96,12 @@ def table(found):
 def main():
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--bounds", action="store_true", required=True, help="measure the bounds of the fault matrix")
+    parser.add_argument(
+        "--bounds",
+        action="store_true",
+        required=True,
+        help="measure the bounds of the fault matrix",
+    )
     parser.add_argument("--times", type=int, default=TIMES)
     chosen = parser.parse_args()
     found, failures = measured(chosen.times)
@@ -89,7 +109,9 @@ def main():
     print("\n".join(lines))
     for one in failures:
         print(f"--- a run failed\n{one}")
-    print(f"{len(found)} bounds, {len(above)} medians above {ALLOWED:g} times the bound, {len(failures)} runs failed")
+    print(
+        f"{len(found)} bounds, {len(above)} medians above {ALLOWED:g} times the bound, {len(failures)} runs failed"
+    )
     return int(bool(above or failures or not found))
 
 

@@ -54,12 +54,18 @@ def _lost(case, phases):
 
 
 def _strangers(kind, phases):
-    return tuple(f"hosts/test_safety.py::test_strangers_cost_a_job_nothing[{kind}-{phase}]" for phase in phases)
+    return tuple(
+        f"hosts/test_safety.py::test_strangers_cost_a_job_nothing[{kind}-{phase}]"
+        for phase in phases
+    )
 
 
 def _with_strangers(phases, tests, kinds):
     """Add to the tests of phases those of strangers of some kinds, over hosts."""
-    return tests | {phase: (*tests[phase], *(test for kind in kinds for test in _strangers(kind, phase))) for phase in phases}
+    return tests | {
+        phase: (*tests[phase], *(test for kind in kinds for test in _strangers(kind, phase)))
+        for phase in phases
+    }
 
 
 def _all(phases, *tests):

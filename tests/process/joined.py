@@ -28,12 +28,22 @@ class Joined(Job):
         self.joiners = []
         count = () if hosts is None else ("--hosts", str(hosts))
         posing = ("--fake-hosts", str(hosts or 9)) if address == "127.0.0.1" else ()
-        super().__init__(folder, script, options=("--listen", address, *count, *posing, "--key-file", str(self.key), *options), **named)
+        super().__init__(
+            folder,
+            script,
+            options=("--listen", address, *count, *posing, "--key-file", str(self.key), *options),
+            **named,
+        )
 
     @property
     def where(self):
         """The address and port that the launcher tells."""
-        found = await_true(lambda: re.search(r"--join (\S+) --key-file", self.err) or self.process.poll() is not None, what="the command to join")
+        found = await_true(
+            lambda: (
+                re.search(r"--join (\S+) --key-file", self.err) or self.process.poll() is not None
+            ),
+            what="the command to join",
+        )
         assert found is not True, self
         return found[1]
 
@@ -43,9 +53,23 @@ class Joined(Job):
         path = self.folder / f"joiner-{len(self.joiners)}.err"
         with path.open("wb") as err:
             one = subprocess.Popen(
-                [*prefix, *(program or (sys.executable, "-m", "syncvar_launcher")), "--config", str(PROFILE), "--join", where, "--key-file", str(key or self.key), *options],
-                stdin=subprocess.DEVNULL, stdout=err, stderr=err, cwd=self.folder, env={**os.environ, "XDG_STATE_HOME": str(self.folder / "state")},
-            )  # fmt: skip
+                [
+                    *prefix,
+                    *(program or (sys.executable, "-m", "syncvar_launcher")),
+                    "--config",
+                    str(PROFILE),
+                    "--join",
+                    where,
+                    "--key-file",
+                    str(key or self.key),
+                    *options,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=err,
+                stderr=err,
+                cwd=self.folder,
+                env={**os.environ, "XDG_STATE_HOME": str(self.folder / "state")},
+            )
         one.words = lambda: path.read_text(errors="replace")
         self.joiners.append(one)
         return one
@@ -62,7 +86,10 @@ class Joined(Job):
             one.wait(120)
 
     def __repr__(self):
-        return super().__repr__() + "".join(f"\n--- joiner {place} ({one.poll()})\n{one.words()}" for place, one in enumerate(self.joiners))
+        return super().__repr__() + "".join(
+            f"\n--- joiner {place} ({one.poll()})\n{one.words()}"
+            for place, one in enumerate(self.joiners)
+        )
 
 
 def agents(of):
@@ -72,7 +99,10 @@ def agents(of):
         if entry.isdigit():
             with contextlib.suppress(OSError):
                 fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                if int(fields[1]) == of.pid and b"hostagent" in Path(f"/proc/{entry}/cmdline").read_bytes():
+                if (
+                    int(fields[1]) == of.pid
+                    and b"hostagent" in Path(f"/proc/{entry}/cmdline").read_bytes()
+                ):
                     found.append(int(entry))
     return found
 

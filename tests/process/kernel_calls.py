@@ -12,8 +12,23 @@ import syncvar as sv
 from syncvar.joining.process import current
 from syncvar.ops import reduction
 
-DTYPES = [np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64, np.float16, ml_dtypes.bfloat16,
-          np.float32, np.float64, np.complex64, np.complex128]  # fmt: skip
+DTYPES = [
+    np.bool_,
+    np.int8,
+    np.uint8,
+    np.int16,
+    np.uint16,
+    np.int32,
+    np.uint32,
+    np.int64,
+    np.uint64,
+    np.float16,
+    ml_dtypes.bfloat16,
+    np.float32,
+    np.float64,
+    np.complex64,
+    np.complex128,
+]
 SIZES = {"few": [1, 17], "many": [0, 1, 2, 3, 15, 16, 17, 1000, 4096 + 5], "long": [70_001]}
 ODD = [np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1e-310, 1e308, 65504.0, 3.0]
 
@@ -36,8 +51,14 @@ def values(draw, dtype, shape, *, are_ordinary=False):
     """
     if are_ordinary and np.dtype(dtype).kind in "fVc":
         made = draw.normal(size=shape)
-        return (made + 1j * draw.normal(size=shape) if np.dtype(dtype).kind == "c" else made).astype(dtype)
-    made = np.frombuffer(draw.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(shape).copy()
+        return (
+            made + 1j * draw.normal(size=shape) if np.dtype(dtype).kind == "c" else made
+        ).astype(dtype)
+    made = (
+        np.frombuffer(draw.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype)
+        .reshape(shape)
+        .copy()
+    )
     if dtype is np.bool_:
         return (made.view(np.uint8) & 1).astype(bool)
     with np.errstate(all="ignore"):
@@ -59,14 +80,22 @@ def main():
         nonlocal calls, native
         calls += 1
         if calls % 100 == 0:  # the table is emptied when it is full
-            native = max(native, sum(type(one).__name__ == "SlotCall" for one in current().world.prepared_calls.values()))
+            native = max(
+                native,
+                sum(
+                    type(one).__name__ == "SlotCall"
+                    for one in current().world.prepared_calls.values()
+                ),
+            )
         digest.update(np.ascontiguousarray(result).tobytes())
 
     for dtype in DTYPES:
         for count in SIZES[sys.argv[2]]:
             shape = (count,) if count % 2 else (2, count // 2)
             for op in ops(dtype):
-                for turn in range(10 if count == 1 else 3):  # the long way, which prepares; then prepared
+                for turn in range(
+                    10 if count == 1 else 3
+                ):  # the long way, which prepares; then prepared
                     x = values(draw, dtype, shape, are_ordinary=turn > 1)
                     take(sv.all_reduce(x, op))
                 x = values(draw, dtype, shape)
@@ -79,7 +108,10 @@ def main():
                 sv.all_reduce(x, op, out=wide)
                 take(wide)
                 take(sv.all_reduce(np.asfortranarray(x), op))
-                started = [sv.all_reduce(x, op, async_op=True), sv.all_reduce(x, op=op, out=np.empty_like(made), async_op=True, timeout=30.0)]
+                started = [
+                    sv.all_reduce(x, op, async_op=True),
+                    sv.all_reduce(x, op=op, out=np.empty_like(made), async_op=True, timeout=30.0),
+                ]
                 x[...] = 0  # it was taken
                 for work in started[:: rank % 2 * 2 - 1]:
                     work.wait()
@@ -123,9 +155,25 @@ def main():
                 take(sv.all_gather(out))
                 if part.dtype == y.dtype:
                     z = y.copy()
-                    sv.reduce_scatter(z, op, out=z[rows // 2 : rows // 2 + rows])  # overlaps what is brought
+                    sv.reduce_scatter(
+                        z, op, out=z[rows // 2 : rows // 2 + rows]
+                    )  # overlaps what is brought
                     take(sv.all_gather(z[rows // 2 : rows // 2 + rows].copy()))
-    for number in (1.5, 3, True, -0.0, 2**62, 2**70 + 0.0, np.float32(0.1), [1.0, 2.0, 3.0], (1, 2), [True, False], [0.5, 1], [[1.0], [2.0]], np.array([1.0])):
+    for number in (
+        1.5,
+        3,
+        True,
+        -0.0,
+        2**62,
+        2**70 + 0.0,
+        np.float32(0.1),
+        [1.0, 2.0, 3.0],
+        (1, 2),
+        [True, False],
+        [0.5, 1],
+        [[1.0], [2.0]],
+        np.array([1.0]),
+    ):
         for _ in range(3):
             for op in ("min", "max"):
                 made = sv.all_reduce(number, op)
@@ -146,7 +194,9 @@ def main():
         take(inside.numpy())
         assert sv.barrier() is None
         assert sv.barrier(timeout=30.0) is None
-    sys.stdout.write(json.dumps({"digest": digest.hexdigest(), "calls": calls, "native": native}) + "\n")
+    sys.stdout.write(
+        json.dumps({"digest": digest.hexdigest(), "calls": calls, "native": native}) + "\n"
+    )
 
 
 if __name__ == "__main__":

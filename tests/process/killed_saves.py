@@ -50,7 +50,9 @@ def kill_at(step, when, file, rank):
     current = {}
 
     def killed(*arguments):
-        mine = threading.current_thread().name == f"syncvar-rank-{rank}" and current.get(rank) == file
+        mine = (
+            threading.current_thread().name == f"syncvar-rank-{rank}" and current.get(rank) == file
+        )
         if mine and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         made = original(*arguments)
@@ -103,17 +105,31 @@ def main(folder):
     old = folder / "old"
     assert forked(save, str(old), 1.0)[0] == 0
     for file, rank in FILES:
-        for step in (*STEPS, "remove") if file == "manifest" else STEPS:  # the shards of the checkpoint before
+        for step in (
+            (*STEPS, "remove") if file == "manifest" else STEPS
+        ):  # the shards of the checkpoint before
             for when in ("before", "after"):
                 path = folder / "case"
                 shutil.copytree(old, path)
                 status = forked(doomed, str(path), step, when, file, rank)[0]
                 left = len(os.listdir(path))
                 found, after = forked(look_and_save, str(path))[1]
-                print(json.dumps({
-                    "file": file, "rank": rank, "step": step, "when": when, "status": status, "found": found, "left": left,
-                    "after": after, "names": len(os.listdir(path)),
-                }), flush=True)  # fmt: skip
+                print(
+                    json.dumps(
+                        {
+                            "file": file,
+                            "rank": rank,
+                            "step": step,
+                            "when": when,
+                            "status": status,
+                            "found": found,
+                            "left": left,
+                            "after": after,
+                            "names": len(os.listdir(path)),
+                        }
+                    ),
+                    flush=True,
+                )
                 shutil.rmtree(path)
 
 

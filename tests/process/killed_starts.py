@@ -187,10 +187,24 @@ def run(seed, folder, draw=draw):
     (folder / "script.py").write_text(SCRIPT)
     events = folder / "events"
     line = [
-        sys.executable, "-m", "syncvar_launcher", "--config", str(PROFILE), "--no-timestamps",
-        "--workers", str(WORKERS), "--servers", str(SERVERS), "--server-replicas", "1",
-        "--events", str(events), *options, str(folder / "script.py"), *arguments,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "syncvar_launcher",
+        "--config",
+        str(PROFILE),
+        "--no-timestamps",
+        "--workers",
+        str(WORKERS),
+        "--servers",
+        str(SERVERS),
+        "--server-replicas",
+        "1",
+        "--events",
+        str(events),
+        *options,
+        str(folder / "script.py"),
+        *arguments,
+    ]
     environ = {
         **os.environ,
         "SYNCVAR_RESTART_DELAY_S": "0.05",

@@ -28,7 +28,11 @@ def environ_of(container, about, index, key):
         if "secretKeyRef" in source:
             found[one["name"]] = key
         elif "fieldRef" in source:
-            found[one["name"]] = about[re.fullmatch(r"metadata\.(?:labels|annotations)\['(.+)'\]", source["fieldRef"]["fieldPath"])[1]]
+            found[one["name"]] = about[
+                re.fullmatch(
+                    r"metadata\.(?:labels|annotations)\['(.+)'\]", source["fieldRef"]["fieldPath"]
+                )[1]
+            ]
         else:
             found[one["name"]] = one["value"]
     return found
@@ -44,13 +48,18 @@ def pods_of_set(key, attempt=0):
     for total, (job, number) in enumerate(jobs):
         about = {
             "coordinator": f"{name}-{first['replicatedJob']}-{first['jobIndex']}-{first['podIndex']}.{name}",
-            "global-replicas": str(len(jobs)), "job-global-index": str(total), "restart-attempt": str(attempt),
-        }  # fmt: skip
+            "global-replicas": str(len(jobs)),
+            "job-global-index": str(total),
+            "restart-attempt": str(attempt),
+        }
         about = {f"jobset.sigs.k8s.io/{label}": text for label, text in about.items()}
         inner = job["template"]["spec"]
         for index in range(inner["completions"]):
             host = f"{name}-{job['name']}-{number}-{index}"
-            pods[host] = {"HOSTNAME": host, **environ_of(inner["template"]["spec"]["containers"][0], about, index, key)}
+            pods[host] = {
+                "HOSTNAME": host,
+                **environ_of(inner["template"]["spec"]["containers"][0], about, index, key),
+            }
     return pods
 
 
@@ -59,4 +68,7 @@ def pods_of_job(key):
     document = manifests("kubernetes-indexed-job.yaml")["Job"]
     name, spec = document["metadata"]["name"], document["spec"]
     container = spec["template"]["spec"]["containers"][0]
-    return {f"{name}-{index}": {"HOSTNAME": f"{name}-{index}", **environ_of(container, {}, index, key)} for index in range(spec["completions"])}
+    return {
+        f"{name}-{index}": {"HOSTNAME": f"{name}-{index}", **environ_of(container, {}, index, key)}
+        for index in range(spec["completions"])
+    }

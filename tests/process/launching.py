@@ -22,7 +22,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PROFILE = REPOSITORY / "configs" / "ci.toml"
 LIMIT_S = 120.0  # against hanging, where nothing is said of how long: it takes a machine that is very slow to come near
 # Settings under which nothing is said of a rank that gets no core for a while.
-PATIENT = {"SYNCVAR_SUSPECT_AFTER_S": "20", "SYNCVAR_LOST_AFTER_S": "40", "SYNCVAR_STALL_WARNING_S": "60"}
+PATIENT = {
+    "SYNCVAR_SUSPECT_AFTER_S": "20",
+    "SYNCVAR_LOST_AFTER_S": "40",
+    "SYNCVAR_STALL_WARNING_S": "60",
+}
 # In place of the short ones of the profile, for a machine on which others take the cores: for ranks to start and to meet,
 # and for survivors to end by themselves. The last is below what scripts sleep that are to be ended.
 LENIENT = {
@@ -117,7 +121,9 @@ def free_ports(count=1):
 
 def line_of(text, comment):
     """Return the number of the line of a script that ends with a comment."""
-    (number,) = [number for number, line in enumerate(text.split("\n"), 1) if line.endswith(comment)]
+    (number,) = [
+        number for number, line in enumerate(text.split("\n"), 1) if line.endswith(comment)
+    ]
     return number
 
 
@@ -140,9 +146,20 @@ class Job:
     """
 
     def __init__(
-        self, folder, script=None, *, workers=2, options=(), target=None, arguments=(), env=None, config=PROFILE,
-        stdin=None, prefix=(), start="fork",
-    ):  # fmt: skip
+        self,
+        folder,
+        script=None,
+        *,
+        workers=2,
+        options=(),
+        target=None,
+        arguments=(),
+        env=None,
+        config=PROFILE,
+        stdin=None,
+        prefix=(),
+        start="fork",
+    ):
         self.folder = Path(folder)
         self.workers = workers
         (self.folder / "probe.py").write_text(PROBE)
@@ -151,24 +168,45 @@ class Job:
             target = [str(self.folder / "script.py")]
         begin = () if "--no-python" in target else ("--start-method", start)
         self.line = [
-            *prefix, sys.executable, "-m", "syncvar_launcher", "--config", str(config), "--no-timestamps",
-            "--workers", str(workers), *begin, *options, *target, *arguments,
-        ]  # fmt: skip
+            *prefix,
+            sys.executable,
+            "-m",
+            "syncvar_launcher",
+            "--config",
+            str(config),
+            "--no-timestamps",
+            "--workers",
+            str(workers),
+            *begin,
+            *options,
+            *target,
+            *arguments,
+        ]
         if stdin is not None:
             (self.folder / "stdin").write_bytes(stdin)
         self.began = time.monotonic()
-        variables = {**os.environ, "XDG_STATE_HOME": str(self.folder / "state"), **(LENIENT if config == PROFILE and "SYNCVAR_TEST_BOUNDS" not in os.environ else {}), **(env or {})}
+        variables = {
+            **os.environ,
+            "XDG_STATE_HOME": str(self.folder / "state"),
+            **(LENIENT if config == PROFILE and "SYNCVAR_TEST_BOUNDS" not in os.environ else {}),
+            **(env or {}),
+        }
         with (
             (self.folder / "launcher.out").open("wb") as out,
             (self.folder / "launcher.err").open("wb") as err,
             (self.folder / "stdin" if stdin is not None else Path(os.devnull)).open("rb") as source,
         ):
             self.process = subprocess.Popen(
-                self.line, stdin=source, stdout=out, stderr=err, cwd=self.folder, env=variables,
-            )  # fmt: skip
+                self.line,
+                stdin=source,
+                stdout=out,
+                stderr=err,
+                cwd=self.folder,
+                env=variables,
+            )
         self.ended = None
 
-    # -- what it wrote --------------------------------------------------------------------------------------------
+    # -- what it wrote -----------------------------------------------------------------------------
 
     @property
     def out(self):
@@ -189,7 +227,7 @@ class Job:
         """The launcher's own words, the failure block included."""
         return "\n".join(line for line in self.err.split("\n") if not re.match(r"\[\d+\] ", line))
 
-    # -- events ---------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def events(self, what=None, rank=None):
         """Return the events, in order of time."""
@@ -224,7 +262,7 @@ class Job:
         """Return rank -> process id of every rank that has begun."""
         return {event["rank"]: event["pid"] for event in self.events("began")}
 
-    # -- ends -----------------------------------------------------------------------------------------------------
+    # -- ends --------------------------------------------------------------------------------------
 
     def send(self, number):
         """Send a signal to the launcher; return when."""
@@ -268,7 +306,9 @@ class Job:
 def last_exception(job, ranks):
     """Return when the last of these ranks recorded its exception, and all those events by rank."""
     events = {event["rank"]: event for event in job.events("raised") if event["rank"] in ranks}
-    assert set(events) == set(ranks), f"only ranks {sorted(events)} of {sorted(ranks)} recorded an exception:\n{job}"
+    assert set(events) == set(ranks), (
+        f"only ranks {sorted(events)} of {sorted(ranks)} recorded an exception:\n{job}"
+    )
     return max(event["at"] for event in events.values()), events
 
 
@@ -284,4 +324,6 @@ def check_bound(name, seconds, bound_s):
         with Path(measured).open("a") as file:
             file.write(f"{name}\t{seconds:.3f}\t{bound_s:g}\n")
     deadline_s = max(LIMIT_S, 10 * bound_s)
-    assert seconds <= deadline_s, f"{name} took {seconds:.3f} s; the bound is {bound_s:g} s, the deadline {deadline_s:g} s"
+    assert seconds <= deadline_s, (
+        f"{name} took {seconds:.3f} s; the bound is {bound_s:g} s, the deadline {deadline_s:g} s"
+    )

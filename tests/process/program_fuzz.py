@@ -28,7 +28,19 @@ def channel_over(memory, size):
     made.side = made.last = made.phase = made.tail = 0
     made.is_settled = True
     places = (1, 3, 4, 8, 10, ABORT, 14)
-    assert bind(made, memory, entries[0], places, tuple(entries[1:]), (4096,) * size, (64, 4096, 1024), 0, 0, 4, (os.getpid(),) * size)
+    assert bind(
+        made,
+        memory,
+        entries[0],
+        places,
+        tuple(entries[1:]),
+        (4096,) * size,
+        (64, 4096, 1024),
+        0,
+        0,
+        4,
+        (os.getpid(),) * size,
+    )
     return made
 
 
@@ -84,7 +96,10 @@ def steps_of(draw, places):
 
 
 def contents(places, arena):
-    return [arena.tobytes(), *(place.whole.tobytes() for place in places if place.whole is not None)]
+    return [
+        arena.tobytes(),
+        *(place.whole.tobytes() for place in places if place.whole is not None),
+    ]
 
 
 def both(draw):
@@ -102,7 +117,10 @@ def both(draw):
     divisor = 3 if wide.kind in "fc" and draw.integers(2) else 0
     arena = np.zeros(ARENA_BYTES, np.uint8)
     arena[4096:] = np.frombuffer(draw.bytes(ARENA_BYTES - 4096), np.uint8) % 60  # no NaN
-    places = [Place(draw, dtype, arena, 16384 + 8192 * number if draw.integers(2) else -1) for number in range(int(draw.integers(2, 6)))]
+    places = [
+        Place(draw, dtype, arena, 16384 + 8192 * number if draw.integers(2) else -1)
+        for number in range(int(draw.integers(2, 6)))
+    ]
     for place in places:
         place.array[...] = draw.integers(0, 9, place.count).astype(dtype)
     steps = steps_of(draw, places)
@@ -110,7 +128,9 @@ def both(draw):
     how = vector.how
     arrays, offsets = tuple(place.array for place in places), [place.offset for place in places]
     memories = [Memory(Kind.SCRATCH, -1, number) for number in range(len(places))]
-    if draw.integers(2):  # nothing is combined, and what is only read lies in a process, here this one
+    if draw.integers(
+        2
+    ):  # nothing is combined, and what is only read lies in a process, here this one
         how, steps = Arithmetic(None, dtype, dtype), [step for step in steps if step[0] != FOLD]
         written = {step[3] for step in steps if step[0] in (COPY, STORE)}
         for number, place in enumerate(places):
@@ -118,7 +138,12 @@ def both(draw):
                 memories[number] = Memory(Kind.LYING, 1, number)
                 offsets[number] = ADDRESS | place.array.__array_interface__["data"][0]
     offsets = tuple(offsets)
-    code = Code({memory: place.count for memory, place in zip(memories, places, strict=True)}, (), tuple(steps), None)
+    code = Code(
+        {memory: place.count for memory, place in zip(memories, places, strict=True)},
+        (),
+        tuple(steps),
+        None,
+    )
     before = contents(places, arena)
     channel = channel_over(arena, 3)
     made = program(*code.numbers(), how.native)
@@ -126,7 +151,9 @@ def both(draw):
     assert list(run(made, channel, arrays, offsets, keeps_lock=bool(draw.integers(2)))) == []
     phases, native = channel.phase, contents(places, arena)
     words = arena[:4096].copy()
-    for place, bytes_before in zip([arena, *(place.whole for place in places if place.whole is not None)], before, strict=True):
+    for place, bytes_before in zip(
+        [arena, *(place.whole for place in places if place.whole is not None)], before, strict=True
+    ):
         place[...] = np.frombuffer(bytes_before, np.uint8)
     channel = channel_over(arena, 3)
     with np.errstate(all="ignore"):
@@ -147,18 +174,28 @@ def broken(draw, code, how, channel, arrays, offsets, places, arena):
     if not changed.size:
         return
     for place in draw.integers(0, changed.size, 3):
-        changed[place] = draw.choice([-1, 0, 1, 2, 3, 4, 7, 10_000, 1 << 40, -(1 << 62), (1 << 62) + 1])
+        changed[place] = draw.choice(
+            [-1, 0, 1, 2, 3, 4, 7, 10_000, 1 << 40, -(1 << 62), (1 << 62) + 1]
+        )
     cut = int(draw.integers(0, changed.size + 1))
     opening = int(draw.choice([opening, 0, 6, 1, -1, 12, 1 << 40]))
     made = program(changed[:cut].tobytes(), opening, names, sizes, how.native)
-    guards = [(place.whole[:GUARD].copy(), place.whole[-GUARD:].copy()) for place in places if place.whole is not None]
-    outside = arena[: 16384].copy()
+    guards = [
+        (place.whole[:GUARD].copy(), place.whole[-GUARD:].copy())
+        for place in places
+        if place.whole is not None
+    ]
+    outside = arena[:16384].copy()
     if made is not None:
         for _ in zip(run(made, channel, arrays, offsets, keeps_lock=True), range(3), strict=False):
             pass
-        outside.view(np.uint64)[2 * WORDS + 3] = arena.view(np.uint64)[2 * WORDS + 3]  # its own phase
+        outside.view(np.uint64)[2 * WORDS + 3] = arena.view(np.uint64)[
+            2 * WORDS + 3
+        ]  # its own phase
     assert (arena[:16384] == outside).all()
-    for place, (low, high) in zip([place for place in places if place.whole is not None], guards, strict=True):
+    for place, (low, high) in zip(
+        [place for place in places if place.whole is not None], guards, strict=True
+    ):
         assert (place.whole[:GUARD] == low).all()
         assert (place.whole[-GUARD:] == high).all()
 

@@ -25,7 +25,10 @@ def marked():
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if b"SYNCVAR_TEST_RUN=" + str(os.getpid()).encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+            if (
+                b"SYNCVAR_TEST_RUN=" + str(os.getpid()).encode() in path.read_bytes()
+                and int(path.parent.name) != os.getpid()
+            ):
                 found.append(path.parent.name)
         except OSError:
             continue
@@ -50,10 +53,23 @@ def main():
         with tempfile.NamedTemporaryFile("r", suffix=".tsv") as bounds:
             files = sorted(str(path) for path in HERE.glob("test_faults_*.py"))
             ended = subprocess.run(
-                [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *files, *further],
-                cwd=REPOSITORY, env={**os.environ, "SYNCVAR_TEST_BOUNDS": bounds.name}, capture_output=True, text=True,
+                [
+                    sys.executable,
+                    "-m",
+                    "pytest",
+                    "-q",
+                    "--tb=short",
+                    "-p",
+                    "no:cacheprovider",
+                    *files,
+                    *further,
+                ],
+                cwd=REPOSITORY,
+                env={**os.environ, "SYNCVAR_TEST_BOUNDS": bounds.name},
+                capture_output=True,
+                text=True,
                 check=False,
-            )  # fmt: skip
+            )
             for line in bounds:
                 name, seconds, bound = line.rstrip("\n").split("\t")
                 longest[name] = max(longest.get(name, (0.0, 0.0)), (float(seconds), float(bound)))
@@ -61,7 +77,10 @@ def main():
         ok = ended.returncode == 0 and not left
         passed += ok
         last = (ended.stdout.strip().split("\n") or [""])[-1]
-        print(f"run {run} of {times}: {last} ({time.monotonic() - began:.0f} s), left behind: {', '.join(left) or 'nothing'}", flush=True)
+        print(
+            f"run {run} of {times}: {last} ({time.monotonic() - began:.0f} s), left behind: {', '.join(left) or 'nothing'}",
+            flush=True,
+        )
         if not ok:
             print(re.sub(r"(?m)^", "    ", ended.stdout[-20_000:]), flush=True)
     shutil.rmtree(place)

@@ -27,16 +27,34 @@ def ranks(launcher):
             variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        found |= {int(one[13:]): int(child) for one in variables if one.startswith(b"SYNCVAR_RANK=")}
+        found |= {
+            int(one[13:]): int(child) for one in variables if one.startswith(b"SYNCVAR_RANK=")
+        }
     return found
 
 
 def run(workers, folder, draw, kills, options):
     """Run the example once; return (exit code, its last line, whom it was sent what, all it wrote)."""
     line = [
-        sys.executable, "-m", "syncvar_launcher", "--config", str(CONFIG), "--no-timestamps", "-n", str(workers),
-        "--max-restarts", "20", *options, "-m", "syncvar.examples.resume", str(folder), "--steps", "160", "--pause", "0.003",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "syncvar_launcher",
+        "--config",
+        str(CONFIG),
+        "--no-timestamps",
+        "-n",
+        str(workers),
+        "--max-restarts",
+        "20",
+        *options,
+        "-m",
+        "syncvar.examples.resume",
+        str(folder),
+        "--steps",
+        "160",
+        "--pause",
+        "0.003",
+    ]
     told = []
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(line, stdout=output, stderr=subprocess.STDOUT, cwd=folder.parent)
@@ -68,7 +86,9 @@ def main(seed=1, seconds=60.0, *options):
     expected = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        runtime = folder / "runtime"  # not where the jobs start: a folder "syncvar" there would hide the package
+        runtime = (
+            folder / "runtime"
+        )  # not where the jobs start: a folder "syncvar" there would hide the package
         runtime.mkdir(mode=0o700)
         os.environ["XDG_RUNTIME_DIR"] = str(runtime)
         for number in range(sys.maxsize):
@@ -76,13 +96,24 @@ def main(seed=1, seconds=60.0, *options):
                 return 0
             workers = draw.choice((2, 3))
             if workers not in expected:
-                code, expected[workers], _, text = run(workers, folder / f"whole-{workers}", draw, 0, options)
+                code, expected[workers], _, text = run(
+                    workers, folder / f"whole-{workers}", draw, 0, options
+                )
                 if code != 0:
                     sys.exit(text)
-            code, last, told, text = run(workers, folder / f"run-{number}", draw, draw.randint(1, 4), options)
+            code, last, told, text = run(
+                workers, folder / f"run-{number}", draw, draw.randint(1, 4), options
+            )
             left = [entry for entry in os.listdir(runtime / "syncvar") if entry != ".lock"]
             is_same = code == 0 and last == expected[workers] and not left
-            line = {"workers": workers, "told": told, "starts": text.count("as generation"), "exit": code, "left": left, "same": is_same}
+            line = {
+                "workers": workers,
+                "told": told,
+                "starts": text.count("as generation"),
+                "exit": code,
+                "left": left,
+                "same": is_same,
+            }
             print(json.dumps(line), flush=True)
             if not is_same:
                 sys.stdout.write(text)

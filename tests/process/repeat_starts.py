@@ -24,7 +24,10 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 300.0  # of a job that takes about a second
 SUM = "import syncvar as sv\nassert sv.all_reduce(1) == sv.world_size()\nprint('exact')\n"
-FAILS_ONCE = "import os, sys\nif os.environ['SYNCVAR_RESTARTS'] == '0' and os.environ['SYNCVAR_RANK'] == '1':\n    sys.exit(3)\n" + SUM
+FAILS_ONCE = (
+    "import os, sys\nif os.environ['SYNCVAR_RESTARTS'] == '0' and os.environ['SYNCVAR_RANK'] == '1':\n    sys.exit(3)\n"
+    + SUM
+)
 HELD = """
 import syncvar as sv
 with sv.ParameterServerStrategy().scope():
@@ -66,7 +69,9 @@ KINDS = {
     "servers": Kind(("--workers", "2", "--servers", "1"), HELD),
     "fake hosts": Kind(("--workers", "2", "--fake-hosts", "2")),
     "program": Kind(("--workers", "2", "--no-python", sys.executable)),
-    "program on fake hosts": Kind(("--workers", "2", "--fake-hosts", "2", "--no-python", sys.executable)),
+    "program on fake hosts": Kind(
+        ("--workers", "2", "--fake-hosts", "2", "--no-python", sys.executable)
+    ),
     "restarted": Kind(("--workers", "2", "--max-restarts", "1"), FAILS_ONCE),
     "sockets": Kind(("--workers", "2"), transport="zmq"),
 }
@@ -113,9 +118,14 @@ def start(name, folder, limit_s):
     began = time.monotonic()
     with (folder / "out").open("wb") as out:
         process = subprocess.Popen(
-            command(kind, folder), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-            cwd=folder, env=environ, start_new_session=True,
-        )  # fmt: skip
+            command(kind, folder),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            env=environ,
+            start_new_session=True,
+        )
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -137,7 +147,9 @@ def processes_of(mark):
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"SYNCVAR_TEST_START={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+            if f"SYNCVAR_TEST_START={mark}".encode() in (entry / "environ").read_bytes().split(
+                b"\0"
+            ):
                 found.append(int(entry.name))
     return found
 
@@ -157,8 +169,12 @@ def known(process, mark):
             words = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             fields = (place / "stat").read_text().rpartition(")")[2].split()
             waits = (place / "wchan").read_text()
-            lines.append(f"process {pid}, parent {fields[1]}, state {fields[0]}, waits in {waits}: {words}")
-    for pid in sorted(pids, key=process.pid.__eq__):  # the launcher last: it passes on what the ranks write
+            lines.append(
+                f"process {pid}, parent {fields[1]}, state {fields[0]}, waits in {waits}: {words}"
+            )
+    for pid in sorted(
+        pids, key=process.pid.__eq__
+    ):  # the launcher last: it passes on what the ranks write
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGABRT)
         time.sleep(0.5)
@@ -174,7 +190,10 @@ def known(process, mark):
 def busy_loops(count):
     """Let so many processes compute; each ends with this one."""
     text = "import os, sys\nparent = int(sys.argv[1])\nwhile os.getppid() == parent:\n    sum(range(100_000))"
-    loops = [subprocess.Popen([sys.executable, "-I", "-S", "-c", text, str(os.getpid())]) for _ in range(count)]
+    loops = [
+        subprocess.Popen([sys.executable, "-I", "-S", "-c", text, str(os.getpid())])
+        for _ in range(count)
+    ]
     try:
         yield
     finally:
@@ -201,7 +220,10 @@ def run_many(count, load, seed, *, limit_s=LIMIT_S, at_once=2, kinds=tuple(KINDS
         busy_loops(load),
         concurrent.futures.ThreadPoolExecutor(at_once) as pool,
     ):
-        runs = [pool.submit(start, name, Path(folder) / str(number), limit_s) for number, name in enumerate(names)]
+        runs = [
+            pool.submit(start, name, Path(folder) / str(number), limit_s)
+            for number, name in enumerate(names)
+        ]
         for one in concurrent.futures.as_completed(runs):
             yield one.result()
 
@@ -212,12 +234,18 @@ def main():
     parser.add_argument("--starts", type=int, default=200)
     parser.add_argument("--load", type=int, default=0, help="busy loops beside the jobs")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="longest wait for one job, in seconds")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, help="longest wait for one job, in seconds"
+    )
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run at the same time")
     parser.add_argument("--kinds", default=",".join(KINDS), help="names, separated by commas")
     chosen = parser.parse_args()
     slowest, counts, hangs, wrong = End("", 0.0), collections.Counter(), 0, 0
-    options = {"limit_s": chosen.limit, "at_once": chosen.at_once, "kinds": tuple(chosen.kinds.split(","))}
+    options = {
+        "limit_s": chosen.limit,
+        "at_once": chosen.at_once,
+        "kinds": tuple(chosen.kinds.split(",")),
+    }
     for end in run_many(chosen.starts, chosen.load, chosen.seed, **options):
         counts[end.kind] += 1
         slowest = max(slowest, end, key=lambda one: one.seconds)
@@ -228,7 +256,9 @@ def main():
         if sum(counts.values()) % 100 == 0:
             print(f"{sum(counts.values())} starts, {hangs} hangs, {wrong} wrong ends", flush=True)
     started = sum(counts.values())
-    print(f"{started} started, {started - hangs} ended, {wrong} of them wrong; {dict(sorted(counts.items()))}")
+    print(
+        f"{started} started, {started - hangs} ended, {wrong} of them wrong; {dict(sorted(counts.items()))}"
+    )
     print(f"the slowest took {slowest.seconds:.1f} s: {slowest.kind}")
     return int(hangs + wrong > 0)
 

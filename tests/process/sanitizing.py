@@ -8,7 +8,14 @@ import tomllib
 from launching import REPOSITORY
 
 NOT_LOADED = 86  # what a process ends with that cannot load such a module: with the installed one nothing would be tested
-_SANITIZERS = ["-O1", "-g", "-fPIC", "-shared", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+_SANITIZERS = [
+    "-O1",
+    "-g",
+    "-fPIC",
+    "-shared",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+]
 _LOADING = """
 import importlib.util, os, sys, traceback
 
@@ -28,20 +35,49 @@ def sanitized(name, folder):
     """Build a module of the kernel as pyproject.toml does, and return the variables with which processes load it."""
     compiler = _compiler()
     with (REPOSITORY / "pyproject.toml").open("rb") as file:
-        (module,) = [one for one in tomllib.load(file)["tool"]["setuptools"]["ext-modules"] if one["name"] == f"syncvar.kernel.{name}"]
+        (module,) = [
+            one
+            for one in tomllib.load(file)["tool"]["setuptools"]["ext-modules"]
+            if one["name"] == f"syncvar.kernel.{name}"
+        ]
     built, sources = folder / f"{name}.so", [str(REPOSITORY / one) for one in module["sources"]]
     include = f"-I{sysconfig.get_path('include')}"
-    subprocess.run([compiler, *module["extra-compile-args"], *_SANITIZERS, include, *sources, "-o", str(built)], check=True, timeout=300)
+    subprocess.run(
+        [
+            compiler,
+            *module["extra-compile-args"],
+            *_SANITIZERS,
+            include,
+            *sources,
+            "-o",
+            str(built),
+        ],
+        check=True,
+        timeout=300,
+    )
     return variables(name, built)
 
 
 def variables(name, built):
     """Return the variables with which processes load a module that has been built, or end."""
     folder = built.parent
-    loading = _LOADING.format(name=f"syncvar.kernel.{name}", built=str(built), folder=str(folder), code=NOT_LOADED)
+    loading = _LOADING.format(
+        name=f"syncvar.kernel.{name}", built=str(built), folder=str(folder), code=NOT_LOADED
+    )
     (folder / "sitecustomize.py").write_text(loading)
-    asked = subprocess.run([_compiler(), "-print-file-name=libasan.so"], check=True, timeout=120, capture_output=True, text=True)
-    return {"LD_PRELOAD": asked.stdout.strip(), "PYTHONMALLOC": "malloc", "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": str(folder)}
+    asked = subprocess.run(
+        [_compiler(), "-print-file-name=libasan.so"],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    return {
+        "LD_PRELOAD": asked.stdout.strip(),
+        "PYTHONMALLOC": "malloc",
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONPATH": str(folder),
+    }
 
 
 def _compiler():

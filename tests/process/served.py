@@ -19,14 +19,23 @@ def edge():
 def create(key, value, staleness=None):
     whole = list(value.shape)
     operation = {
-        "do": "create", "key": key, "shape": whole, "dtype": value.dtype.name, "aggregation": "SUM", "whole": whole, "start": 0, "value": 0,
+        "do": "create",
+        "key": key,
+        "shape": whole,
+        "dtype": value.dtype.name,
+        "aggregation": "SUM",
+        "whole": whole,
+        "start": 0,
+        "value": 0,
         "staleness": staleness,
-    }  # fmt: skip
+    }
     return Part([operation], (value,))
 
 
 def push(key, value):
-    return Part([{"do": "push", "key": key, "how": "assign_add", "value": 0, "rows": None}], (value,))
+    return Part(
+        [{"do": "push", "key": key, "how": "assign_add", "value": 0, "rows": None}], (value,)
+    )
 
 
 def step(way, servers, value, key="v"):
@@ -36,7 +45,9 @@ def step(way, servers, value, key="v"):
     ask = {}
     for server in servers:
         ask[server] = push(key, value)
-        ask[server].operations.append({"do": "push", "key": "steps", "how": "assign_add", "value": 1, "rows": None})
+        ask[server].operations.append(
+            {"do": "push", "key": "steps", "how": "assign_add", "value": 1, "rows": None}
+        )
         ask[server] = Part(ask[server].operations, (value, one))
     way.wait(way.request(ask), "a step", 60.0)
 

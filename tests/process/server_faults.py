@@ -56,7 +56,9 @@ def processes(launcher):
         if b"server" in words:
             found["server", int(words[words.index(b"server") + 1])] = int(status.parent.name)
         else:
-            rank = next((int(one[13:]) for one in environ if one.startswith(b"SYNCVAR_RANK=")), None)
+            rank = next(
+                (int(one[13:]) for one in environ if one.startswith(b"SYNCVAR_RANK=")), None
+            )
             if rank is not None:
                 found["rank", rank] = int(status.parent.name)
     return found
@@ -72,14 +74,33 @@ def run(seed, folder):
     script = Path(folder) / "script.py"
     script.write_text(SCRIPT)
     count = dice.randint(1, 3)
-    victims = [("server", dice.randrange(SERVERS)), *(("rank", dice.randrange(WORKERS)) for _ in range(2))]
+    victims = [
+        ("server", dice.randrange(SERVERS)),
+        *(("rank", dice.randrange(WORKERS)) for _ in range(2)),
+    ]
     dice.shuffle(victims)
     moments = sorted(dice.uniform(0.0, 2.0) for _ in range(count))
     line = [
-        sys.executable, "-m", "syncvar_launcher", "--config", str(HERE.parents[1] / "configs" / "ci.toml"), "--workers", str(WORKERS),
-        "--servers", str(SERVERS), "--server-replicas", "1", "--max-restarts", str(RESTARTS), "--start-method", "spawn",
-        "--timeout", "120", "--no-timestamps", str(script),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "syncvar_launcher",
+        "--config",
+        str(HERE.parents[1] / "configs" / "ci.toml"),
+        "--workers",
+        str(WORKERS),
+        "--servers",
+        str(SERVERS),
+        "--server-replicas",
+        "1",
+        "--max-restarts",
+        str(RESTARTS),
+        "--start-method",
+        "spawn",
+        "--timeout",
+        "120",
+        "--no-timestamps",
+        str(script),
+    ]
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = {**os.environ, "PYTHONPATH": path, "SYNCVAR_RESTART_DELAY_S": "0.05"}
     began, done = time.monotonic(), []
@@ -87,7 +108,11 @@ def run(seed, folder):
         job = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, env=environ, cwd=folder)
         try:
             # Moments count from when all have been started: before, there is nobody to kill.
-            while job.poll() is None and len(processes(job.pid)) < WORKERS + SERVERS and time.monotonic() - began < 60:
+            while (
+                job.poll() is None
+                and len(processes(job.pid)) < WORKERS + SERVERS
+                and time.monotonic() - began < 60
+            ):
                 time.sleep(0.002)
             started = time.monotonic()
             for victim, moment in zip(victims, moments, strict=False):
@@ -97,7 +122,9 @@ def run(seed, folder):
                 if pid is not None and job.poll() is None:
                     try:
                         os.kill(pid, signal.SIGKILL)
-                        done.append(f"{victim[0]} {victim[1]} at {time.monotonic() - started:.2f} s")
+                        done.append(
+                            f"{victim[0]} {victim[1]} at {time.monotonic() - started:.2f} s"
+                        )
                     except ProcessLookupError:
                         pass
             job.wait(150)
@@ -110,7 +137,9 @@ def run(seed, folder):
     # A worker that is killed after it has seen the sums sees them again.
     seen = {line.split("]")[0] for line in text.splitlines() if line.endswith("] exact")}
     assert job.returncode == 0, f"seed {seed}: {done}, exit {job.returncode}\n{text}"
-    assert len(seen) == WORKERS, f"seed {seed}: {done}, only {sorted(seen)} have seen the sums\n{text}"
+    assert len(seen) == WORKERS, (
+        f"seed {seed}: {done}, only {sorted(seen)} have seen the sums\n{text}"
+    )
     return done, time.monotonic() - began
 
 

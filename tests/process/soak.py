@@ -11,7 +11,26 @@ import probe
 
 import syncvar as sv
 
-SIZES = (0, 1, 2, 3, 7, 64, 1000, 4096, 8191, 8192, 8193, 32_768, 65_536, 131_072, 131_073, 262_144, 300_001, 524_288)
+SIZES = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    64,
+    1000,
+    4096,
+    8191,
+    8192,
+    8193,
+    32_768,
+    65_536,
+    131_072,
+    131_073,
+    262_144,
+    300_001,
+    524_288,
+)
 WEIGHTS = (2, 6, 4, 4, 4, 6, 6, 4, 2, 2, 2, 2, 1, 0.5, 0.5, 0.2, 0.1, 0.1)
 DTYPES = ("f4", "f8", "i4", "i8", "u1", "f2", "?")
 FOLD = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
@@ -55,7 +74,10 @@ class Soak:
         group = draw.choice(self.groups[-6:]) if draw.random() < 0.6 else None
         call, choice, form = draw.randrange(1000), draw.random(), draw.randrange(6)
         count, dtype = draw.choices(SIZES, WEIGHTS)[0], np.dtype(draw.choice(DTYPES))
-        op, is_async = draw.choice(("sum", "sum", "mean", "min", "max", "prod")), draw.random() < 0.15
+        op, is_async = (
+            draw.choice(("sum", "sum", "mean", "min", "max", "prod")),
+            draw.random() < 0.15,
+        )
         root = draw.random()
         members = tuple(range(WORLD)) if group is None else group.ranks
         self.calls += 1
@@ -64,7 +86,9 @@ class Soak:
         if dtype == "?" or (dtype in ("u1", "f2") and op in ("sum", "prod", "mean")):
             op = "max"
         me, n = members.index(RANK), len(members)
-        self.doing = f"{choice:.2f} {op} {dtype} {count} form {form} started {is_async} ranks {members}"
+        self.doing = (
+            f"{choice:.2f} {op} {dtype} {count} form {form} started {is_async} ranks {members}"
+        )
         how = {"group": group, "async_op": is_async}
         root = int(root * n)
         parts = [brought(call, who, count, dtype) for who in range(n)]
@@ -75,23 +99,40 @@ class Soak:
             blocks = [part[:length] for part, length in zip(parts, lengths, strict=True)]
             self.see(sv.all_gather(blocks[me], **how), np.concatenate(blocks))
         elif choice < 0.74:
-            self.see(sv.broadcast(parts[root] if me == root else None, root=root, **how), parts[root])
+            self.see(
+                sv.broadcast(parts[root] if me == root else None, root=root, **how), parts[root]
+            )
         elif choice < 0.78:
-            self.see(sv.reduce(parts[me], op, root=root, **how), folded(parts, op) if me == root else None)
+            self.see(
+                sv.reduce(parts[me], op, root=root, **how),
+                folded(parts, op) if me == root else None,
+            )
         elif choice < 0.81:
-            self.see(sv.scan(parts[me], "max" if op == "mean" else op, **how), folded(parts[: me + 1], "max" if op == "mean" else op))
+            self.see(
+                sv.scan(parts[me], "max" if op == "mean" else op, **how),
+                folded(parts[: me + 1], "max" if op == "mean" else op),
+            )
         elif choice < 0.84:
             mine = [parts[me][: lengths[to]] for to in range(n)]
             self.see(sv.all_to_all(mine, **how), [part[: lengths[me]] for part in parts])
         elif choice < 0.87:
-            self.see(sv.gather(parts[me], root=root, **how), np.concatenate(parts) if me == root else None)
+            self.see(
+                sv.gather(parts[me], root=root, **how),
+                np.concatenate(parts) if me == root else None,
+            )
         elif choice < 0.92:
             sv.barrier(group=group)
         elif choice < 0.97:
             words = "x" * (call % 50)
-            assert sv.all_gather_object((me, words), group=group) == [(who, words) for who in range(n)]
+            assert sv.all_gather_object((me, words), group=group) == [
+                (who, words) for who in range(n)
+            ]
         else:
-            total = sv.all_reduce({"a": parts[me], "b": [np.float32(me), brought(call, me, 3, "i8")]}, "max", group=group)
+            total = sv.all_reduce(
+                {"a": parts[me], "b": [np.float32(me), brought(call, me, 3, "i8")]},
+                "max",
+                group=group,
+            )
             self.equal(total["a"], folded(parts, "max"))
             self.equal(total["b"][0], np.asarray(n - 1, "f4"))
 
@@ -130,8 +171,12 @@ class Soak:
         elif wanted is None:
             assert got is None, self.doing
         else:
-            assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), f"{self.doing}: {got.dtype}{got.shape}, not {wanted.dtype}{wanted.shape}"
-            assert got.tobytes() == wanted.tobytes(), f"call {self.calls}, {self.doing}: {np.flatnonzero(got != wanted)[:5]}"
+            assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), (
+                f"{self.doing}: {got.dtype}{got.shape}, not {wanted.dtype}{wanted.shape}"
+            )
+            assert got.tobytes() == wanted.tobytes(), (
+                f"call {self.calls}, {self.doing}: {np.flatnonzero(got != wanted)[:5]}"
+            )
 
     def end(self):
         for work, wanted in self.started:

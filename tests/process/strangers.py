@@ -86,9 +86,25 @@ class Stranger:
             keys(one)
         one.connect(f"tcp://{target}")
         about = {"protocol": 1, "byte_order": "little"}
-        join = pack_message("join", rank=rank, job=job, generation=generation, address="a", pid=1, host="h", about=about)
-        with contextlib.suppress(zmq.Again):  # who is refused at once has nowhere to put it any more
-            one.send(join if is_meeting else pack_header(Kind.DATA, rank, generation, 0, 3, nbytes=8) + bytes(8), zmq.NOBLOCK)
+        join = pack_message(
+            "join",
+            rank=rank,
+            job=job,
+            generation=generation,
+            address="a",
+            pid=1,
+            host="h",
+            about=about,
+        )
+        with contextlib.suppress(
+            zmq.Again
+        ):  # who is refused at once has nowhere to put it any more
+            one.send(
+                join
+                if is_meeting
+                else pack_header(Kind.DATA, rank, generation, 0, 3, nbytes=8) + bytes(8),
+                zmq.NOBLOCK,
+            )
         return one
 
     def recorded(self, target):
@@ -106,11 +122,16 @@ class Stranger:
                     noted += data
                     sink.sendall(data)
 
-        ways = [threading.Thread(target=carry, args=way, daemon=True) for way in ((inner, outer, heard), (outer, inner, bytearray()))]
+        ways = [
+            threading.Thread(target=carry, args=way, daemon=True)
+            for way in ((inner, outer, heard), (outer, inner, bytearray()))
+        ]
         for way in ways:
             way.start()
         until = time.monotonic() + LIMIT_S
-        while len(heard) < 64 + 200 + 250 + 100 and time.monotonic() < until:  # greeting, HELLO, INITIATE, a message
+        while (
+            len(heard) < 64 + 200 + 250 + 100 and time.monotonic() < until
+        ):  # greeting, HELLO, INITIATE, a message
             time.sleep(0.01)
         for one in (inner, outer):
             with contextlib.suppress(OSError):
@@ -122,7 +143,7 @@ class Stranger:
         assert len(heard) > 500, bytes(heard)
         return bytes(heard)
 
-    # -- the kinds ------------------------------------------------------------------------------------------------
+    # -- the kinds ---------------------------------------------------------------------------------
 
     def raw_tcp(self, target):
         self.keep(target, bytes(100))
@@ -143,7 +164,10 @@ class Stranger:
     def wrong_key(self, target):
         own = zmq.curve_keypair()
         real = link_keys(bytes.fromhex(self.about["secret"])).listener[0]
-        for server in (zmq.curve_keypair()[0], real):  # the second knows the public key, which is no secret
+        for server in (
+            zmq.curve_keypair()[0],
+            real,
+        ):  # the second knows the public key, which is no secret
 
             def keys(one, server=server):
                 one.curve_publickey, one.curve_secretkey, one.curve_serverkey = *own, server
@@ -152,7 +176,9 @@ class Stranger:
 
     def another_job(self, target):
         self.member(target, link_keys(os.urandom(32)).connect, "another job")
-        self.member(target, link_keys(bytes.fromhex(self.about["secret"])).connect, "another job")  # one secret for two jobs
+        self.member(
+            target, link_keys(bytes.fromhex(self.about["secret"])).connect, "another job"
+        )  # one secret for two jobs
 
     def replayed(self, target):
         heard = self.recorded(target)
@@ -168,7 +194,9 @@ class Stranger:
         for size in ((1 << 20) - 1, 1 << 31, (1 << 62) + 1):
             for mechanism in (b"CURVE", b"NULL", b"PLAIN"):
                 for _ in range(max(1, self.count // 20)):
-                    self.keep(target, greeting(mechanism) + b"\x06" + size.to_bytes(8, "big") + b"x" * 100)
+                    self.keep(
+                        target, greeting(mechanism) + b"\x06" + size.to_bytes(8, "big") + b"x" * 100
+                    )
 
     def flooding(self, target):
         """Announce a frame, short to huge, and send as much of it as is taken, up to `FLOOD_NBYTES`."""
@@ -190,14 +218,30 @@ class Stranger:
         starts = (b"", SIGNATURE, greeting(b"CURVE"), greeting(b"NULL"))
         for _ in range(self.count):
             with connected(target) as one, contextlib.suppress(OSError):
-                one.sendall(self.draw.choice(starts) + self.draw.randbytes(self.draw.randint(0, 300)))
+                one.sendall(
+                    self.draw.choice(starts) + self.draw.randbytes(self.draw.randint(0, 300))
+                )
 
     def idle(self, target):
         for _ in range(self.count):
             self.keep(target)
 
 
-KINDS = ("raw_tcp", "http", "tls", "no_key", "wrong_key", "another_job", "replayed", "again", "oversized", "flooding", "truncated", "random", "idle")
+KINDS = (
+    "raw_tcp",
+    "http",
+    "tls",
+    "no_key",
+    "wrong_key",
+    "another_job",
+    "replayed",
+    "again",
+    "oversized",
+    "flooding",
+    "truncated",
+    "random",
+    "idle",
+)
 
 
 def main(kinds, count, path, *targets):

@@ -63,12 +63,36 @@ def test_the_same_as_mpi4py(launch, tmp_path, mpi, workers, dtype):
     assert python.exists(), f"no {python}: run `python bench/compare.py --setup --peers {PEERS}`"
     (tmp_path / "mpi.py").write_text(MPI)
     flags = ["--allow-run-as-root", "--oversubscribe"] if mpi == "openmpi" else []
-    starter = [PEERS / mpi / "bin" / "mpiexec.hydra"] if mpi == "intelmpi" else [f"mpirun.{mpi}", *flags]
-    own = {"I_MPI_ROOT": str(PEERS / mpi), "LD_LIBRARY_PATH": str(PEERS / mpi / "lib"), "I_MPI_FABRICS": "shm"} if mpi == "intelmpi" else {}
+    starter = (
+        [PEERS / mpi / "bin" / "mpiexec.hydra"] if mpi == "intelmpi" else [f"mpirun.{mpi}", *flags]
+    )
+    own = (
+        {
+            "I_MPI_ROOT": str(PEERS / mpi),
+            "LD_LIBRARY_PATH": str(PEERS / mpi / "lib"),
+            "I_MPI_FABRICS": "shm",
+        }
+        if mpi == "intelmpi"
+        else {}
+    )
     subprocess.run(
-        [*starter, "-n", str(workers), str(python), "-m", "mpi4py", str(tmp_path / "mpi.py"), dtype, str(tmp_path)],
-        check=True, timeout=120, stdin=subprocess.DEVNULL, capture_output=True, env=os.environ | own,
-    )  # fmt: skip
+        [
+            *starter,
+            "-n",
+            str(workers),
+            str(python),
+            "-m",
+            "mpi4py",
+            str(tmp_path / "mpi.py"),
+            dtype,
+            str(tmp_path),
+        ],
+        check=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env=os.environ | own,
+    )
     job = launch(OURS, workers=workers, arguments=[dtype, str(tmp_path)])
     assert job.wait(120) == 0, str(job)
     assert job.out.count("equal") == workers
@@ -84,14 +108,22 @@ except sv.ConfigError as error:
 """
 
 
-@pytest.mark.parametrize(("mpi", "variable"), [("openmpi", "OMPI_COMM_WORLD_SIZE"), ("mpich", "PMI_SIZE")])
+@pytest.mark.parametrize(
+    ("mpi", "variable"), [("openmpi", "OMPI_COMM_WORLD_SIZE"), ("mpich", "PMI_SIZE")]
+)
 def test_under_mpirun_nobody_takes_itself_for_a_world_of_one(mpi, variable):
     flags = ["--allow-run-as-root", "--oversubscribe"] if mpi == "openmpi" else []
 
     def said(workers, **environ):
         line = [f"mpirun.{mpi}", *flags, "-np", str(workers), sys.executable, "-c", REFUSED]
         done = subprocess.run(
-            line, check=True, timeout=120, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=os.environ | environ
+            line,
+            check=True,
+            timeout=120,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=os.environ | environ,
         )
         return done.stdout.splitlines()
 
@@ -122,7 +154,9 @@ print("torch", torch.__version__)
 
 def test_torch_tensors_go_in(launch):
     site = next(iter((PEERS / "torch" / "lib").glob("python3*/site-packages")), None)
-    assert site is not None, f"no torch under {PEERS}: run `python bench/compare.py --setup --peers {PEERS}`"
+    assert site is not None, (
+        f"no torch under {PEERS}: run `python bench/compare.py --setup --peers {PEERS}`"
+    )
     own = next(path for path in sys.path if path.endswith("site-packages"))
     job = launch(TORCH, workers=2, env={"PYTHONPATH": f"{own}:{site}"})
     assert job.wait(120) == 0, str(job)
@@ -147,6 +181,8 @@ print("done")
 
 @pytest.mark.parametrize("transport", ["auto", "zmq"])
 def test_more_than_2_gib(launch, transport):
-    job = launch(BIG, workers=2, env={"SYNCVAR_TRANSPORT": transport, "SYNCVAR_COLLECTIVE_TIMEOUT_S": "100"})
+    job = launch(
+        BIG, workers=2, env={"SYNCVAR_TRANSPORT": transport, "SYNCVAR_COLLECTIVE_TIMEOUT_S": "100"}
+    )
     assert job.wait(120) == 0, str(job)
     assert job.out.count("done") == 2

@@ -44,9 +44,14 @@ os.environ.update(PBS_VNODENUM=place, PBS_TASKNUM=str(int(place) + 1))
 os.execvp(words[0], words)
 """
 SLURM = {
-    "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1", "SLURM_JOB_CPUS_PER_NODE": "2(x2)",
-    "SLURMD_NODENAME": "n1", "SLURM_LABELIO": "1",
-}  # fmt: skip
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "3",
+    "SLURM_TASKS_PER_NODE": "2,1",
+    "SLURM_JOB_CPUS_PER_NODE": "2(x2)",
+    "SLURMD_NODENAME": "n1",
+    "SLURM_LABELIO": "1",
+}
 
 
 @pytest.fixture
@@ -57,9 +62,13 @@ def inside(launch, tmp_path):
 
     def start(name, program, script=SCRIPT, **named):
         stand_in = bin_folder / name
-        stand_in.write_text(f"#!{sys.executable}\nimport os, sys\nlog = {str(tmp_path / 'log')!r}\n{program}")
+        stand_in.write_text(
+            f"#!{sys.executable}\nimport os, sys\nlog = {str(tmp_path / 'log')!r}\n{program}"
+        )
         stand_in.chmod(0o755)
-        environ = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "HOME": str(tmp_path)} | named.pop("env")
+        environ = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "HOME": str(tmp_path)} | named.pop(
+            "env"
+        )
         return launch(script, env=environ, **named)
 
     start.log = tmp_path / "log"
@@ -101,10 +110,17 @@ def test_where_pbsdsh_has_no_pipes_the_hosts_join(inside, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "environ", "line"), [
-    ("srun", SLURM | {"SLURMD_NODENAME": ""}, ()), ("pbsdsh", {"PBS_JOBID": "12", "PBS_NODEFILE": "nodes"}, ()),
-], ids=["srun", "pbsdsh"])  # fmt: skip
-def test_a_command_that_fails_is_told_with_its_words_and_nothing_is_started(inside, tmp_path, name, environ, line):
+@pytest.mark.parametrize(
+    ("name", "environ", "line"),
+    [
+        ("srun", SLURM | {"SLURMD_NODENAME": ""}, ()),
+        ("pbsdsh", {"PBS_JOBID": "12", "PBS_NODEFILE": "nodes"}, ()),
+    ],
+    ids=["srun", "pbsdsh"],
+)
+def test_a_command_that_fails_is_told_with_its_words_and_nothing_is_started(
+    inside, tmp_path, name, environ, line
+):
     if "PBS_NODEFILE" in environ:
         (tmp_path / "nodes").write_text("r1\n")
         environ = environ | {"PBS_NODEFILE": str(tmp_path / "nodes")}

@@ -33,12 +33,17 @@ def transport_line(launch, *options, workers=2, **more):
     job = launch("print(1)", workers=workers, options=["--dry-run", *options], **more)
     code = job.wait()
     assert code == 0, str(job)
-    (line,) = [line for line in job.out.splitlines() if line.startswith("transport ") and ":" in line]
+    (line,) = [
+        line for line in job.out.splitlines() if line.startswith("transport ") and ":" in line
+    ]
     return line
 
 
 def test_a_dry_run_says_what_would_serve(launch, tmp_path):
-    assert transport_line(launch) == "transport arena: shared memory (memfd), 1 TiB virtual; SYNCVAR_TRANSPORT=zmq turns it off"
+    assert (
+        transport_line(launch)
+        == "transport arena: shared memory (memfd), 1 TiB virtual; SYNCVAR_TRANSPORT=zmq turns it off"
+    )
     small = {"SYNCVAR_ARENA_BYTES": str(256 << 20)}
     assert "(memfd), 256 MiB virtual;" in transport_line(launch, env=small)
     asked = transport_line(launch, env={"SYNCVAR_TRANSPORT": "zmq"})
@@ -53,7 +58,9 @@ def test_verbose_says_it_in_two_words(launch):
     job = launch("import syncvar as sv; sv.init()", options=["--verbose"])
     assert job.wait() == 0, str(job)
     assert re.search(r"\| 2 ranks on .* \| shared memory \(memfd\) \| ", job.report), str(job)
-    zmq = launch("import syncvar as sv; sv.init()", options=["--verbose"], env={"SYNCVAR_TRANSPORT": "zmq"})
+    zmq = launch(
+        "import syncvar as sv; sv.init()", options=["--verbose"], env={"SYNCVAR_TRANSPORT": "zmq"}
+    )
     assert zmq.wait() == 0, str(zmq)
     assert re.search(r"\| 2 ranks on .* \| unix sockets \| ", zmq.report), str(zmq)
 
@@ -66,10 +73,13 @@ def test_a_size_that_does_not_fit_is_a_wrong_setting(launch):
     )
 
 
-SHARE = FETCH + """
+SHARE = (
+    FETCH
+    + """
 arena = attached()
 probe.note("arena", cores=arena.usable_cores, ranks=arena.local_world_size, bytes=arena.arena_bytes)
 """
+)
 
 
 def test_ranks_fetch_what_was_asked_for(launch):
@@ -102,7 +112,9 @@ def test_an_address_space_that_is_too_small_is_served_by_sockets(launch):
 # Whom it wakes.
 
 
-WATCH = FETCH + """
+WATCH = (
+    FETCH
+    + """
 how = sys.argv[1]
 arena = attached()
 if me.rank == 1:
@@ -122,9 +134,12 @@ while not arena.is_aborted:
         raise SystemExit("nobody said anything")
 probe.note("aborted")
 """
+)
 
 
-@pytest.mark.parametrize("how", [pytest.param("exit", marks=pytest.mark.slow), "leave", "raise", "SEGV", "STOP"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("exit", marks=pytest.mark.slow), "leave", "raise", "SEGV", "STOP"]
+)
 def test_a_lost_rank_is_told_in_the_arena(launch, how):
     job = launch(WATCH, arguments=[how])
     (injected,) = job.await_events("inject", rank=1)
@@ -138,19 +153,24 @@ def test_a_lost_rank_is_told_in_the_arena(launch, how):
 
 
 def test_an_orderly_end_wakes_nobody(launch):
-    script = FETCH + """
+    script = (
+        FETCH
+        + """
 arena = attached()
 if me.rank == 1:
     raise SystemExit(0)
 time.sleep(0.5)
 probe.note("end", aborted=arena.is_aborted)
 """
+    )
     job = launch(script)
     assert job.wait() == 0, str(job)
     assert [event["aborted"] for event in job.events("end")] == [False]
 
 
-BREAK = FETCH + """
+BREAK = (
+    FETCH
+    + """
 import syncvar as sv
 
 sv.init()
@@ -167,6 +187,7 @@ while not arena.is_aborted and time.monotonic() < until:
     time.sleep(0.001)
 probe.note("aborted", aborted=arena.is_aborted)
 """
+)
 
 
 def test_a_break_that_a_rank_reports_is_told_in_the_arena(launch):
@@ -175,10 +196,14 @@ def test_a_break_that_a_rank_reports_is_told_in_the_arena(launch):
     (broke,) = job.events("broke")
     aborted = job.events("aborted")
     assert [event["aborted"] for event in aborted] == [True, True], str(job)
-    check_bound("a reported break: the abort word", max(event["at"] for event in aborted) - broke["at"], 0.2)
+    check_bound(
+        "a reported break: the abort word", max(event["at"] for event in aborted) - broke["at"], 0.2
+    )
 
 
-ANEW = FETCH + """
+ANEW = (
+    FETCH
+    + """
 import syncvar as sv
 
 generations = []
@@ -192,13 +217,17 @@ for generation in range(4):
 probe.note("end", generations=generations, descriptors=len(os.listdir("/proc/self/fd")))
 probe.gate("looked")
 """
+)
 
 
 def test_every_generation_has_an_arena_and_the_launcher_keeps_few(launch):
     job = launch(ANEW)
     ends = job.await_events("end", 2)
     assert [event["generations"] for event in ends] == [[0, 1, 2, 3]] * 2
-    held = [os.readlink(f"/proc/{job.process.pid}/fd/{name}") for name in os.listdir(f"/proc/{job.process.pid}/fd")]
+    held = [
+        os.readlink(f"/proc/{job.process.pid}/fd/{name}")
+        for name in os.listdir(f"/proc/{job.process.pid}/fd")
+    ]
     assert len([target for target in held if "syncvar-arena" in target]) == 1, held
     job.open_gate("looked")
     assert job.wait() == 0, str(job)
@@ -228,7 +257,9 @@ if "directory" in words:
     os.open = refused(os.open, lambda path: "/syncvar-" in str(path))
 """
 
-USE = FETCH + """
+USE = (
+    FETCH
+    + """
 import numpy as np
 import syncvar as sv
 from syncvar.errors import ArenaFull
@@ -263,6 +294,7 @@ if arena is not None and "fill" in sys.argv:  # until there is nothing left, and
     assert sv.all_reduce(np.ones(1000)).sum() == 2000
 probe.note("end", status=open("/proc/self/status").read().split("ShmPnd")[0][:20])
 """
+)
 
 
 def namespace():
@@ -285,28 +317,34 @@ WAYS = {
     "as it is": ("", "", None),
     "no memfd": ("memfd", "", f"shared memory: a file in /dev/shm instead of {NO_MEMFD}"),
     "no memfd and no /dev/shm": (
-        "memfd,shm", "",
+        "memfd,shm",
+        "",
         f"shared memory: a file in the job's directory instead of {NO_MEMFD} or a file in /dev/shm (No such file or directory)",
     ),
     "nothing at all": (
-        "memfd,shm,directory", "",
-        (f"no shared memory, data go through unix sockets: it cannot be made: {NO_MEMFD}, a file in /dev/shm (No such file or "
-        "directory), a file in the job's directory (No such file or directory)"),
+        "memfd,shm,directory",
+        "",
+        (
+            f"no shared memory, data go through unix sockets: it cannot be made: {NO_MEMFD}, a file in /dev/shm (No such file or "
+            "directory), a file in the job's directory (No such file or directory)"
+        ),
     ),
-}  # fmt: skip
+}
 if NAMESPACE is not None:
     WAYS |= {
         "64 MiB": ("", "size=64m", None),
         "64 MiB, no memfd": ("memfd", "size=64m", WAYS["no memfd"][2]),
         "read-only, no memfd": (
-            "memfd", "ro",
+            "memfd",
+            "ro",
             f"shared memory: a file in the job's directory instead of {NO_MEMFD} or a file in /dev/shm (Read-only file system)",
         ),
         "no page at all, no memfd": (
-            "memfd", "size=4k",
+            "memfd",
+            "size=4k",
             f"shared memory: a file in the job's directory instead of {NO_MEMFD} or a file in /dev/shm (No space left on device)",
         ),
-    }  # fmt: skip
+    }
 
 
 def refusing(tmp_path, refused, mount):
@@ -314,7 +352,11 @@ def refusing(tmp_path, refused, mount):
     (tmp_path / "sitecustomize.py").write_text(REFUSE)
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     env = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "REFUSE": refused}
-    prefix = [*NAMESPACE, "sh", "-c", f'mount -t tmpfs -o {mount} tmpfs /dev/shm && exec "$@"', "sh"] if mount else []
+    prefix = (
+        [*NAMESPACE, "sh", "-c", f'mount -t tmpfs -o {mount} tmpfs /dev/shm && exec "$@"', "sh"]
+        if mount
+        else []
+    )
     return {"env": env, "prefix": prefix}
 
 
@@ -322,7 +364,9 @@ def refusing(tmp_path, refused, mount):
 COVERED = {"as it is", "64 MiB", *(["no memfd"] if NAMESPACE is not None else [])}
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow if way in COVERED else ()) for way in WAYS])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if way in COVERED else ()) for way in WAYS]
+)
 def test_f40_little_or_no_shared_memory(launch, tmp_path, way):
     refused, mount, sentence = WAYS[way]
     fill = ["fill"] if mount == "size=64m" and refused else []
@@ -334,15 +378,24 @@ def test_f40_little_or_no_shared_memory(launch, tmp_path, way):
     if fill:
         (filled,) = job.events("filled")
         assert 10 < filled["count"] < 64, str(job)
-        assert "the system has no more room where the arena is (the ranks of this host hold 6" in filled["words"], str(job)
+        assert (
+            "the system has no more room where the arena is (the ranks of this host hold 6"
+            in filled["words"]
+        ), str(job)
         assert "raise the size of /dev/shm or the memory limit of the container" in filled["words"]
 
 
 @pytest.mark.parametrize(
     ("refused", "line"),
     [
-        ("memfd", "transport arena: shared memory (a file in /dev/shm), 1 TiB virtual; SYNCVAR_TRANSPORT=zmq turns it off"),
-        ("memfd,shm,directory", "transport zmq: unix sockets; no arena because it cannot be made: memfd ("),
+        (
+            "memfd",
+            "transport arena: shared memory (a file in /dev/shm), 1 TiB virtual; SYNCVAR_TRANSPORT=zmq turns it off",
+        ),
+        (
+            "memfd,shm,directory",
+            "transport zmq: unix sockets; no arena because it cannot be made: memfd (",
+        ),
     ],
 )
 def test_f40_a_dry_run_says_it(launch, tmp_path, refused, line):
@@ -386,4 +439,7 @@ except sv.PeerLost as error:
 def test_a_rank_that_is_killed_while_others_read_its_memory(launch):
     job = launch(READ, workers=3)
     assert job.wait() == 128 + signal.SIGKILL, str(job)
-    assert len(re.findall(r"\[[12]\] [1-9]\d* calls, then rank 0 on \S+ was lost: signal 9", job.out)) == 2, str(job)
+    assert (
+        len(re.findall(r"\[[12]\] [1-9]\d* calls, then rank 0 on \S+ was lost: signal 9", job.out))
+        == 2
+    ), str(job)

@@ -17,12 +17,22 @@ def syncvar(tmp_path):
     """Run the command in an empty folder."""
 
     def run(*arguments, limit_s=120, **env):
-        line = [sys.executable, "-c", "import sys; from syncvar.cli import main; sys.exit(main())", *arguments]
+        line = [
+            sys.executable,
+            "-c",
+            "import sys; from syncvar.cli import main; sys.exit(main())",
+            *arguments,
+        ]
         return subprocess.run(
-            line, cwd=tmp_path, capture_output=True, text=True, timeout=limit_s, check=False,
+            line,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
             env={**os.environ, "SYNCVAR_LAUNCH_START_METHOD": "fork", **env},
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
 
     return run
 
@@ -30,7 +40,22 @@ def syncvar(tmp_path):
 @pytest.mark.parametrize("transport", ["auto", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_a_benchmark_starts_its_own_workers(syncvar, tmp_path, transport):
     ended = syncvar(
-        "bench", "all_reduce", "-b", "8", "-e", "4K", "-f", "8", "-n", "5", "--workers", "2", "--json", "x.json", "--transport", transport
+        "bench",
+        "all_reduce",
+        "-b",
+        "8",
+        "-e",
+        "4K",
+        "-f",
+        "8",
+        "-n",
+        "5",
+        "--workers",
+        "2",
+        "--json",
+        "x.json",
+        "--transport",
+        transport,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
@@ -52,8 +77,12 @@ def test_a_benchmark_starts_its_own_workers(syncvar, tmp_path, transport):
             assert half["nwrong"] == 0
             assert half["iterations"] == 5
             assert half["time_min"] <= half["time_avg"] <= half["time_max"]
-            assert half["alg_bw"] == pytest.approx(row["size"] / half["time"] / 1e3, rel=1e-3, abs=1e-6)
-            assert half["bus_bw"] == pytest.approx(half["alg_bw"], abs=1e-6), "the factor on two ranks is 1"
+            assert half["alg_bw"] == pytest.approx(
+                row["size"] / half["time"] / 1e3, rel=1e-3, abs=1e-6
+            )
+            assert half["bus_bw"] == pytest.approx(half["alg_bw"], abs=1e-6), (
+                "the factor on two ranks is 1"
+            )
 
 
 INSIDE = (
@@ -117,21 +146,33 @@ sv.all_reduce = all_reduce
 
 def test_wrong_elements_are_counted(launch):
     script = PLANTED + "from syncvar.cli.bench_worker import parsed, work\nsys.exit(work(parsed()))"
-    job = launch(script, arguments=["all_reduce", "-b", "8", "-e", "16", "-d", "int16", "-n", "2", "-c", "2"])
+    job = launch(
+        script, arguments=["all_reduce", "-b", "8", "-e", "16", "-d", "int16", "-n", "2", "-c", "2"]
+    )
     assert job.wait() == 1, str(job)
-    small, large = ([*line.split()][1:] for line in job.out.splitlines() if not line.startswith("[0] #"))
+    small, large = (
+        [*line.split()][1:] for line in job.out.splitlines() if not line.startswith("[0] #")
+    )
     assert (small[8], small[12]) == ("0", "0")
-    assert (large[8], large[12]) == ("3", "2"), "two checks and the last timed call; in place two checks"
+    assert (large[8], large[12]) == ("3", "2"), (
+        "two checks and the last timed call; in place two checks"
+    )
     assert "Out of bounds values : 5 FAILED" in job.out
 
 
 def test_the_proof_of_a_few_collectives(syncvar):
-    ended = syncvar("test", "--workers", "2", "broadcast", "gather", "send_recv", "barrier", "scatter_object")
+    ended = syncvar(
+        "test", "--workers", "2", "broadcast", "gather", "send_recv", "barrier", "scatter_object"
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     *lines, last = ended.stdout.splitlines()
     assert [line.split()[:2] for line in lines] == [
-        ["broadcast", "OK"], ["gather", "OK"], ["send_recv", "OK"], ["barrier", "OK"], ["scatter_object", "OK"],
-    ]  # fmt: skip
+        ["broadcast", "OK"],
+        ["gather", "OK"],
+        ["send_recv", "OK"],
+        ["barrier", "OK"],
+        ["scatter_object", "OK"],
+    ]
     assert all(line.endswith(" calls over arena and zmq") for line in lines)
     assert "15 dtypes" in lines[0]
     assert "counts 0, 1, 2, 3, 10007" in lines[0]
@@ -139,12 +180,17 @@ def test_the_proof_of_a_few_collectives(syncvar):
 
 
 def test_what_a_failed_proof_says(launch):
-    script = PLANTED + "from syncvar.cli.selftest_worker import parsed, work\nsys.exit(work(parsed()))"
+    script = (
+        PLANTED + "from syncvar.cli.selftest_worker import parsed, work\nsys.exit(work(parsed()))"
+    )
     job = launch(script, arguments=["all_reduce", "broadcast"])
     assert job.wait() == 1, str(job)
     first, *failures, last = (line.removeprefix("[0] ") for line in job.out.splitlines())
     assert first.startswith("all_reduce         FAIL  ")
-    assert re.match(r" +arena: rank 1: all_reduce: int16, sum, count 10007: index 4 is -?\d+ instead of -?\d+$", failures[0])
+    assert re.match(
+        r" +arena: rank 1: all_reduce: int16, sum, count 10007: index 4 is -?\d+ instead of -?\d+$",
+        failures[0],
+    )
     assert last.startswith("broadcast          OK  ")
 
 
@@ -183,7 +229,17 @@ def test_a_rank_that_dies_fails_the_proof(syncvar, tmp_path):
         "        return gather(*given, **named)\n"
         "    sv.gather = later\n"
     )
-    ended = syncvar("test", "--workers", "2", "--transport", "zmq", "broadcast", "gather", SYNCVAR_LAUNCH_START_METHOD="spawn", PYTHONPATH=str(tmp_path))
+    ended = syncvar(
+        "test",
+        "--workers",
+        "2",
+        "--transport",
+        "zmq",
+        "broadcast",
+        "gather",
+        SYNCVAR_LAUNCH_START_METHOD="spawn",
+        PYTHONPATH=str(tmp_path),
+    )
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert re.search(r"^broadcast +OK ", ended.stdout, re.MULTILINE)
     assert re.search(r"^gather +FAIL ", ended.stdout, re.MULTILINE)
@@ -196,7 +252,9 @@ def test_a_rank_that_dies_fails_the_proof(syncvar, tmp_path):
 def test_the_workers_end_with_the_command(tmp_path, number):
     line = [sys.executable, "-c", "import sys; from syncvar.cli import main; sys.exit(main())"]
     line += ["bench", "barrier", "-n", "100000000", "--workers", "2"]
-    process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         while "(GB/s)" not in process.stdout.readline():
             assert process.poll() is None
@@ -227,16 +285,38 @@ def test_what_is_written_every_day_is_measured_and_verified(syncvar, tmp_path):
     """The worker scripts of bench/compare.py: each call is compared with what must come out before it is timed."""
     peers = Path(__file__).resolve().parents[2] / "bench" / "peers"
     small = ["--library", "syncvar", "--largest", "8192", "--slices", "1"]
-    for script, more in (("rows_worker.py", small), ("peer_syncvar.py", ["--measure", "all_reduce/plain variable/8,4096"])):
-        command = [sys.executable, "-m", "syncvar_launcher", "--workers", "2", peers / script, "--seconds", "0.003", *more, "--result", tmp_path / script]
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    for script, more in (
+        ("rows_worker.py", small),
+        ("peer_syncvar.py", ["--measure", "all_reduce/plain variable/8,4096"]),
+    ):
+        command = [
+            sys.executable,
+            "-m",
+            "syncvar_launcher",
+            "--workers",
+            "2",
+            peers / script,
+            "--seconds",
+            "0.003",
+            *more,
+            "--result",
+            tmp_path / script,
+        ]
+        ended = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
         assert ended.returncode == 0, ended.stderr
     rows = json.loads((tmp_path / "rows_worker.py").read_text())["results"]
     expected = runpy.run_path(str(peers / "rows.py"))["ROWS"]
-    assert [(row["row"], row["size"]) for row in rows] == [(row.title, size) for row in expected for size in row.sizes if size <= 8192]
+    assert [(row["row"], row["size"]) for row in rows] == [
+        (row.title, size) for row in expected for size in row.sizes if size <= 8192
+    ]
     assert min(row["us"] for row in rows) > 0
     rows = json.loads((tmp_path / "peer_syncvar.py").read_text())["results"]
-    assert [(row["kind"], row["size"]) for row in rows] == [("plain variable", 8), ("plain variable", 4096)]
+    assert [(row["kind"], row["size"]) for row in rows] == [
+        ("plain variable", 8),
+        ("plain variable", 4096),
+    ]
 
 
 def test_a_row_that_gives_something_wrong_is_not_timed(launch):
@@ -260,8 +340,26 @@ def test_a_row_that_gives_something_wrong_is_not_timed(launch):
 @pytest.mark.parametrize("peer", ["openmpi", "mpich", "intelmpi", "torch"])
 def test_what_others_write_instead_is_measured_and_verified(tmp_path, peer):
     """`pytest -m peers` after `python bench/compare.py --setup`, as for test_against_others."""
-    command = [sys.executable, Path(__file__).resolve().parents[2] / "bench" / "compare.py", "--peers", os.environ.get("SYNCVAR_PEERS", ".peers")]
-    command += ["--libraries", f"syncvar,{peer}", "--parts", "everyday", "--workers", "2", "--rounds", "1", "--seconds", "0.003", "--json", tmp_path / "x"]
+    command = [
+        sys.executable,
+        Path(__file__).resolve().parents[2] / "bench" / "compare.py",
+        "--peers",
+        os.environ.get("SYNCVAR_PEERS", ".peers"),
+    ]
+    command += [
+        "--libraries",
+        f"syncvar,{peer}",
+        "--parts",
+        "everyday",
+        "--workers",
+        "2",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.003",
+        "--json",
+        tmp_path / "x",
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     (found,) = json.loads((tmp_path / "x").read_text())["everyday"]

@@ -16,16 +16,25 @@ import syncvar as sv
 
 def test_a_save_that_is_killed_at_any_step_leaves_the_old_or_the_new(tmp_path):
     script = Path(__file__).with_name("killed_saves.py")
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lines) == 38
     for line in lines:
         assert line["status"] == signal.SIGKILL, line
         is_new = line["file"] == "manifest" and (line["step"], line["when"]) in {
-            ("rename", "after"), ("sync_folder", "before"), ("sync_folder", "after"), ("remove", "before"),
+            ("rename", "after"),
+            ("sync_folder", "before"),
+            ("sync_folder", "after"),
+            ("remove", "before"),
             ("remove", "after"),
-        }  # fmt: skip
+        }
         value = 2.0 if is_new else 1.0
         assert line["found"] == [[[value], value], [[value], value + 1], [[value], -1.0]], line
         assert line["after"] == [[[3.0], 3.0], [[3.0], 4.0], [[3.0], -1.0]], line
@@ -85,9 +94,14 @@ def last(job, rank, word):
 @pytest.mark.parametrize(
     ("kill", "step"),
     # By default test_restarts.py kills between the files of a save; here it is somebody else who starts the ranks again.
-    [pytest.param("1,shard,before", "5", marks=pytest.mark.slow), pytest.param("0,manifest,after", "7", marks=pytest.mark.slow)],
+    [
+        pytest.param("1,shard,before", "5", marks=pytest.mark.slow),
+        pytest.param("0,manifest,after", "7", marks=pytest.mark.slow),
+    ],
 )
-def test_killed_in_the_middle_of_a_save_and_resumed_the_weights_are_the_same_to_the_bit(launch, tmp_path, kill, step):
+def test_killed_in_the_middle_of_a_save_and_resumed_the_weights_are_the_same_to_the_bit(
+    launch, tmp_path, kill, step
+):
     whole = launch(TRAINING, arguments=[str(tmp_path / "whole"), "none"])
     assert whole.wait() == 0, whole
     expected = last(whole, 0, "final")
@@ -148,10 +162,14 @@ LOST = """
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_that_is_lost_during_a_save_is_named_and_the_program_is_not_blamed(launch, tmp_path, lost):
+def test_a_rank_that_is_lost_during_a_save_is_named_and_the_program_is_not_blamed(
+    launch, tmp_path, lost
+):
     job = launch(LOST, workers=3, arguments=[str(tmp_path), str(lost)])
     assert job.wait() == 128 + signal.SIGKILL, job
-    assert job.err.count(f"{tmp_path}/step-0000000002 ended without a commit: rank {lost} on ") == 1, job
+    assert (
+        job.err.count(f"{tmp_path}/step-0000000002 ended without a commit: rank {lost} on ") == 1
+    ), job
     assert job.err.count("The checkpoints before it are whole") == 1, job
     assert "call wait()" not in job.err, job
     manager = sv.CheckpointManager(sv.Checkpoint(w=sv.Variable(np.zeros(4))), tmp_path)
@@ -185,12 +203,16 @@ def test_sigterm_to_one_rank_is_a_notice_and_all_save_the_same_step_and_exit_75(
     stops = {event["rank"]: event["step"] for event in job.events("stops")}
     assert set(stops) == {0, 1, 2}, job
     assert len(set(stops.values())) == 1
-    assert os.listdir(tmp_path / "c") == [f"step-{stops[0]:010d}"], "and nothing else, the lock neither"
+    assert os.listdir(tmp_path / "c") == [f"step-{stops[0]:010d}"], (
+        "and nothing else, the lock neither"
+    )
     assert f"step-{stops[0]:010d} has all that is needed to go on" in job.err
 
 
 @pytest.mark.slow  # by default test_restarts.py tells the launcher to end, lets the ranks save and goes on
-def test_the_example_that_is_stopped_by_sigterm_to_the_launcher_and_run_again_ends_as_one_left_alone(launch, tmp_path):
+def test_the_example_that_is_stopped_by_sigterm_to_the_launcher_and_run_again_ends_as_one_left_alone(
+    launch, tmp_path
+):
     target, last_line = ["-m", "syncvar.examples.resume"], "steps=200 weights_sha256="
     whole = launch(target=target, arguments=[str(tmp_path / "whole"), "--steps", "200"])
     folder = tmp_path / "stopped"

@@ -13,8 +13,11 @@ from launching import REPOSITORY, Job
 
 BLOCK = re.compile(r"^```python(| script)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
-BLOCKS = [(f"{page.name} {number}", kind.strip(), text)
-          for page in PAGES for number, (kind, text) in enumerate(BLOCK.findall(page.read_text()), 1)]  # fmt: skip
+BLOCKS = [
+    (f"{page.name} {number}", kind.strip(), text)
+    for page in PAGES
+    for number, (kind, text) in enumerate(BLOCK.findall(page.read_text()), 1)
+]
 
 DRIVER = """
     import pathlib
@@ -27,10 +30,18 @@ DRIVER = """
 
 
 def test_the_readme_and_the_pages_have_blocks():
-    assert {name.split()[0] for name, *_ in BLOCKS} >= {"README.md", "collectives.md", "launching.md", "training.md", "variables.md"}
+    assert {name.split()[0] for name, *_ in BLOCKS} >= {
+        "README.md",
+        "collectives.md",
+        "launching.md",
+        "training.md",
+        "variables.md",
+    }
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "workers", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_blocks_run_on_workers(tmp_path, workers):
     (tmp_path / "blocks").mkdir()
     names = [name for name, kind, _ in BLOCKS if not kind]
@@ -48,6 +59,13 @@ def test_a_script_runs(tmp_path, name):
     text = next(text for other, _, text in BLOCKS if other == name)
     script = Path(tmp_path, "script.py")
     script.write_text(text)
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == re.findall(r"# (\[.*?\])", text)[-1]

@@ -154,13 +154,18 @@ probe.note("checks", done=done, failed=failed[:20])
 """
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)],
+)
 def test_what_collectives_take_and_give(launch, workers):
     job = launch(CHECKS, workers=workers)
     assert job.wait(120) == 0, str(job)
     checks = job.events("checks")
     assert {event["rank"] for event in checks} == set(range(workers)), str(job)
-    assert not [words for event in checks for words in event["failed"]], json.dumps(checks, indent=1)
+    assert not [words for event in checks for words in event["failed"]], json.dumps(
+        checks, indent=1
+    )
 
 
 TRANSPORT = """

@@ -19,7 +19,12 @@ LAYOUTS = {
 ENVIRONMENT = {"SYNCVAR_REPORT_AFTER_S": "0.02", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow) if name == "two hosts" else name for name in LAYOUTS])
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.slow) if name == "two hosts" else name
+        for name in LAYOUTS
+    ]
+)
 def refusals(request, launch):
     """Run the program in a layout; returns how many calls were refused, the same on all ranks."""
 
@@ -27,7 +32,9 @@ def refusals(request, launch):
         layout = dict(LAYOUTS[request.param])
         env = {**ENVIRONMENT, **layout.pop("env", {})}
         options = ["--timeout", f"{limit_s:g}", *layout.pop("options", ())]
-        job = launch(target=PROGRAM, arguments=list(map(str, arguments)), env=env, options=options, **layout)
+        job = launch(
+            target=PROGRAM, arguments=list(map(str, arguments)), env=env, options=options, **layout
+        )
         assert job.wait(limit_s) == 0, str(job)
         told = [int(number) for number in re.findall(r"refused (\d+), the slowest", job.out)]
         assert len(told) == layout["workers"], str(job)

@@ -14,7 +14,19 @@ from syncvar.errors import ConfigError
 from syncvar_launcher.events import EventLog
 
 FIELDS = {
-    "job_start": {"version", "host", "hosts", "workers", "servers", "kind", "target", "start_method", "max_restarts", "options", "pid"},
+    "job_start": {
+        "version",
+        "host",
+        "hosts",
+        "workers",
+        "servers",
+        "kind",
+        "target",
+        "start_method",
+        "max_restarts",
+        "options",
+        "pid",
+    },
     "rank_start": {"rank", "host", "pid", "restarts"},
     "met": {"generation", "after_s"},
     "stall": {"text"},
@@ -53,14 +65,22 @@ def read(path):
     events = [json.loads(line) for line in text.splitlines()]
     for event in events:
         assert event.keys() == FIELDS[event["event"]] | {"event", "time", "monotonic", "job"}, event
-    assert [event["monotonic"] for event in events] == sorted(event["monotonic"] for event in events)
+    assert [event["monotonic"] for event in events] == sorted(
+        event["monotonic"] for event in events
+    )
     return events
 
 
 def test_the_events_of_a_job_with_one_restart(launch, tmp_path):
     path = tmp_path / "events.jsonl"
-    env = {"SYNCVAR_RESTART_DELAY_S": "0.05", "SYNCVAR_STALL_WARNING_S": "0.2", "MY_SECRET": "hunter2"}
-    job = launch(SCRIPT, options=["--events", str(path), "--max-restarts", "1", "-x", "MY_SECRET"], env=env)
+    env = {
+        "SYNCVAR_RESTART_DELAY_S": "0.05",
+        "SYNCVAR_STALL_WARNING_S": "0.2",
+        "MY_SECRET": "hunter2",
+    }
+    job = launch(
+        SCRIPT, options=["--events", str(path), "--max-restarts", "1", "-x", "MY_SECRET"], env=env
+    )
     job.await_events("again", 2)
     await_true(lambda: '"stall"' in path.read_text(), what="the word about the wait")
     job.send(signal.SIGUSR1)
@@ -68,14 +88,31 @@ def test_the_events_of_a_job_with_one_restart(launch, tmp_path):
     events = read(path)
     of = {what: [event for event in events if event["event"] == what] for what in FIELDS}
     counts = Counter(event["event"] for event in events)
-    for what, count in {"job_start": 1, "rank_start": 4, "met": 2, "rank_end": 4, "restart": 1, "signal_forwarded": 1, "job_end": 1}.items():
+    for what, count in {
+        "job_start": 1,
+        "rank_start": 4,
+        "met": 2,
+        "rank_end": 4,
+        "restart": 1,
+        "signal_forwarded": 1,
+        "job_end": 1,
+    }.items():
         assert counts[what] == count, counts
     assert not counts["signal"], "it was not one that ends the job"
     assert events[0]["event"] == "job_start"
     assert events[-1] == of["job_end"][0]
     assert len({event["job"] for event in events}) == 1
-    assert sorted((one["rank"], one["restarts"]) for one in of["rank_start"]) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert {one["pid"] for one in of["rank_start"]} == {one["pid"] for one in of["rank_end"]} == {one["pid"] for one in job.events("began")}
+    assert sorted((one["rank"], one["restarts"]) for one in of["rank_start"]) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert (
+        {one["pid"] for one in of["rank_start"]}
+        == {one["pid"] for one in of["rank_end"]}
+        == {one["pid"] for one in job.events("began")}
+    )
     failed = next(one for one in of["rank_failed"] if one["rank"] == 1)
     assert (failed["error"], failed["message"]) == ("ValueError", "planted failure")
     restart = of["restart"][0]
@@ -89,7 +126,9 @@ def test_the_events_of_a_job_with_one_restart(launch, tmp_path):
     assert (of["job_end"][0]["exit_code"], of["job_end"][0]["rank"]) == (0, None)
     assert "hunter2" not in path.read_text()
 
-    again = launch("import probe; probe.note('ready'); probe.gate('never')", options=["--events", str(path)])
+    again = launch(
+        "import probe; probe.note('ready'); probe.gate('never')", options=["--events", str(path)]
+    )
     again.await_events("ready", 2)
     again.send(signal.SIGTERM)
     assert again.wait() == 143, str(again)
@@ -130,13 +169,17 @@ def test_a_reader_gets_whole_lines_and_a_full_disk_is_told_once(tmp_path):
         events.add("notice", text=f"{number} \x1b[2J \n")
     lines = os.read(reader, 1 << 20).splitlines()
     os.close(reader)
-    assert [json.loads(line)["text"] for line in lines] == [f"{number} \x1b[2J \n" for number in range(100)]
+    assert [json.loads(line)["text"] for line in lines] == [
+        f"{number} \x1b[2J \n" for number in range(100)
+    ]
     events.close()
     full = log(Path("/dev/full"), said)
     full.add("notice", text="x")
     full.add("notice", text="x")
     full.close()
-    assert said == ["cannot write /dev/full of --events: No space left on device; the job goes on without it"]
+    assert said == [
+        "cannot write /dev/full of --events: No space left on device; the job goes on without it"
+    ]
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):

@@ -84,7 +84,9 @@ def ports(pids):
 @pytest.mark.parametrize("mode", ["required", pytest.param("control-only", marks=pytest.mark.slow)])
 def test_strangers_of_all_kinds_cost_a_job_nothing(launch, tmp_path, mode):
     job = launch(SUMS, workers=2, options=["--fake-hosts", "2", "--encryption", mode], env=LASTING)
-    kinds = [kind for kind in KINDS if mode == "required" or kind not in ("replayed", "truncated")]  # who hears a ticket has it
+    kinds = [
+        kind for kind in KINDS if mode == "required" or kind not in ("replayed", "truncated")
+    ]  # who hears a ticket has it
     besiege(job, tmp_path, ",".join(kinds), 30, lambda: ports(job.pids().values()), size=2)
 
 
@@ -94,9 +96,24 @@ def processes_below(pid):
     return [one for child in map(int, children) for one in (child, *processes_below(child))]
 
 
-@pytest.mark.parametrize("mode", [pytest.param("required", marks=pytest.mark.slow), "control-only", pytest.param("off", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("required", marks=pytest.mark.slow),
+        "control-only",
+        pytest.param("off", marks=pytest.mark.slow),
+    ],
+)
 def test_huge_frames_of_strangers_take_no_memory_at_servers_either(launch, tmp_path, mode):
-    chosen = ["--fake-hosts", "2", "--servers", "2", "--encryption", mode, *(["--insecure"] if mode == "off" else [])]
+    chosen = [
+        "--fake-hosts",
+        "2",
+        "--servers",
+        "2",
+        "--encryption",
+        mode,
+        *(["--insecure"] if mode == "off" else []),
+    ]
     job = launch(SUMS, workers=2, options=chosen, env=LASTING)
 
     def processes():
@@ -150,12 +167,20 @@ failure(many)
 """
 
 
-@pytest.mark.parametrize(("rank", "call"), [(1, "all_reduce(x)"), pytest.param(2, "barrier()", marks=pytest.mark.slow), (3, "all_reduce(np.ones(1 << 20))")])
+@pytest.mark.parametrize(
+    ("rank", "call"),
+    [
+        (1, "all_reduce(x)"),
+        pytest.param(2, "barrier()", marks=pytest.mark.slow),
+        (3, "all_reduce(np.ones(1 << 20))"),
+    ],
+)
 def test_a_killed_rank_is_told_on_every_host(launch, rank, call):
     job = launch(
-        FAULT.format(rank=rank, what="os.kill(os.getpid(), signal.SIGKILL)", call=call), workers=4,
+        FAULT.format(rank=rank, what="os.kill(os.getpid(), signal.SIGKILL)", call=call),
+        workers=4,
         options=["--fake-hosts", "2"],
-    )  # fmt: skip
+    )
     job.await_events("ready", 4)
     job.open_gate("on")
     assert job.wait() == 128 + signal.SIGKILL, str(job)
@@ -169,29 +194,35 @@ def test_a_killed_rank_is_told_on_every_host(launch, rank, call):
 
 def test_an_exception_on_one_rank_is_told_on_every_host(launch):
     job = launch(
-        FAULT.format(rank=0, what="raise KeyError('planted')", call="all_reduce(x)"), workers=4,
+        FAULT.format(rank=0, what="raise KeyError('planted')", call="all_reduce(x)"),
+        workers=4,
         options=["--fake-hosts", "2"],
-    )  # fmt: skip
+    )
     job.await_events("ready", 4)
     job.open_gate("on")
     assert job.wait() == 1, str(job)
     _, events = last_exception(job, {1, 2, 3})
-    assert {(event["error"], event["lost"]) for event in events.values()} == {("PeerLost", 0)}, str(job)
+    assert {(event["error"], event["lost"]) for event in events.values()} == {("PeerLost", 0)}, str(
+        job
+    )
     assert "KeyError: 'planted'" in job.report
 
 
 def test_a_stopped_rank_is_lost_on_every_host(launch):
     job = launch(
-        FAULT.format(rank=3, what="os.kill(os.getpid(), signal.SIGSTOP)", call="all_reduce(x)"), workers=4,
+        FAULT.format(rank=3, what="os.kill(os.getpid(), signal.SIGSTOP)", call="all_reduce(x)"),
+        workers=4,
         options=["--fake-hosts", "2"],
-    )  # fmt: skip
+    )
     job.await_events("ready", 4)
     job.open_gate("on")
     assert job.wait() != 0
     last, events = last_exception(job, {0, 1, 2})
     assert {event["error"] for event in events.values()} == {"PeerLost"}, str(job)
     assert {event["lost"] for event in events.values()} == {3}, str(job)
-    check_bound("a stopped rank on another host", last - max(e["at"] for e in job.events("ready")), 5.0)
+    check_bound(
+        "a stopped rank on another host", last - max(e["at"] for e in job.events("ready")), 5.0
+    )
 
 
 MISMATCH = """
@@ -215,8 +246,12 @@ def test_ranks_that_disagree_are_told_and_go_on(launch):
     job = launch(MISMATCH, workers=4, options=["--fake-hosts", "2"])
     assert job.wait() == 0, str(job)
     told = {(event["case"], event["rank"]): event["error"] for event in job.events("told")}
-    refused = {(0, 0): "ConfigError"}  # an object is no array, and rank 0 knows it before anything is sent
-    assert told == {(case, rank): "MismatchError" for case in range(3) for rank in range(4)} | refused, str(job)
+    refused = {
+        (0, 0): "ConfigError"
+    }  # an object is no array, and rank 0 knows it before anything is sent
+    assert (
+        told == {(case, rank): "MismatchError" for case in range(3) for rank in range(4)} | refused
+    ), str(job)
     assert [event["total"] for event in job.events("after")] == [4.0] * 12
 
 
@@ -238,9 +273,13 @@ note("seen", seen=seen)
 
 @pytest.mark.parametrize("transport", ["auto", "zmq"])
 def test_strategies_span_this_host_or_all(launch, transport):
-    job = launch(STRATEGIES, workers=4, options=["--fake-hosts", "2"], env={"SYNCVAR_TRANSPORT": transport})
+    job = launch(
+        STRATEGIES, workers=4, options=["--fake-hosts", "2"], env={"SYNCVAR_TRANSPORT": transport}
+    )
     assert job.wait() == 0, str(job)
     for event in job.events("seen"):
         here = [2, 3.0] if event["rank"] < 2 else [2, 7.0]
         assert event["seen"] == [here, here, [4, 10.0], [4, 10.0]]
-    assert job.err.count("MirroredStrategy spans the 2 ranks of this host") == 2, "once on each host"
+    assert job.err.count("MirroredStrategy spans the 2 ranks of this host") == 2, (
+        "once on each host"
+    )

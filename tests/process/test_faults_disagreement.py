@@ -12,7 +12,6 @@ BOUND_S = 0.5
 ARBITER_S = 1.0
 
 
-
 @pytest.fixture(params=["auto", "zmq"], autouse=True)
 def path(request, monkeypatch):
     """Each of these tests, in shared memory and over links."""
@@ -157,7 +156,11 @@ def test_f31_other_calls(launch):
     told = job.events("told")
 
     def case(name, ranks, number=0, named=None):
-        here = {event["rank"]: event for event in told if event["case"] == name and event["number"] == number}
+        here = {
+            event["rank"]: event
+            for event in told
+            if event["case"] == name and event["number"] == number
+        }
         assert set(here) == set(ranks), f"{name}: {job}"
         for event in here.values():
             assert event["error"] == "MismatchError", f"{name}: {event}\n{job}"
@@ -166,7 +169,9 @@ def test_f31_other_calls(launch):
                 assert "(call " in event["table"][str(rank)], f"{name}: {event}"
         if number == 0:
             entered = max(event["at"] for event in job.events("enter") if event["case"] == name)
-            check_bound(f"F31-{name}", max(event["at"] for event in here.values()) - entered, ARBITER_S)
+            check_bound(
+                f"F31-{name}", max(event["at"] for event in here.values()) - entered, ARBITER_S
+            )
         return here
 
     for name in ("order", "skip"):
@@ -178,7 +183,9 @@ def test_f31_other_calls(launch):
         here = case(name, ranks)
         assert all("deadlock" in event["text"] for event in here.values()), str(job)
     case("two groups", (0, 1), 1)
-    case("small and large", (0, 1, 2), named=(0, 1))  # rank 2 waits too, but is not part of the circle
+    case(
+        "small and large", (0, 1, 2), named=(0, 1)
+    )  # rank 2 waits too, but is not part of the circle
 
 
 EXTRA = """
@@ -208,7 +215,9 @@ def test_f31_an_extra_call_at_the_end(launch):
     raised = job.events("raised")
     assert {event["rank"] for event in raised} == {0, 2}, str(job)
     for event in raised:
-        assert (event["error"], event["lost"], event["reason"]) == ("PeerLost", 1, "finished"), str(job)
+        assert (event["error"], event["lost"], event["reason"]) == ("PeerLost", 1, "finished"), str(
+            job
+        )
         assert "all_reduce" in event["text"], str(job)
     begun = max(event["at"] for event in job.events() if event["what"] in ("finishing", "enter"))
     check_bound("F31-extra call", raised[-1]["at"] - begun, ARBITER_S)
@@ -247,7 +256,10 @@ def test_f09_a_late_rank(launch):
     check_bound("F09-late rank", last, 2.0)
     warning = [line for line in job.report.split("\n") if re.search("waits? since", line)]
     assert len(warning) == 1, str(job)
-    assert re.search(r"ranks? (0|2|0, 2) waits? since 1 s in all_reduce\(sum, float64\[2\]\) \(call 2\)", warning[0]), str(job)
+    assert re.search(
+        r"ranks? (0|2|0, 2) waits? since 1 s in all_reduce\(sum, float64\[2\]\) \(call 2\)",
+        warning[0],
+    ), str(job)
     assert "script.py:" in warning[0], str(job)
     assert "rank 1" in warning[0], str(job)
     assert re.search("waits? since", job.report).start() < job.report.index("evidence"), str(job)

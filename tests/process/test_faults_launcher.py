@@ -90,11 +90,15 @@ def start(launch, phase, how="plain", **keywords):
     return job
 
 
-@pytest.mark.parametrize(("phase", "how"), [*((phase, "spawn") for phase in "SRCXKE"), ("S", "fork"), ("X", "fork")])
+@pytest.mark.parametrize(
+    ("phase", "how"), [*((phase, "spawn") for phase in "SRCXKE"), ("S", "fork"), ("X", "fork")]
+)
 def test_f12_launcher_killed(launch, phase, how, nothing_left_behind):
     job = start(launch, phase, "children", options=["--start-method", how])
     assert len(runtime_folders()) == 1
-    assert len(nothing_left_behind.own_processes()) >= 6, "launcher, guardian, two ranks and a child of each"
+    assert len(nothing_left_behind.own_processes()) >= 6, (
+        "launcher, guardian, two ranks and a child of each"
+    )
     killed = time.monotonic()
     job.process.kill()
     job.process.wait()
@@ -106,7 +110,9 @@ def test_f12_launcher_killed(launch, phase, how, nothing_left_behind):
 
 def test_f12_launcher_and_guardian_killed(launch, nothing_left_behind):
     job = start(launch, "X")
-    (guardian,) = [pid for pid, words in nothing_left_behind.own_processes().items() if "guardian.py" in words]
+    (guardian,) = [
+        pid for pid, words in nothing_left_behind.own_processes().items() if "guardian.py" in words
+    ]
     (folder,) = runtime_folders()
     killed = time.monotonic()
     os.kill(guardian, signal.SIGKILL)
@@ -121,9 +127,13 @@ def test_f12_launcher_and_guardian_killed(launch, nothing_left_behind):
 
 
 def test_f12_guardian_killed(launch, nothing_left_behind):
-    job = launch("import probe, syncvar as sv; sv.init(); probe.note('ready'); probe.gate('go'); sv.all_reduce(1)")
+    job = launch(
+        "import probe, syncvar as sv; sv.init(); probe.note('ready'); probe.gate('go'); sv.all_reduce(1)"
+    )
     job.await_events("ready", 2)
-    (guardian,) = [pid for pid, words in nothing_left_behind.own_processes().items() if "guardian.py" in words]
+    (guardian,) = [
+        pid for pid, words in nothing_left_behind.own_processes().items() if "guardian.py" in words
+    ]
     os.kill(guardian, signal.SIGKILL)
     time.sleep(0.1)
     job.open_gate("go")
@@ -133,7 +143,13 @@ def test_f12_guardian_killed(launch, nothing_left_behind):
 @pytest.mark.parametrize(
     ("number", "code", "phase"),
     [
-        pytest.param(number, code, phase, id=f"{name}-{phase}", marks=pytest.mark.slow if name == "INT" and phase in "SRCE" else [])
+        pytest.param(
+            number,
+            code,
+            phase,
+            id=f"{name}-{phase}",
+            marks=pytest.mark.slow if name == "INT" and phase in "SRCE" else [],
+        )
         for name, number, code in (("TERM", signal.SIGTERM, 143), ("INT", signal.SIGINT, 130))
         for phase in "SRCXKE"
     ],
@@ -146,7 +162,9 @@ def test_f13_launcher_told_to_end(launch, number, code, phase):
     check_checkpoint(job, phase)
     assert {event["rank"] for event in job.events("cleaned")} == {0, 1}, str(job)
     for event in job.events("raised"):
-        assert event["error"] in ("SystemExit", "PeerLost"), str(job)  # the first rank that ends breaks the others' calls
+        assert event["error"] in ("SystemExit", "PeerLost"), str(
+            job
+        )  # the first rank that ends breaks the others' calls
     assert f"interrupted by {number.name}" in job.report, str(job)
     assert "evidence" not in job.report, str(job)
 
@@ -197,7 +215,10 @@ def test_f14_without_a_second_interrupt_the_grace_ends_it(launch):
     sent = job.send(signal.SIGTERM)
     assert job.wait() == 143, str(job)
     assert job.ended - sent > 1.9, str(job)
-    assert "syncvar: SIGTERM came: ending the ranks, up to 2 s; a second signal kills them\n" in job.err, str(job)
+    assert (
+        "syncvar: SIGTERM came: ending the ranks, up to 2 s; a second signal kills them\n"
+        in job.err
+    ), str(job)
     check_bound("F13-ignored SIGTERM", job.ended - sent, 3.0)
 
 
@@ -260,4 +281,8 @@ def test_grandchildren_end_with_their_rank(launch):
         assert sv.all_reduce(1) == 2
     """)
     assert job.wait() == 0, str(job)
-    await_true(lambda: [state(event["child"]) for event in job.events("child")] == ["", ""], 60, "the end of both")
+    await_true(
+        lambda: [state(event["child"]) for event in job.events("child")] == ["", ""],
+        60,
+        "the end of both",
+    )

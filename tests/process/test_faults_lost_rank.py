@@ -144,32 +144,69 @@ class Row:
     transport: str = "auto"
 
     def __str__(self):
-        return f"{self.fault}-{self.how}-{self.phase}" + ("" if self.transport == "auto" else f"-{self.transport}")
+        return f"{self.fault}-{self.how}-{self.phase}" + (
+            "" if self.transport == "auto" else f"-{self.transport}"
+        )
 
 
 ARENA = (
-    *(Row("F01", "raise", phase, 74 if phase == "K" else 1, "ValueError", 0.5) for phase in "SRHCXVKE"),
-    *(Row("F02", "leave", phase, 70, "left with status 0 before shutdown", 0.5) for phase in "CXVKE"),
+    *(
+        Row("F01", "raise", phase, 74 if phase == "K" else 1, "ValueError", 0.5)
+        for phase in "SRHCXVKE"
+    ),
+    *(
+        Row("F02", "leave", phase, 70, "left with status 0 before shutdown", 0.5)
+        for phase in "CXVKE"
+    ),
     *(Row("F03", "SIGKILL", phase, 137, "signal 9", 0.5) for phase in "SRHCXVKE"),
     *(Row("F06", "SIGSTOP", phase, 70, "silent", 2.0) for phase in "RHCXVKE"),
 )
 
 
-ROWS = (*ARENA, *(replace(row, transport="zmq") for row in ARENA if row.phase == "X" or (row.how, row.phase) == ("SIGKILL", "V")))
+ROWS = (
+    *ARENA,
+    *(
+        replace(row, transport="zmq")
+        for row in ARENA
+        if row.phase == "X" or (row.how, row.phase) == ("SIGKILL", "V")
+    ),
+)
 
 # Every fault, every phase and both transports are in the default run; a fault in each phase and a phase with each fault, not
 # always each pair.
 SLOW = {
-    "F01-raise-C", "F01-raise-X-zmq", "F02-leave-V", "F02-leave-E", "F02-leave-X-zmq", "F03-SIGKILL-C", "F03-SIGKILL-E",
-    "F03-SIGKILL-V-zmq", "F06-SIGSTOP-C", "F06-SIGSTOP-V", "F06-SIGSTOP-E", "F01-raise-H", "F02-leave-K",
-    "F03-SIGKILL-K", "F06-SIGSTOP-H", "F06-SIGSTOP-K",
-}  # fmt: skip
+    "F01-raise-C",
+    "F01-raise-X-zmq",
+    "F02-leave-V",
+    "F02-leave-E",
+    "F02-leave-X-zmq",
+    "F03-SIGKILL-C",
+    "F03-SIGKILL-E",
+    "F03-SIGKILL-V-zmq",
+    "F06-SIGSTOP-C",
+    "F06-SIGSTOP-V",
+    "F06-SIGSTOP-E",
+    "F01-raise-H",
+    "F02-leave-K",
+    "F03-SIGKILL-K",
+    "F06-SIGSTOP-H",
+    "F06-SIGSTOP-K",
+}
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.slow if str(row) in SLOW else ()) for row in ROWS], ids=str)
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=pytest.mark.slow if str(row) in SLOW else ()) for row in ROWS],
+    ids=str,
+)
 def test_a_lost_rank(launch, tmp_path, row):
     folder = tmp_path / "checkpoint"
-    job = launch(SCRIPT, workers=3, arguments=[row.how, row.phase, str(folder)], env={"SYNCVAR_TRANSPORT": row.transport})
+    job = launch(
+        SCRIPT,
+        workers=3,
+        arguments=[row.how, row.phase, str(folder)],
+        env={"SYNCVAR_TRANSPORT": row.transport},
+    )
     if row.how.startswith("SIG"):
         job.await_events("ready")
         if row.phase == "X":
@@ -194,11 +231,15 @@ def test_a_lost_rank(launch, tmp_path, row):
     for event in job.events("raised"):
         if row.phase in "SE":
             assert event["error"] == "PeerLost", str(job)
-    if row.phase not in "SE":  # at S the others may not have joined yet, at E they may have finished
+    if (
+        row.phase not in "SE"
+    ):  # at S the others may not have joined yet, at E they may have finished
         last, raised = last_exception(job, [0, 2])
         for event in raised.values():
             if row.how == "raise" and row.phase == "V" and event["error"] == "MismatchError":
-                assert "planted failure" in event["text"], job  # the exception that left strategy.run told itself
+                assert "planted failure" in event["text"], (
+                    job
+                )  # the exception that left strategy.run told itself
                 continue
             assert event["error"] == "PeerLost", str(job)
             assert event["lost"] == 1, str(job)
@@ -217,6 +258,8 @@ def test_a_lost_rank(launch, tmp_path, row):
         assert "was killed by signal 9 (SIGKILL)" in job.report, str(job)
     if row.how == "SIGSTOP":
         assert "suspect: silent for" in job.report, str(job)
-        assert ": silent for" in what[1].rsplit("syncvar: rank 1 on ", 1)[-1].split("\n")[0], str(job)
+        assert ": silent for" in what[1].rsplit("syncvar: rank 1 on ", 1)[-1].split("\n")[0], str(
+            job
+        )
         assert "state T" in job.report, str(job)
         assert job.report.index("suspect") < job.report.index("evidence"), str(job)

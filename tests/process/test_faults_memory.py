@@ -64,7 +64,10 @@ def limited():
     path = None
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, own = line.split(":", 2)
-        for top, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        for top, limit in (
+            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+            ("/sys/fs/cgroup", "memory.max"),
+        ):
             if ("memory" in controllers.split(",")) == (top != "/sys/fs/cgroup") and path is None:
                 made = Path(f"{top}{own}", f"syncvar-test-{uuid.uuid4().hex[:8]}")
                 with contextlib.suppress(OSError):
@@ -74,19 +77,36 @@ def limited():
                         path = made
                     else:
                         made.rmdir()
-    yield None if path is None else ("sh", "-c", f'echo $$ > {path}/cgroup.procs; echo -1000 2> /dev/null > /proc/self/oom_score_adj; exec "$@"', "sh")
+    yield (
+        None
+        if path is None
+        else (
+            "sh",
+            "-c",
+            f'echo $$ > {path}/cgroup.procs; echo -1000 2> /dev/null > /proc/self/oom_score_adj; exec "$@"',
+            "sh",
+        )
+    )
     if path is not None:
-        await_true(lambda: not (path / "cgroup.procs").read_text().split(), 60, "the end of the group's processes")
+        await_true(
+            lambda: not (path / "cgroup.procs").read_text().split(),
+            60,
+            "the end of the group's processes",
+        )
         path.rmdir()
 
 
-@pytest.mark.parametrize("phase", ["X", *(pytest.param(phase, marks=pytest.mark.slow) for phase in "CK")])
+@pytest.mark.parametrize(
+    "phase", ["X", *(pytest.param(phase, marks=pytest.mark.slow) for phase in "CK")]
+)
 def test_f05_a_rank_that_the_kernel_kills_for_memory(launch, tmp_path, limited, phase):
     """Where this machine lets us make no group, a rank is killed all the same, and nothing may be said of memory."""
     folder = tmp_path / "checkpoint"
     has_limit = "limit" if limited else "kill"
     ranks = 3 if phase == "X" else 2
-    job = launch(SCRIPT, workers=ranks, arguments=[phase, has_limit, str(folder)], prefix=limited or ())
+    job = launch(
+        SCRIPT, workers=ranks, arguments=[phase, has_limit, str(folder)], prefix=limited or ()
+    )
     assert job.wait() == 137, str(job)
     inject = job.events("inject")[-1]
     others = [2] if phase == "X" else [0]

@@ -51,17 +51,36 @@ except sv.SyncvarError as error:
     probe.note("told", case="counted", error=type(error).__name__, text=str(error))
 """
 NAMED = {
-    "all_reduce": "all_reduce", "structure": "all_reduce", "reduce": "reduce", "reduce_scatter": "reduce_scatter", "scan": "scan",
-    "mirrored": "assign_add of variable 'mirrored'", "auto": "assign_add of variable 'auto'", "counted": "assign_add of variable 'counted'",
-}  # fmt: skip
+    "all_reduce": "all_reduce",
+    "structure": "all_reduce",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "scan": "scan",
+    "mirrored": "assign_add of variable 'mirrored'",
+    "auto": "assign_add of variable 'auto'",
+    "counted": "assign_add of variable 'counted'",
+}
 
 
 @pytest.mark.parametrize(
     ("mode", "what", "transport"),
-    [("raise", "nan", "auto"), ("warn", "inf", "auto"), ("off", "nan", "auto"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("raise", "inf", "zmq"), ("off", "nan", "zmq")))],
-)  # fmt: skip
+    [
+        ("raise", "nan", "auto"),
+        ("warn", "inf", "auto"),
+        ("off", "nan", "auto"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("raise", "inf", "zmq"), ("off", "nan", "zmq"))
+        ),
+    ],
+)
 def test_f32_what_is_not_finite(launch, mode, what, transport):
-    job = launch(CALLS, workers=2, arguments=[what, mode], env={"SYNCVAR_CHECK_FINITE": mode, "SYNCVAR_TRANSPORT": transport})
+    job = launch(
+        CALLS,
+        workers=2,
+        arguments=[what, mode],
+        env={"SYNCVAR_CHECK_FINITE": mode, "SYNCVAR_TRANSPORT": transport},
+    )
     assert job.wait() == 0, str(job)
     told = job.events("told")
     for name, words in NAMED.items():
@@ -74,17 +93,24 @@ def test_f32_what_is_not_finite(launch, mode, what, transport):
             continue
         assert {event["error"] for event in own} == {"ConfigError"}, f"{name}: {job}"
         for event in own:
-            assert f"rank 1 brings 1 of 20 elements that are not finite to {words}; the first one, at [2, 3]" in event["text"], f"{name}: {event}"
+            assert (
+                f"rank 1 brings 1 of 20 elements that are not finite to {words}; the first one, at [2, 3]"
+                in event["text"]
+            ), f"{name}: {event}"
         if name != "counted":  # that is this rank's own copy: no other takes part
             assert {event["error"] for event in other} == {"MismatchError"}, f"{name}: {job}"
             entered = [event["at"] for event in job.events("enter") if event["case"] == name]
-            check_bound(f"F32-{name}", max(event["at"] for event in here) - max(entered), bound_s("F32"))
+            check_bound(
+                f"F32-{name}", max(event["at"] for event in here) - max(entered), bound_s("F32")
+            )
             for event in other:
                 assert "rank 1" in event["text"], f"{name}: {event}"
                 assert "not finite" in event["text"], f"{name}: {event}"
     said = [line for line in job.err.split("\n") if "that are not finite" in line]
     if mode == "warn":
-        assert {line.split("not finite to ")[1].split(";")[0] for line in said} == set(NAMED.values()), str(job)
+        assert {line.split("not finite to ")[1].split(";")[0] for line in said} == set(
+            NAMED.values()
+        ), str(job)
         assert len(said) == len(set(said)), f"each of them once in half a minute\n{job}"
         assert all("rank 1 brings" in line for line in said), str(job)
     if mode == "off":

@@ -44,7 +44,9 @@ except sv.SyncvarError as error:
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_f08_a_rank_that_wakes_when_it_has_been_given_up_is_fenced(launch, transport):
-    job = launch(WOKEN, workers=3, env={"SYNCVAR_TRANSPORT": transport, "SYNCVAR_ABORT_GRACE_S": "20"})
+    job = launch(
+        WOKEN, workers=3, env={"SYNCVAR_TRANSPORT": transport, "SYNCVAR_ABORT_GRACE_S": "20"}
+    )
     job.await_events("ready", 3)
     stopped = job.kill_rank(1, signal.SIGSTOP)
     job.open_gate("stopped")
@@ -67,7 +69,10 @@ def test_f08_a_rank_that_wakes_when_it_has_been_given_up_is_fenced(launch, trans
     assert set(kept) == {0, 1, 2}, str(job)
     for rank in (0, 2):
         assert kept[rank]["kept"], str(job)
-        assert kept[rank]["value"] in (6.0 * kept[rank]["steps"], 6.0 * kept[rank]["steps"] + 6.0), str(job)
+        assert kept[rank]["value"] in (
+            6.0 * kept[rank]["steps"],
+            6.0 * kept[rank]["steps"] + 6.0,
+        ), str(job)
     assert {event["told"] for event in kept.values()} == {"GroupBroken"}, str(job)
     first = job.report.split("syncvar: rank 1 on ")[-1].split("\n")[0]
     assert ": silent for" in first, f"what it said when it woke is no cause\n{job}"
@@ -92,13 +97,31 @@ def _long(*values):
 
 @pytest.mark.parametrize(
     ("transport", "hosts", "stopped_s"),
-    [("zmq", 2, 2.0), _long("zmq", 1, 4.0), _long("auto", 1, 4.0), _long("zmq", 2, 4.0), _long("auto", 2, 4.0)],
+    [
+        ("zmq", 2, 2.0),
+        _long("zmq", 1, 4.0),
+        _long("auto", 1, 4.0),
+        _long("zmq", 2, 4.0),
+        _long("auto", 2, 4.0),
+    ],
 )
-def test_f07_a_rank_that_is_stopped_answers_new_links_when_it_goes_on(launch, transport, hosts, stopped_s):
+def test_f07_a_rank_that_is_stopped_answers_new_links_when_it_goes_on(
+    launch, transport, hosts, stopped_s
+):
     """The deadline of a handshake with a stranger is shorter, and says nothing of a rank."""
-    limits = {"SYNCVAR_LOST_AFTER_S": "5", "SYNCVAR_SUSPECT_AFTER_S": "4.5", "SYNCVAR_HANDSHAKE_TIMEOUT_S": "0.3"}
-    patience = {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "SYNCVAR_STALL_WARNING_S": "60", "SYNCVAR_TRANSPORT": transport}
-    job = launch(NO_LINK_YET, workers=3, options=["--fake-hosts", str(hosts)], env={**limits, **patience})
+    limits = {
+        "SYNCVAR_LOST_AFTER_S": "5",
+        "SYNCVAR_SUSPECT_AFTER_S": "4.5",
+        "SYNCVAR_HANDSHAKE_TIMEOUT_S": "0.3",
+    }
+    patience = {
+        "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60",
+        "SYNCVAR_STALL_WARNING_S": "60",
+        "SYNCVAR_TRANSPORT": transport,
+    }
+    job = launch(
+        NO_LINK_YET, workers=3, options=["--fake-hosts", str(hosts)], env={**limits, **patience}
+    )
     job.await_events("ready", 3)
     job.kill_rank(1, signal.SIGSTOP)
     job.open_gate("stopped")
@@ -137,11 +160,19 @@ def test_f10_a_rank_that_holds_pythons_lock(launch, how):
     for event in raised.values():
         assert event["error"] == "DeadlineExceeded", str(job)
         assert "rank 1" in event["text"], str(job)
-    check_bound(f"F10-{how}", last - min(event["at"] for event in job.events("enter")), bound_s("F10"))
-    said = [line for line in job.report.split("\n") if line.startswith("syncvar: rank 1: no Python thread answers since")]
+    check_bound(
+        f"F10-{how}", last - min(event["at"] for event in job.events("enter")), bound_s("F10")
+    )
+    said = [
+        line
+        for line in job.report.split("\n")
+        if line.startswith("syncvar: rank 1: no Python thread answers since")
+    ]
     assert len(said) == 1, str(job)
     place = line_of(HOLDING, "for ever, in C" if how == "busy" else "asked where it is")
-    assert said[0].endswith(f"CPU {how} (state {'R' if how == 'busy' else 'S'}), in user code, script.py:{place}"), str(job)
+    assert said[0].endswith(
+        f"CPU {how} (state {'R' if how == 'busy' else 'S'}), in user code, script.py:{place}"
+    ), str(job)
     assert "no Python thread answers" in job.report.split("others:")[1], f"in the block too\n{job}"
 
 
@@ -160,12 +191,34 @@ assert (total == 6.0 * sum(range(40))).all()
 
 @pytest.mark.parametrize("transport", ["auto", pytest.param("zmq", marks=pytest.mark.slow)])
 def test_f11_a_rank_four_times_as_slow(launch, tmp_path, transport):
-    job = launch(SLOWLY, workers=3, env={**PATIENT, "SYNCVAR_STALL_WARNING_S": "1", "SYNCVAR_TRACE": str(tmp_path / "trace"), "SYNCVAR_TRANSPORT": transport})
+    job = launch(
+        SLOWLY,
+        workers=3,
+        env={
+            **PATIENT,
+            "SYNCVAR_STALL_WARNING_S": "1",
+            "SYNCVAR_TRACE": str(tmp_path / "trace"),
+            "SYNCVAR_TRANSPORT": transport,
+        },
+    )
     assert job.wait() == 0, str(job)
     assert job.report.strip() == "", f"nobody is warned of what is no stall\n{job}"
-    line = [sys.executable, "-c", "import sys; from syncvar.cli import main; sys.exit(main())", "trace", "merge", str(tmp_path / "trace"), "-o", str(tmp_path / "trace.json")]
-    said = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True).stdout.splitlines()
-    found = re.fullmatch(r"rank 1 came last to (\d+) calls; others waited up to (\S+) s for it in all", said[1])
+    line = [
+        sys.executable,
+        "-c",
+        "import sys; from syncvar.cli import main; sys.exit(main())",
+        "trace",
+        "merge",
+        str(tmp_path / "trace"),
+        "-o",
+        str(tmp_path / "trace.json"),
+    ]
+    said = subprocess.run(
+        line, capture_output=True, text=True, timeout=120, check=True
+    ).stdout.splitlines()
+    found = re.fullmatch(
+        r"rank 1 came last to (\d+) calls; others waited up to (\S+) s for it in all", said[1]
+    )
     assert found, said
     assert int(found[1]) > 20, said
     assert float(found[2]) > 0.5, said

@@ -16,7 +16,7 @@ import pytest
 from fault_table import bound_s
 from launching import await_true, check_bound, free_ports, last_exception
 
-# -- F34 ----------------------------------------------------------------------------------------------------------
+# -- F34 -------------------------------------------------------------------------------------------
 
 DIFFER = """
 import os, sys
@@ -38,16 +38,19 @@ def test_f34_ranks_that_differ_in_what_all_must_have_alike(launch):
     job = launch(DIFFER, workers=3, options=["--fake-hosts", "3", "--max-restarts", "1"])
     assert job.wait() == 76, str(job)
     last, events = last_exception(job, {0, 1, 2})
-    check_bound("F34-differ", last - max(event["at"] for event in job.events("differs")), bound_s("F34"))
+    check_bound(
+        "F34-differ", last - max(event["at"] for event in job.events("differs")), bound_s("F34")
+    )
     for event in events.values():
         assert event["text"].splitlines()[1:3] == [
-            "  syncvar: '0.1.0' (ranks 0, 1), '9.9\\x1b[2J' (rank 2)", "  check_every: 100 (ranks 0, 1), 7 (rank 2)",
-        ]  # fmt: skip
+            "  syncvar: '0.1.0' (ranks 0, 1), '9.9\\x1b[2J' (rank 2)",
+            "  check_every: 100 (ranks 0, 1), 7 (rank 2)",
+        ]
     assert "check_every: 100 (ranks 0, 1), 7 (rank 2)" in job.report, str(job)
     assert "would come again" in job.report, "a restart changes nothing"
 
 
-# -- F35 ----------------------------------------------------------------------------------------------------------
+# -- F35 -------------------------------------------------------------------------------------------
 
 CLAIM = """
 import os, subprocess, sys
@@ -79,7 +82,7 @@ def test_f35_a_process_that_claims_a_rank_is_refused_and_the_job_goes_on(launch)
     assert all(event["code"] != 0 for event in claimed.values()), str(job)
 
 
-# -- F37 ----------------------------------------------------------------------------------------------------------
+# -- F37 -------------------------------------------------------------------------------------------
 
 JUMPING = """
 import os, random, time
@@ -120,7 +123,9 @@ except sv.SyncvarError as error:
 
 def test_f37_a_wall_clock_that_jumps_changes_nothing(launch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(JUMPING)
-    job = launch(PHASES, workers=2, env={"PYTHONPATH": str(tmp_path), "SYNCVAR_STALL_WARNING_S": "60"})
+    job = launch(
+        PHASES, workers=2, env={"PYTHONPATH": str(tmp_path), "SYNCVAR_STALL_WARNING_S": "60"}
+    )
     job.await_events("ready", 2, limit_s=120)
     assert job.report.strip() == "", str(job)
     job.open_gate("end")
@@ -131,7 +136,7 @@ def test_f37_a_wall_clock_that_jumps_changes_nothing(launch, tmp_path):
     assert 0 < after < 120, "durations are those of another clock"
 
 
-# -- F38 ----------------------------------------------------------------------------------------------------------
+# -- F38 -------------------------------------------------------------------------------------------
 
 ELSEWHERE = "import syncvar as sv\nsv.init()\nassert sv.all_reduce(1) == 2"
 
@@ -140,13 +145,33 @@ def test_f38_a_port_that_is_taken_is_named(tmp_path):
     key = secrets.token_hex(32)
     port = free_ports()
     with socket.create_server(("127.0.0.1", port)):
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("SYNCVAR_")} | {
-            "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1), "SYNCVAR_KEY": key, "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "5",
-        }  # fmt: skip
-        done = subprocess.run([sys.executable, "-c", ELSEWHERE], env=environ, capture_output=True, text=True, timeout=120, check=False)
+        environ = {
+            name: value for name, value in os.environ.items() if not name.startswith("SYNCVAR_")
+        } | {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port - 1),
+            "SYNCVAR_KEY": key,
+            "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "5",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", ELSEWHERE],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
     assert done.returncode != 0
-    assert f"RendezvousError: rank 0 cannot listen on tcp://127.0.0.1:{port}: Address already in use" in done.stderr, done.stderr
+    assert (
+        f"RendezvousError: rank 0 cannot listen on tcp://127.0.0.1:{port}: Address already in use"
+        in done.stderr
+    ), done.stderr
 
 
 def test_f38_thousands_of_ports_in_time_wait(launch):
@@ -154,19 +179,26 @@ def test_f38_thousands_of_ports_in_time_wait(launch):
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         for _ in range(3000):
             with socket.create_connection(server.getsockname()):
-                server.accept()[0].close()  # closed here first: TIME_WAIT stays at the server's port
+                server.accept()[
+                    0
+                ].close()  # closed here first: TIME_WAIT stays at the server's port
     job = launch(ELSEWHERE, workers=2, options=["--fake-hosts", "2"])
     assert job.wait() == 0, str(job)
 
 
-# -- F39 ----------------------------------------------------------------------------------------------------------
+# -- F39 -------------------------------------------------------------------------------------------
 
 
 def namespace():
     """Return the start of a command that has mounts of its own, or None where nobody may have them."""
     for flags in ("-m", "-rm"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run(["unshare", flags, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=True, capture_output=True, timeout=120)
+            subprocess.run(
+                ["unshare", flags, "mount", "-t", "tmpfs", "tmpfs", "/mnt"],
+                check=True,
+                capture_output=True,
+                timeout=120,
+            )
             return ("unshare", flags)
     return None
 
@@ -183,7 +215,13 @@ def test_f39_a_runtime_directory_that_cannot_be_used(launch, runtime, how):
         own = namespace()
         if own is not None:
             env["TMPDIR"] = "/mnt"
-            prefix = (*own, "sh", "-c", 'mount -t tmpfs -o nr_inodes=1 tmpfs /mnt && exec "$@"', "sh")
+            prefix = (
+                *own,
+                "sh",
+                "-c",
+                'mount -t tmpfs -o nr_inodes=1 tmpfs /mnt && exec "$@"',
+                "sh",
+            )
         else:
             env["TMPDIR"] = "/sys"  # no room for a folder there either
     began = time.monotonic()
@@ -197,7 +235,7 @@ def test_f39_a_runtime_directory_that_cannot_be_used(launch, runtime, how):
     assert job.events() == [], "nothing was started"
 
 
-# -- F15 ----------------------------------------------------------------------------------------------------------
+# -- F15 -------------------------------------------------------------------------------------------
 
 TALKING = """
 import sys, time
@@ -220,7 +258,12 @@ except BaseException as error:
 
 
 @pytest.mark.parametrize(
-    ("how", "phase"), [("HUP", "X"), ("EPIPE", "C"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("HUP", "C"), ("EPIPE", "X")))]
+    ("how", "phase"),
+    [
+        ("HUP", "X"),
+        ("EPIPE", "C"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("HUP", "C"), ("EPIPE", "X"))),
+    ],
 )
 def test_f15_the_terminal_or_the_reader_is_gone(launch, tmp_path, phase, how):
     pipe = tmp_path / "pipe"
@@ -244,7 +287,7 @@ def test_f15_the_terminal_or_the_reader_is_gone(launch, tmp_path, phase, how):
     assert "Traceback" not in job.err, str(job)
 
 
-# -- F49 ----------------------------------------------------------------------------------------------------------
+# -- F49 -------------------------------------------------------------------------------------------
 
 SAVING = """
 import sys
@@ -274,7 +317,7 @@ def test_f49_a_second_job_is_refused_a_folder_that_is_in_use(launch, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["step-0000000001", "step-0000000002"]
 
 
-# -- F60 ----------------------------------------------------------------------------------------------------------
+# -- F60 -------------------------------------------------------------------------------------------
 
 AGAIN = """
 import os, signal, sys, time
@@ -321,5 +364,8 @@ def test_f60_a_rank_is_killed_while_the_ranks_meet_again(launch, most, nothing_l
     assert f"syncvar: started again {most} time" in job.err, str(job)
     if most == 1:
         assert "not started again: there have been 1 of 1 restarts" in job.err, str(job)
-        assert "rank 1 on" in job.report.split("not started again")[0].rsplit("syncvar: rank", 1)[-1] or "syncvar: rank 1 on" in job.report, str(job)
+        assert (
+            "rank 1 on" in job.report.split("not started again")[0].rsplit("syncvar: rank", 1)[-1]
+            or "syncvar: rank 1 on" in job.report
+        ), str(job)
     await_true(lambda: not nothing_left_behind.own_processes(), 60, "the end of all processes")

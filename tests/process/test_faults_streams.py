@@ -32,23 +32,34 @@ probe.gate("looked")
 
 
 @pytest.mark.parametrize(
-    ("lines", "long", "raw"), [(50_000, 10_000_000, 2_000), pytest.param(500_000, 50_000_000, 20_000, marks=pytest.mark.slow)]
+    ("lines", "long", "raw"),
+    [
+        (50_000, 10_000_000, 2_000),
+        pytest.param(500_000, 50_000_000, 20_000, marks=pytest.mark.slow),
+    ],
 )
 def test_f55_much_output_long_lines_and_raw_bytes(launch, lines, long, raw):
-    job = launch(WRITING, workers=3, arguments=[str(lines), str(long), str(raw)], env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "100"})
+    job = launch(
+        WRITING,
+        workers=3,
+        arguments=[str(lines), str(long), str(raw)],
+        env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "100"},
+    )
     job.await_events("written", 3, limit_s=120)
-    most = int(Path(f"/proc/{job.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0])
+    most = int(
+        Path(f"/proc/{job.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0]
+    )
     job.open_gate("looked")
     assert job.wait(120) == 0, str(job)[:5000]
     assert most < 64 << 10, f"the launcher has used {most} KiB"
-    wanted = {
-        b"[0] %06d %s" % (number, b"x" * 92) for number in range(1000)
-    }
+    wanted = {b"[0] %06d %s" % (number, b"x" * 92) for number in range(1000)}
     counts, ys = [0, 0, 0], 0
     with (job.folder / "launcher.out").open("rb") as file:
         for line in file:
             text = line.rstrip(b"\n")
-            begins = re.match(rb"\[(\d)\+?\] ", text)  # with a plus: a further piece of the same line
+            begins = re.match(
+                rb"\[(\d)\+?\] ", text
+            )  # with a plus: a further piece of the same line
             assert begins, text[:80]
             rank = int(begins[1])
             counts[rank] += 1
@@ -93,7 +104,12 @@ probe.note("done")
 
 
 def test_who_leaves_with_much_still_on_its_way_is_not_lost(launch):
-    env = {"SYNCVAR_TRANSPORT": "zmq", "SYNCVAR_WINDOW_BYTES": str(64 << 20), "SYNCVAR_SEGMENT_BYTES": str(64 << 10), "SYNCVAR_SHUTDOWN_TIMEOUT_S": "20"}
+    env = {
+        "SYNCVAR_TRANSPORT": "zmq",
+        "SYNCVAR_WINDOW_BYTES": str(64 << 20),
+        "SYNCVAR_SEGMENT_BYTES": str(64 << 10),
+        "SYNCVAR_SHUTDOWN_TIMEOUT_S": "20",
+    }
     job = launch(LEAVING, workers=2, env=env)
     assert job.wait(120) == 0, str(job)
     assert len(job.events("done")) == 2, str(job)
@@ -104,15 +120,21 @@ def resident_mib(pid):
 
 
 @pytest.mark.parametrize("stopped_s", [1.5, pytest.param(5.0, marks=pytest.mark.slow)])
-def test_f57_a_receiver_that_does_not_read_costs_its_sender_no_more_than_the_window(launch, stopped_s):
+def test_f57_a_receiver_that_does_not_read_costs_its_sender_no_more_than_the_window(
+    launch, stopped_s
+):
     """A call makes one copy of what it works on, 64 MiB. Segments of 64 KiB are copied again when they are sent: with a window
     of 64 MiB the sender had 95 MiB more than before, while nobody read, and without credit it would have 128.
     """
     window, segment = 4 << 20, 64 << 10
     env = {
-        "SYNCVAR_TRANSPORT": "zmq", "SYNCVAR_WINDOW_BYTES": str(window), "SYNCVAR_SEGMENT_BYTES": str(segment),
-        "SYNCVAR_SUSPECT_AFTER_S": "30", "SYNCVAR_LOST_AFTER_S": "60", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60",
-    }  # fmt: skip
+        "SYNCVAR_TRANSPORT": "zmq",
+        "SYNCVAR_WINDOW_BYTES": str(window),
+        "SYNCVAR_SEGMENT_BYTES": str(segment),
+        "SYNCVAR_SUSPECT_AFTER_S": "30",
+        "SYNCVAR_LOST_AFTER_S": "60",
+        "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60",
+    }
     job = launch(RECEIVER, workers=2, env=env)
     job.await_events("ready", 2)
     before = resident_mib(job.pids()[0])
@@ -129,4 +151,6 @@ def test_f57_a_receiver_that_does_not_read_costs_its_sender_no_more_than_the_win
     assert job.wait(120) == 0, str(job)
     assert len(job.events("done")) == 2, str(job)
     print(f"{before:.1f} MiB before, {most:.1f} MiB at most")
-    assert most - before < 64 + 2 * window / (1 << 20) + 6, f"{before:.1f} MiB before, {most:.1f} MiB while nobody read"
+    assert most - before < 64 + 2 * window / (1 << 20) + 6, (
+        f"{before:.1f} MiB before, {most:.1f} MiB while nobody read"
+    )

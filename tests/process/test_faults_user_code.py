@@ -56,14 +56,20 @@ for _ in range(20):
 
 @pytest.mark.parametrize(
     ("phase", "transport"),
-    [("X", "auto"), ("C", "zmq"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("C", "auto"), ("X", "zmq")))],
+    [
+        ("X", "auto"),
+        ("C", "zmq"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("C", "auto"), ("X", "zmq"))),
+    ],
 )
 def test_f42_fork(launch, phase, transport):
     job = launch(FORK, workers=2, arguments=[phase], env={"SYNCVAR_TRANSPORT": transport})
     assert job.wait() == 0, str(job)
     for event in job.events("child"):
         assert event["error"] == "UsageError", str(job)
-    assert sum("forked from rank" in event["text"] for event in job.events("child")) >= 2 * 4 * 5, str(job)
+    assert sum("forked from rank" in event["text"] for event in job.events("child")) >= 2 * 4 * 5, (
+        str(job)
+    )
     assert len(job.events("child")) == 2 * 4 * 6, str(job)
     check_bound(f"F42-{phase}", max(event["seconds"] for event in job.events("child took")), 0.1)
     assert [event["codes"] for event in job.events("codes")] == [[0, 0, 0]] * 2, str(job)
@@ -340,8 +346,14 @@ note("after", total=float(sv.all_reduce(1.0)))
 
 
 @pytest.mark.parametrize("layout", ["links", "hosts"])
-def test_memory_that_runs_out_inside_a_call_is_told_to_the_others_and_the_next_call_works(launch, layout):
-    where = {"env": {"SYNCVAR_TRANSPORT": "zmq"}} if layout == "links" else {"options": ["--fake-hosts", "2"]}
+def test_memory_that_runs_out_inside_a_call_is_told_to_the_others_and_the_next_call_works(
+    launch, layout
+):
+    where = (
+        {"env": {"SYNCVAR_TRANSPORT": "zmq"}}
+        if layout == "links"
+        else {"options": ["--fake-hosts", "2"]}
+    )
     job = launch(MEMORY, workers=3, **where)
     assert job.wait() == 0, str(job)
     for event in job.events("told"):
@@ -386,6 +398,10 @@ def test_a_signals_handler_that_makes_a_call_inside_another_one_is_refused_and_n
     job.wait()
     refused = [event["text"] for event in job.events("refused", rank=0)]
     assert refused, str(job)
-    assert all("a signal's handler has interrupted this thread in another call" in text and "rank 0" in text for text in refused), str(job)
+    assert all(
+        "a signal's handler has interrupted this thread in another call" in text
+        and "rank 0" in text
+        for text in refused
+    ), str(job)
     assert [event["total"] for event in job.events("went on", rank=0)][:1] == [2.0], str(job)
     assert len(refused) == 2, str(job)

@@ -56,7 +56,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["links", pytest.param("two hosts", marks=pytest.mark.slow), "three hosts"])
+@pytest.mark.parametrize(
+    "layout", ["links", pytest.param("two hosts", marks=pytest.mark.slow), "three hosts"]
+)
 @pytest.mark.parametrize("odd", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_finished_is_told(launch, layout, odd):
     workers, options = LAYOUTS[layout]

@@ -37,7 +37,14 @@ def test_hello(launch):
 def test_modes(launch):
     job = launch(target=["-m", "syncvar.examples.modes"], workers=3)
     assert job.wait(120) == 0, str(job)
-    rows = dict(re.findall(r"^\[0\] (ON_WRITE|ON_READ|NONE|AUTO) +(\d+ +\d+) ", job.out, re.MULTILINE))
+    rows = dict(
+        re.findall(r"^\[0\] (ON_WRITE|ON_READ|NONE|AUTO) +(\d+ +\d+) ", job.out, re.MULTILINE)
+    )
     everybody = 10 * (1 + 2 + 3)
-    expected = {"ON_WRITE": (everybody, everybody), "ON_READ": (10, everybody), "NONE": (10, 10), "AUTO": (everybody, everybody)}
+    expected = {
+        "ON_WRITE": (everybody, everybody),
+        "ON_READ": (10, everybody),
+        "NONE": (10, 10),
+        "AUTO": (everybody, everybody),
+    }
     assert {mode: tuple(map(int, row.split())) for mode, row in rows.items()} == expected

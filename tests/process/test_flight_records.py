@@ -48,10 +48,15 @@ sv.barrier()
 
 
 def test_a_mismatch_is_explained(launch, syncvar):
-    job = launch(BEGIN + "if rank == 1:\n    sv.broadcast(x)\nelse:\n    sv.all_reduce(x, 'max')\n", workers=3)
+    job = launch(
+        BEGIN + "if rank == 1:\n    sv.broadcast(x)\nelse:\n    sv.all_reduce(x, 'max')\n",
+        workers=3,
+    )
     assert job.wait() == 76, str(job)
     folder = records(job)
-    assert sorted(path.name for path in folder.iterdir()) == [f"flight-rank{rank}.json" for rank in range(3)]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        f"flight-rank{rank}.json" for rank in range(3)
+    ]
     code, text = syncvar("explain", folder)
     assert code == 1, text
     assert "first divergence: call 5 of the world" in text
@@ -96,7 +101,10 @@ def test_a_killed_rank_leaves_none_and_is_named(launch, syncvar):
     job = launch(BEGIN + KILLED, workers=3)
     assert job.wait() == 137, str(job)
     folder = records(job)
-    assert sorted(path.name for path in folder.iterdir()) == ["flight-rank0.json", "flight-rank2.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "flight-rank0.json",
+        "flight-rank2.json",
+    ]
     code, text = syncvar("explain", folder)
     assert code == 0, text
     assert "rank 1 left none" in text
@@ -120,8 +128,14 @@ def test_ranks_that_wait_for_messages_of_each_other_are_explained_as_a_cycle(lau
     assert job.wait() == 76, str(job)
     code, text = syncvar("explain", records(job))
     assert code == 1, text
-    assert "deadlock: rank 0 waits for a message of rank 1, and rank 1 for a message of rank 0\n" in text
-    assert "call 1 of send/recv between ranks 0 and 1, recv(from rank 0, tag 0), failed with MismatchError" in text
+    assert (
+        "deadlock: rank 0 waits for a message of rank 1, and rank 1 for a message of rank 0\n"
+        in text
+    )
+    assert (
+        "call 1 of send/recv between ranks 0 and 1, recv(from rank 0, tag 0), failed with MismatchError"
+        in text
+    )
     assert "the ranks were told:" in text
     for words in ("divergence", "never entered it", "also:"):
         assert words not in text
@@ -153,7 +167,9 @@ def test_with_a_folder_for_output_records_go_there_and_old_ones_go(launch):
     assert not list(logs.glob("*.json"))
 
 
-def test_where_the_state_folder_cannot_be_used_another_private_one_takes_its_place(launch, syncvar, tmp_path, monkeypatch):
+def test_where_the_state_folder_cannot_be_used_another_private_one_takes_its_place(
+    launch, syncvar, tmp_path, monkeypatch
+):
     state = tmp_path / "state"
     (tmp_path / "tmp").mkdir()
     env = {"XDG_STATE_HOME": str(state), "HOME": "", "TMPDIR": str(tmp_path / "tmp")}
@@ -166,9 +182,17 @@ def test_where_the_state_folder_cannot_be_used_another_private_one_takes_its_pla
     job.open_gate("raise")
     assert job.wait() == 1, str(job)
     (folder,) = (tmp_path / "tmp").glob("syncvar-state-*/*")
-    why = f"{state}/syncvar is not used: others may write to it (mode 777); chmod 700 {state}/syncvar"
-    assert f"evidence: flight records in {folder} (syncvar explain {folder.name[-8:]}); {why}\n" in job.report, str(job)
-    assert [oct(path.stat().st_mode & 0o777) for path in (folder.parent, folder, folder / "flight-rank1.json")] == ["0o700", "0o700", "0o600"]
+    why = (
+        f"{state}/syncvar is not used: others may write to it (mode 777); chmod 700 {state}/syncvar"
+    )
+    assert (
+        f"evidence: flight records in {folder} (syncvar explain {folder.name[-8:]}); {why}\n"
+        in job.report
+    ), str(job)
+    assert [
+        oct(path.stat().st_mode & 0o777)
+        for path in (folder.parent, folder, folder / "flight-rank1.json")
+    ] == ["0o700", "0o700", "0o600"]
     assert not list((state / "syncvar").iterdir())
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -219,7 +243,9 @@ def test_a_script_that_fails_before_it_joins_leaves_nothing(launch):
 
 
 def test_a_trace_of_a_job_that_went_well(launch, syncvar):
-    script = BEGIN + """
+    script = (
+        BEGIN
+        + """
 strategy = sv.MirroredStrategy()
 with strategy.scope():
     v = sv.Variable(0.0, aggregation=sv.VariableAggregation.SUM)
@@ -231,6 +257,7 @@ work = [sv.all_reduce(x, async_op=True) for _ in range(3)]
 for one in work:
     one.wait()
 """
+    )
     job = launch(script, workers=3, env={"SYNCVAR_TRACE": "traces"})
     assert job.wait() == 0, str(job)
     assert records(job) is None
@@ -238,9 +265,20 @@ for one in work:
     code, text = syncvar("trace", "merge", job.folder / "traces", "-o", target)
     assert code == 0, text
     events = json.loads(target.read_text())["traceEvents"]
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1", "rank 2"}
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "rank 0",
+        "rank 1",
+        "rank 2",
+    }
     operations = [e for e in events if e.get("cat") == "operation"]
-    by_rank = [sorted((e["args"]["group"], e["args"]["call"], e["args"]["what"]) for e in operations if e["pid"] == rank) for rank in range(3)]
+    by_rank = [
+        sorted(
+            (e["args"]["group"], e["args"]["call"], e["args"]["what"])
+            for e in operations
+            if e["pid"] == rank
+        )
+        for rank in range(3)
+    ]
     assert by_rank[0] == by_rank[1] == by_rank[2]
     assert any("assign_add" in what for _, _, what in by_rank[0])
     for group, call, _ in by_rank[0]:  # one clock: nobody ends before the last has come

@@ -43,7 +43,9 @@ except sv.MismatchError:
 @pytest.mark.parametrize("transport", ["auto", "zmq"])
 def test_a_demand_for_the_job_holds_where_it_can(launch, transport):
     demand = "all_reduce:ring, all_gather:dissemination"
-    job = launch(FORCED, workers=3, env={"SYNCVAR_ALGORITHM": demand, "SYNCVAR_TRANSPORT": transport})
+    job = launch(
+        FORCED, workers=3, env={"SYNCVAR_ALGORITHM": demand, "SYNCVAR_TRANSPORT": transport}
+    )
     assert job.wait() == 0, str(job)
     assert job.out.count("forced") == 3
 
@@ -84,11 +86,23 @@ probe.note("over", told=told.split(","), sum=float(result.sum()), after=float(sv
 @pytest.mark.parametrize(
     ("kind", "count", "kernel"),
     [("recv", 5, "auto"), ("all_reduce", 500_000, "python")]
-    + [pytest.param(*one, marks=pytest.mark.slow) for one in (("recv", 5, "python"), ("all_reduce", 500_000, "auto"), ("all_reduce", 10, "auto"), ("all_reduce", 10, "python"))],
+    + [
+        pytest.param(*one, marks=pytest.mark.slow)
+        for one in (
+            ("recv", 5, "python"),
+            ("all_reduce", 500_000, "auto"),
+            ("all_reduce", 10, "auto"),
+            ("all_reduce", 10, "python"),
+        )
+    ],
 )
 def test_a_forked_child_does_not_wait_for_its_parents_calls(launch, kind, count, kernel):
     """A short call that is over by then may give its result there, from the memory that the child has a copy of."""
-    job = launch("import sys\n" + WAITING, arguments=[kind, str(count)], env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
+    job = launch(
+        "import sys\n" + WAITING,
+        arguments=[kind, str(count)],
+        env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {},
+    )
     assert job.wait(120) == 0, str(job)
     seen = {event["rank"]: event for event in job.events("over")}
     for rank in (0, 1):

@@ -118,7 +118,11 @@ def test_a_child_has_what_it_has_under_python(launch):
 
     job = launch(COMPARED, workers=2)
     assert job.wait() == 0, str(job)
-    (plain,) = json.loads(subprocess.run([sys.executable, "-c", COMPARED], capture_output=True, check=True, timeout=120).stdout)
+    (plain,) = json.loads(
+        subprocess.run(
+            [sys.executable, "-c", COMPARED], capture_output=True, check=True, timeout=120
+        ).stdout
+    )
     for line in job.out.splitlines():
         for told in json.loads(line[line.index("[[") :]):
             assert told[:4] == plain[:4], f"{told} under the launcher, {plain} under python\n{job}"
@@ -135,7 +139,9 @@ def test_a_signal_reaches_the_children_of_a_rank(launch, number):
     job = launch(WAITING, workers=2, env={"SYNCVAR_TERM_GRACE_S": "300"})
     children = [event["child"] for event in job.await_events("there", 2)]
     job.send(number)
-    assert job.wait() == 128 + number, str(job)  # long before the grace of 300 s, which ends what a rank leaves behind
+    assert job.wait() == 128 + number, str(
+        job
+    )  # long before the grace of 300 s, which ends what a rank leaves behind
     for child in children:
         await_true(lambda pid=child: not state(pid), what="the end of a child")
 

@@ -38,7 +38,11 @@ def check_end(job, *words):
 def test_the_process_that_ranks_are_forked_from_is_not_ready(held):
     job = held("syncvar.forkserver", "time.sleep(600)")
     server = r"the process that workers are forked from \(process \d+, state S\) has not imported NumPy and syncvar"
-    check_end(job, rf"{STILL}: ranks 0, 1 have not reached their script \({server}\)", f"{STILL}, and is given up: ranks 0, 1")
+    check_end(
+        job,
+        rf"{STILL}: ranks 0, 1 have not reached their script \({server}\)",
+        f"{STILL}, and is given up: ranks 0, 1",
+    )
 
 
 STOPS = "own = os.fork\ndef fork():\n    os.kill(os.getpid(), signal.SIGSTOP)\n    return own()\nos.fork = fork"
@@ -47,7 +51,11 @@ STOPS = "own = os.fork\ndef fork():\n    os.kill(os.getpid(), signal.SIGSTOP)\n 
 @pytest.mark.slow
 def test_the_process_that_ranks_are_forked_from_stops_while_it_forks(held):
     job = held("syncvar.forkserver", STOPS)
-    check_end(job, rf"{STILL}: the launcher starts rank 0 \(", r"\(process \d+, state T\) has not answered for \d+ s")
+    check_end(
+        job,
+        rf"{STILL}: the launcher starts rank 0 \(",
+        r"\(process \d+, state T\) has not answered for \d+ s",
+    )
 
 
 def test_a_start_that_waits_for_a_fork_ends_on_a_signal(held):
@@ -61,20 +69,39 @@ def test_a_start_that_waits_for_a_fork_ends_on_a_signal(held):
 @pytest.mark.slow
 def test_a_forked_rank_does_not_come_to_lead_its_session(held):
     job = held("syncvar.forkserver", "os.setsid = lambda: time.sleep(600)")
-    check_end(job, rf"{STILL}: the launcher lets the ranks begin that the process", r"has not answered for \d+ s")
+    check_end(
+        job,
+        rf"{STILL}: the launcher lets the ranks begin that the process",
+        r"has not answered for \d+ s",
+    )
 
 
 @pytest.mark.slow
 def test_a_rank_does_not_reach_python(held):
-    job = held("syncvar.bootstrap", "if os.environ['SYNCVAR_RANK'] == '1': time.sleep(600)", start="spawn")
-    words = r"rank 1 has not reached its script \(rank 1: process \d+ \(state S\)\)(; rank 0 waits)?"
-    check_end(job, f"{STILL}: {words}", r"rank 1: process \d+ \(state S\), has not reached its script|and is given up: rank 1")
+    job = held(
+        "syncvar.bootstrap", "if os.environ['SYNCVAR_RANK'] == '1': time.sleep(600)", start="spawn"
+    )
+    words = (
+        r"rank 1 has not reached its script \(rank 1: process \d+ \(state S\)\)(; rank 0 waits)?"
+    )
+    check_end(
+        job,
+        f"{STILL}: {words}",
+        r"rank 1: process \d+ \(state S\), has not reached its script|and is given up: rank 1",
+    )
 
 
 @pytest.mark.slow
 def test_a_server_does_not_reach_python(held):
-    job = held("syncvar.serving.process", "time.sleep(600)", script="import time; time.sleep(60)", options=("--servers", "1"))
-    check_end(job, f"{STILL}: server 0 has not reached its script", f"{STILL}, and is given up: server 0")
+    job = held(
+        "syncvar.serving.process",
+        "time.sleep(600)",
+        script="import time; time.sleep(60)",
+        options=("--servers", "1"),
+    )
+    check_end(
+        job, f"{STILL}: server 0 has not reached its script", f"{STILL}, and is given up: server 0"
+    )
 
 
 @pytest.mark.slow
@@ -89,7 +116,9 @@ def test_a_rank_that_others_wait_for_is_named_with_what_it_does(launch):
     job = launch(script, env=SHORT)
     assert job.wait() == 69, str(job)
     doing = r"rank 1: process \d+ \(state S\), in user code, script\.py:5"
-    assert re.search(rf"waiting for rank 1 to join since \d s \(1 of 2 are here\); {doing}", job.report), str(job)
+    assert re.search(
+        rf"waiting for rank 1 to join since \d s \(1 of 2 are here\); {doing}", job.report
+    ), str(job)
     assert re.search(rf"rank 1 did not join within 6 s .*; {doing}", job.report), str(job)
 
 
@@ -104,8 +133,12 @@ def stuck(tmp_path, launch):
 def test_a_launcher_that_reads_its_options_for_ever_says_so_and_ends(stuck):
     job = stuck(SHORT)
     assert job.wait() == 69, str(job)
-    assert re.search(rf"{STILL}: the launcher reads its options \(\w+\.py:\d+\)\n", job.err), str(job)
-    assert re.search(rf"{STILL}, and is given up: the launcher reads its options", job.err), str(job)
+    assert re.search(rf"{STILL}: the launcher reads its options \(\w+\.py:\d+\)\n", job.err), str(
+        job
+    )
+    assert re.search(rf"{STILL}, and is given up: the launcher reads its options", job.err), str(
+        job
+    )
 
 
 def test_a_launcher_that_reads_its_options_for_ever_ends_on_a_signal(stuck):

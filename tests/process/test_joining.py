@@ -44,7 +44,16 @@ def start(tmp_path):
     jobs = []
 
     def begin(script=WORLD, hosts=2, *options, **named):
-        jobs.append(Joined(tmp_path, script, hosts, *options, env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}, **named))
+        jobs.append(
+            Joined(
+                tmp_path,
+                script,
+                hosts,
+                *options,
+                env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"},
+                **named,
+            )
+        )
         return jobs[-1]
 
     yield begin
@@ -71,8 +80,16 @@ def test_two_hosts_join_and_all_refusals_are_told_on_both_sides(start, tmp_path)
     assert other.wait(120) == 77, job
     assert f"does not take the key of {tmp_path}/other" in other.words()
     assert readable.wait(120) == 78, job
-    assert f"--key-file {tmp_path}/open must be a file of yours that nobody else can read: chmod 600" in readable.words()
-    said = await_true(lambda: re.search(r"who came from (\S+) was refused: it has another key than that of --key-file", job.err), what="the word of it")
+    assert (
+        f"--key-file {tmp_path}/open must be a file of yours that nobody else can read: chmod 600"
+        in readable.words()
+    )
+    said = await_true(
+        lambda: re.search(
+            r"who came from (\S+) was refused: it has another key than that of --key-file", job.err
+        ),
+        what="the word of it",
+    )
     assert said[1] in ("127.0.0.1", "somewhere")  # which ZeroMQ may have closed before it was asked
     second = job.join("--slots", "1")
     job.await_events("met", 3)
@@ -97,7 +114,9 @@ def test_a_host_that_joins_twice_is_refused(start):
     two = job.join()
     assert two.wait(120) == 69, job
     assert "this machine has joined already, as" in two.words()
-    await_true(lambda: "was refused: this machine has joined already, as" in job.err, what="the word of it")
+    await_true(
+        lambda: "was refused: this machine has joined already, as" in job.err, what="the word of it"
+    )
     job.send(signal.SIGINT)
     assert job.wait() == 130, job
     assert one.wait(120) == 70, job
@@ -109,12 +128,26 @@ def test_who_has_joined_is_told_where_too_few_have_in_time(start):
     one = job.join("--slots", "3")
     assert job.wait() == 69, job
     assert one.wait(120) == 69, job
-    assert "2 hosts did not join within 4 s; nothing was started. Each runs: syncvar-launch --join 127.0.0.1:" in job.err
+    assert (
+        "2 hosts did not join within 4 s; nothing was started. Each runs: syncvar-launch --join 127.0.0.1:"
+        in job.err
+    )
     assert re.search(r"\n  \S+ \(127\.0\.0\.1\): has joined, with 3 slots\n", job.err), job
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["launcher", "joiner", "agent", "interrupt joiner", "terminate joiner", "interrupt launcher", "interrupt launcher twice"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "launcher",
+        "joiner",
+        "agent",
+        "interrupt joiner",
+        "terminate joiner",
+        "interrupt launcher",
+        "interrupt launcher twice",
+    ],
+)
 def test_whoever_ends_nothing_is_left(start, victim):
     job = start(WAITS)
     first, second = job.join("--slots", "1"), job.join("--slots", "1")
@@ -149,16 +182,23 @@ def test_whoever_ends_nothing_is_left(start, victim):
         expected = {"joiner": -9, "interrupt joiner": 130, "terminate joiner": 143}.get(victim, 70)
         assert (code, codes) == ((143 if victim.startswith("term") else 70), [expected, code]), job
         why = {
-            "joiner": "its connection ended with 255 (the connection to it is lost)", "agent": "its connection ended with -9",
-            "interrupt joiner": "it was ended there by SIGINT", "terminate joiner": "exited with status 143",
-        }[victim]  # fmt: skip
+            "joiner": "its connection ended with 255 (the connection to it is lost)",
+            "agent": "its connection ended with -9",
+            "interrupt joiner": "it was ended there by SIGINT",
+            "terminate joiner": "exited with status 143",
+        }[victim]
         assert why in job.err, job
-        assert {event["error"] for event in job.events("raised")} <= {"PeerLost", "SystemExit"}  # the latter of who was told to end
+        assert {event["error"] for event in job.events("raised")} <= {
+            "PeerLost",
+            "SystemExit",
+        }  # the latter of who was told to end
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["agent", "joiner"])
-def test_a_host_serves_the_next_start_after_its_agent_was_lost_and_joins_again_after_it_was(start, victim):
+def test_a_host_serves_the_next_start_after_its_agent_was_lost_and_joins_again_after_it_was(
+    start, victim
+):
     job = start(WAITS, 2, "--max-restarts", "1")
     first, second = job.join("--slots", "1"), job.join("--slots", "1")
     job.await_events("met", 2)
@@ -197,13 +237,15 @@ def test_slots_say_when_there_are_enough_hosts(start):
 @pytest.mark.slow
 def test_another_version_of_syncvar_is_refused_on_both_sides(start, tmp_path):
     program = tmp_path / "older.py"
-    program.write_text(textwrap.dedent("""
+    program.write_text(
+        textwrap.dedent("""
         import sys
         import syncvar
         syncvar.__version__ = "0.0.9"
         from syncvar_launcher.run import main
         sys.exit(main())
-    """))
+    """)
+    )
     job = start(WORLD)
     older = job.join(program=(sys.executable, str(program)))
     assert older.wait(120) == 69, job

@@ -21,8 +21,12 @@ SCRIPT = Path(__file__).with_name("kernel_calls.py")
 def told(launch, runner, workers, sizes):
     """Return what each rank says of its calls of few or many sizes."""
     job = launch(
-        None, workers=workers, target=[str(SCRIPT)], arguments=[str(workers), sizes], env={"SYNCVAR_KERNEL": runner, "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"},
-    )  # fmt: skip
+        None,
+        workers=workers,
+        target=[str(SCRIPT)],
+        arguments=[str(workers), sizes],
+        env={"SYNCVAR_KERNEL": runner, "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"},
+    )
     assert job.wait(300) == 0, str(job)
     return [json.loads(line[line.index("{") :]) for line in job.out.splitlines()]
 
@@ -30,7 +34,15 @@ def told(launch, runner, workers, sizes):
 @pytest.mark.needs_kernel
 @pytest.mark.parametrize(
     ("workers", "sizes"),
-    [(2, "few"), pytest.param(4, "few", marks=pytest.mark.slow), *(pytest.param(workers, sizes, marks=pytest.mark.slow) for workers in (2, 3, 4, 5) for sizes in ("many", "long"))],
+    [
+        (2, "few"),
+        pytest.param(4, "few", marks=pytest.mark.slow),
+        *(
+            pytest.param(workers, sizes, marks=pytest.mark.slow)
+            for workers in (2, 3, 4, 5)
+            for sizes in ("many", "long")
+        ),
+    ],
 )
 @pytest.mark.timeout(600)
 def test_both_runners_give_the_same_bytes(launch, workers, sizes):
@@ -88,7 +100,14 @@ print("every half is right", flush=True)
 """
 
 
-@pytest.mark.parametrize(("kernel", "workers"), [pytest.param("c", 2, marks=pytest.mark.needs_kernel), ("python", 2), pytest.param("c", 3, marks=pytest.mark.needs_kernel)])
+@pytest.mark.parametrize(
+    ("kernel", "workers"),
+    [
+        pytest.param("c", 2, marks=pytest.mark.needs_kernel),
+        ("python", 2),
+        pytest.param("c", 3, marks=pytest.mark.needs_kernel),
+    ],
+)
 def test_sums_and_means_of_every_half_are_those_of_float32_rounded_once(launch, kernel, workers):
     job = launch(EVERY_HALF, workers=workers, env={"SYNCVAR_KERNEL": kernel})
     assert job.wait(120) == 0, str(job)
@@ -255,8 +274,14 @@ note("ends", total=total.tolist(), runner=kernel.which("auto"), why=kernel.why_n
 
 @pytest.mark.needs_kernel
 def test_dry_run_and_log_say_what_runs(launch):
-    for runner, words in (("auto", "prepared calls run in C"), ("python", "prepared calls run in Python: kernel = python asks for it")):
-        job = launch("import syncvar as sv; sv.init()", env={"SYNCVAR_KERNEL": runner, "SYNCVAR_LOG_LEVEL": "info"})
+    for runner, words in (
+        ("auto", "prepared calls run in C"),
+        ("python", "prepared calls run in Python: kernel = python asks for it"),
+    ):
+        job = launch(
+            "import syncvar as sv; sv.init()",
+            env={"SYNCVAR_KERNEL": runner, "SYNCVAR_LOG_LEVEL": "info"},
+        )
         assert job.wait(120) == 0, str(job)
         assert f"share memory; {words}" in job.err
         job = launch("print(1)", options=["--dry-run"], env={"SYNCVAR_KERNEL": runner})
@@ -322,7 +347,9 @@ def test_calls_of_groups_and_of_many_forms_are_entered_in_c(launch):
     for event in job.events("groups"):
         assert event["last"] == [[1.0, 3.0, 5.0], [1.0, 3.0, 5.0], [1.0, 2.0, 3.0], [1, 0], [0, 1]]
         assert event["errors"] == ["ConfigError"] * 3 + ["UsageError"]
-        assert len(event["calls"]) < 40, "of 20 * 5 and 119 calls so many went Python's way, more than after slow peers"
+        assert len(event["calls"]) < 40, (
+            "of 20 * 5 and 119 calls so many went Python's way, more than after slow peers"
+        )
 
 
 FORMS = """
@@ -419,10 +446,14 @@ def test_calls_are_of_the_job_and_group_that_there_are_now(launch):
     assert job.wait(120) == 0, str(job)
     found = {event["rank"]: event for event in job.events("changes")}
     assert [found[rank]["sums"] for rank in range(3)] == [
-        [3.0, 0.0, 3.0, 2.0, 3.0, 3.0, 3.0, 3.0], [3.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0], [3.0, 1.0, 3.0, 2.0, 3.0, 3.0, 3.0, 3.0]
-    ], str(job)  # fmt: skip
+        [3.0, 0.0, 3.0, 2.0, 3.0, 3.0, 3.0, 3.0],
+        [3.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0],
+        [3.0, 1.0, 3.0, 2.0, 3.0, 3.0, 3.0, 3.0],
+    ], str(job)
     assert all(event["refused"] for event in found.values())
-    assert all(event["calls"] < 20 for event in found.values()), "of 40 calls so many went Python's way, more than after slow peers"
+    assert all(event["calls"] < 20 for event in found.values()), (
+        "of 40 calls so many went Python's way, more than after slow peers"
+    )
 
 
 @pytest.mark.needs_kernel
@@ -454,7 +485,9 @@ def test_help_shows_each_function_with_its_docstring():
     for name in functions:
         function = getattr(sv, name)
         text = pydoc.plain(pydoc.render_doc(function))
-        assert text.startswith(f"Python Library Documentation: function {name} in module syncvar"), text[:200]
+        assert text.startswith(
+            f"Python Library Documentation: function {name} in module syncvar"
+        ), text[:200]
         assert inspect.getdoc(function).splitlines()[0] in text, text[:400]
 
 
@@ -463,10 +496,17 @@ def test_help_shows_each_function_with_its_docstring():
 def test_no_byte_outside_is_touched(launch, tmp_path):
     env = sanitized("native", tmp_path)
     job = launch(
-        None, workers=3, target=[str(SCRIPT)], arguments=["9", "many"],
-        options=["--start-method", "spawn", *(f"--env={name}={value}" for name, value in env.items())],
+        None,
+        workers=3,
+        target=[str(SCRIPT)],
+        arguments=["9", "many"],
+        options=[
+            "--start-method",
+            "spawn",
+            *(f"--env={name}={value}" for name, value in env.items()),
+        ],
         env={"SYNCVAR_KERNEL": "c", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "120"},
-    )  # fmt: skip
+    )
     assert job.wait(500) == 0, str(job)
     seen = [json.loads(line[line.index("{") :]) for line in job.out.splitlines()]
     assert len({rank["digest"] for rank in seen}) == 1, seen
@@ -485,7 +525,11 @@ def test_copies_are_exact(way):
         for first, start in itertools.product((0, 1, 8, 63), (0, 1, 16, 63)):
             target = np.full(40_000, 7, np.uint8)
             copy(target[start:], source[first:], nbytes, way)
-            assert np.array_equal(target[start : start + nbytes], source[first : first + nbytes]), (nbytes, first, start)
+            assert np.array_equal(target[start : start + nbytes], source[first : first + nbytes]), (
+                nbytes,
+                first,
+                start,
+            )
             assert (target[:start] == 7).all()
             assert (target[start + nbytes :] == 7).all()
 
@@ -541,7 +585,9 @@ FUZZ = str(Path(__file__).with_name("program_fuzz.py"))
 
 @pytest.mark.needs_kernel
 def test_both_runners_do_the_same_and_broken_programs_do_no_harm():
-    made = subprocess.run([sys.executable, FUZZ, "1", "150"], capture_output=True, text=True, timeout=120, check=False)
+    made = subprocess.run(
+        [sys.executable, FUZZ, "1", "150"], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (made.returncode, made.stdout) == (0, "the same\n"), made.stderr
 
 
@@ -549,7 +595,14 @@ def test_both_runners_do_the_same_and_broken_programs_do_no_harm():
 @pytest.mark.needs_kernel
 def test_sanitizers_find_nothing(tmp_path):
     env = {**os.environ, **sanitized("native", tmp_path)}
-    made = subprocess.run([sys.executable, FUZZ, "2", "400"], capture_output=True, text=True, timeout=500, check=False, env=env)
+    made = subprocess.run(
+        [sys.executable, FUZZ, "2", "400"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env=env,
+    )
     assert (made.returncode, made.stdout) == (0, "the same\n"), made.stderr[-4000:]
     assert loaded(tmp_path) == 1
 
@@ -560,7 +613,14 @@ def test_a_module_that_cannot_be_loaded_is_not_replaced_by_the_installed_one(tmp
     built = tmp_path / "native.so"
     built.write_bytes(b"no module")
     env = {**os.environ, **variables("native", built)}
-    made = subprocess.run([sys.executable, FUZZ, "2", "1"], capture_output=True, text=True, timeout=120, check=False, env=env)
+    made = subprocess.run(
+        [sys.executable, FUZZ, "2", "1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=env,
+    )
     assert made.returncode == NOT_LOADED, made.stderr
     assert "native.so" in made.stderr
     assert loaded(tmp_path) == 0

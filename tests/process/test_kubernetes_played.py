@@ -51,7 +51,13 @@ except sv.PeerLost as error:
     sys.stdout.flush()
     raise
 """
-LIMITS = {"RENDEZVOUS_TIMEOUT_S": 40, "LOST_AFTER_S": 3, "SUSPECT_AFTER_S": 1, "HEARTBEAT_INTERVAL_S": 0.2, "SHUTDOWN_TIMEOUT_S": 0.5}
+LIMITS = {
+    "RENDEZVOUS_TIMEOUT_S": 40,
+    "LOST_AFTER_S": 3,
+    "SUSPECT_AFTER_S": 1,
+    "HEARTBEAT_INTERVAL_S": 0.2,
+    "SHUTDOWN_TIMEOUT_S": 0.5,
+}
 
 
 class Cluster:
@@ -61,19 +67,31 @@ class Cluster:
         self.folder = folder
         self.lost = lost
         self.port = {"MASTER_PORT": str(free_ports(2))}  # of this test: the hosts are one
-        plain = {name: value for name, value in os.environ.items() if not name.startswith(("SYNCVAR_", "MASTER_")) or name == "SYNCVAR_TEST_MARK"}
-        self.plain = plain | {f"SYNCVAR_{name}": str(value) for name, value in LIMITS.items()} | {"XDG_RUNTIME_DIR": str(runtime)}
+        plain = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SYNCVAR_", "MASTER_")) or name == "SYNCVAR_TEST_MARK"
+        }
+        self.plain = (
+            plain
+            | {f"SYNCVAR_{name}": str(value) for name, value in LIMITS.items()}
+            | {"XDG_RUNTIME_DIR": str(runtime)}
+        )
         (folder / "pod.py").write_text(POD)
         self.pods = {}
 
     def begin(self, host, environ):
         with (self.folder / f"out-{host}").open("ab") as out:
             line = [sys.executable, "pod.py", str(self.lost)]
-            self.pods[host] = subprocess.Popen(line, stdout=out, stderr=out, cwd=self.folder, env=self.plain | self.port | environ)
+            self.pods[host] = subprocess.Popen(
+                line, stdout=out, stderr=out, cwd=self.folder, env=self.plain | self.port | environ
+            )
 
     def codes(self, limit_s=120):
         until = time.monotonic() + limit_s
-        return {host: one.wait(max(0.1, until - time.monotonic())) for host, one in self.pods.items()}
+        return {
+            host: one.wait(max(0.1, until - time.monotonic())) for host, one in self.pods.items()
+        }
 
     def out(self, host):
         return (self.folder / f"out-{host}").read_text()
@@ -98,14 +116,20 @@ def cluster(tmp_path, runtime):
         one.close()
 
 
-def test_pods_of_a_set_of_which_the_first_comes_late_and_one_is_killed_go_on_with_the_next_attempt(cluster, tmp_path):
+def test_pods_of_a_set_of_which_the_first_comes_late_and_one_is_killed_go_on_with_the_next_attempt(
+    cluster, tmp_path
+):
     key = secrets.token_hex(32)
     played = cluster(lost=2)
     pods = pods_of_set(key)
     first, *others = pods
     for host in reversed(others):
         played.begin(host, pods[host])
-    await_true(lambda: len(list(tmp_path.glob("asked-*"))) == 3, 60, "three pods that ask for the name of the first")
+    await_true(
+        lambda: len(list(tmp_path.glob("asked-*"))) == 3,
+        60,
+        "three pods that ask for the name of the first",
+    )
     played.begin(first, pods[first])
     codes = played.codes()
     assert codes == {host: -9 if rank == 2 else 70 for rank, host in enumerate(pods)}
@@ -133,9 +157,14 @@ def test_pods_of_an_indexed_job_are_started_again_one_by_one_and_meet_anew(lost,
         assert time.monotonic() < until, [played.out(host) for host in pods]
         for host, one in list(played.pods.items()):
             if one.poll() not in (None, 0):
-                assert begun < 4 + 12, [played.out(host) for host in pods]  # the manifest's backoffLimit
+                assert begun < 4 + 12, [
+                    played.out(host) for host in pods
+                ]  # the manifest's backoffLimit
                 begun += 1
                 played.begin(host, pods[host])
         time.sleep(0.02)
     for rank, host in enumerate(pods):
-        assert played.out(host).count(f"{host} is rank {rank} of 4 on host {rank}, sum 8, start 0\n") == 2, played.out(host)
+        assert (
+            played.out(host).count(f"{host} is rank {rank} of 4 on host {rank}, sum 8, start 0\n")
+            == 2
+        ), played.out(host)

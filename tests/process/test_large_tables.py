@@ -44,5 +44,7 @@ def test_a_large_table_is_made_shard_by_shard(launch):
     assert made[0]["shards"] == made[1]["shards"] == made[0]["calls"] > 30
     assert made[1]["calls"] == 0
     table_nbytes = 4 * ROWS * COLUMNS
-    assert made[0]["grown"] < table_nbytes / 4, job  # it holds one shard, its copy and what is on its way
+    assert made[0]["grown"] < table_nbytes / 4, (
+        job
+    )  # it holds one shard, its copy and what is on its way
     assert made[1]["grown"] < table_nbytes / 16, job

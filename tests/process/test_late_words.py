@@ -60,5 +60,7 @@ SCRIPT = """
 def test_a_rank_that_left_is_no_failure_though_its_words_come_behind_its_end(tmp_path):
     (tmp_path / "relay.py").write_text(textwrap.dedent(RELAY))
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    job = Job(tmp_path, workers=2, target=["--no-python", sys.executable, str(tmp_path / "train.py")])
+    job = Job(
+        tmp_path, workers=2, target=["--no-python", sys.executable, str(tmp_path / "train.py")]
+    )
     assert job.wait(120) == 0, job.err

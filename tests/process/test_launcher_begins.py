@@ -14,11 +14,17 @@ from launching import await_true
 from syncvar_launcher.limits import needed_files
 
 MODULE = (sys.executable, "-m", "syncvar_launcher")
-ENTRY = (sys.executable, "-c", "import sys; from syncvar_launcher.run import program; sys.exit(program())")  # as the installed command does
+ENTRY = (
+    sys.executable,
+    "-c",
+    "import sys; from syncvar_launcher.run import program; sys.exit(program())",
+)  # as the installed command does
 
 
 def launched(line, folder, **keywords):
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120, check=False, **keywords)
+    return subprocess.run(
+        line, cwd=folder, capture_output=True, text=True, timeout=120, check=False, **keywords
+    )
 
 
 def is_one_sentence(text):
@@ -44,7 +50,13 @@ def test_streams_that_are_closed_at_the_start_are_as_dev_null(launch, closed):
     code = 3 if closed == (1,) else 0
     redirections = " ".join(f"{number}{'<' if number == 0 else '>'}&-" for number in closed)
     options = ("--start-method", "spawn" if len(closed) == 3 else "fork")
-    job = launch(STREAMS, workers=2, arguments=[str(code)], options=options, prefix=("sh", "-c", f'exec "$@" {redirections}', "sh"))
+    job = launch(
+        STREAMS,
+        workers=2,
+        arguments=[str(code)],
+        options=options,
+        prefix=("sh", "-c", f'exec "$@" {redirections}', "sh"),
+    )
     assert job.wait() == code, str(job)
     for event in job.events("streams"):
         assert event["read"] == ""
@@ -91,9 +103,12 @@ def test_f13_a_signal_while_the_launcher_is_imported(tmp_path, module, line, num
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT.format(module=module, ready=str(ready)))
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH", ""))))
     process = subprocess.Popen(
-        [*line, "-n", "2", "--no-python", "true"], env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [*line, "-n", "2", "--no-python", "true"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         await_true(ready.exists, what=f"the import of {module}")
         process.send_signal(number)
@@ -102,7 +117,9 @@ def test_f13_a_signal_while_the_launcher_is_imported(tmp_path, module, line, num
         process.kill()
         process.communicate()
     assert (process.returncode, out) == (128 + number, "")
-    assert err == f"syncvar-launch: {number.name} came before the ranks began; nothing was started\n"
+    assert (
+        err == f"syncvar-launch: {number.name} came before the ranks began; nothing was started\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -150,14 +167,22 @@ def test_a_folder_that_has_been_removed_is_told(tmp_path):
             assert "has been removed" in ended.stderr
             assert "--cwd" in ended.stderr
         else:
-            assert sorted(ended.stdout.splitlines()) == [f"[0] {tmp_path}", f"[1] {tmp_path}"], ended
+            assert sorted(ended.stdout.splitlines()) == [f"[0] {tmp_path}", f"[1] {tmp_path}"], (
+                ended
+            )
 
 
 def test_a_lock_that_is_a_link_is_not_followed_and_told(tmp_path, pytestconfig):
-    base = Path(pytestconfig.syncvar_runtime, "link", "syncvar")  # short, as a path of sockets must be
+    base = Path(
+        pytestconfig.syncvar_runtime, "link", "syncvar"
+    )  # short, as a path of sockets must be
     base.mkdir(parents=True, mode=0o700)
     (base / ".lock").symlink_to(tmp_path / "elsewhere")
-    ended = launched([*MODULE, "-n", "2", "--no-python", "true"], tmp_path, env={**os.environ, "XDG_RUNTIME_DIR": str(base.parent)})
+    ended = launched(
+        [*MODULE, "-n", "2", "--no-python", "true"],
+        tmp_path,
+        env={**os.environ, "XDG_RUNTIME_DIR": str(base.parent)},
+    )
     assert ended.returncode == 78
     assert is_one_sentence(ended.stderr), ended.stderr
     assert f"{base}/.lock, which is a link" in ended.stderr
@@ -167,7 +192,11 @@ def test_a_lock_that_is_a_link_is_not_followed_and_told(tmp_path, pytestconfig):
 
 @pytest.mark.parametrize("size", ["9223372036854775807", str(10**30), str((1 << 46) + 1)])
 def test_an_arena_that_no_process_can_map_is_refused(tmp_path, size):
-    ended = launched([*MODULE, "-n", "2", "--no-python", "true"], tmp_path, env={**os.environ, "SYNCVAR_ARENA_BYTES": size})
+    ended = launched(
+        [*MODULE, "-n", "2", "--no-python", "true"],
+        tmp_path,
+        env={**os.environ, "SYNCVAR_ARENA_BYTES": size},
+    )
     assert ended.returncode == 78
     assert is_one_sentence(ended.stderr), ended.stderr
     assert f"arena_bytes ({size}) is more than a process can map: at most {1 << 46}" in ended.stderr
@@ -202,9 +231,21 @@ def test_f41_what_is_said_to_be_needed_suffices(launch, how, tmp_path):
         for size in (1, 1000, 300_000):
             sv.all_reduce(np.ones(size)), sv.all_gather(np.ones(size)), sv.all_to_all(np.ones(4 * size))
     """
-    job = launch(script, workers=4, prefix=limited(needed), options=options, env={"SYNCVAR_TRANSPORT": "zmq"} if how == "zmq" else {})
+    job = launch(
+        script,
+        workers=4,
+        prefix=limited(needed),
+        options=options,
+        env={"SYNCVAR_TRANSPORT": "zmq"} if how == "zmq" else {},
+    )
     assert job.wait() == 0, str(job)
-    short = launch(script, workers=4, prefix=limited(needed - 1), options=options, env={"SYNCVAR_TRANSPORT": "zmq"} if how == "zmq" else {})
+    short = launch(
+        script,
+        workers=4,
+        prefix=limited(needed - 1),
+        options=options,
+        env={"SYNCVAR_TRANSPORT": "zmq"} if how == "zmq" else {},
+    )
     assert short.wait() == 71, str(short)
 
 
@@ -219,12 +260,25 @@ def test_f41_too_few_processes_are_told(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: os.stat("/proc/self").st_uid or 1)
     monkeypatch.setattr(limits, "_tasks_of_user", lambda: 7)
     real = resource.getrlimit
-    for soft, hard, words in ((allowed + 7, allowed + 7, ""), (allowed + 6, 4096, f"ulimit -u {allowed + 7}"), (9, 9, "goes up to 9 here")):
-        monkeypatch.setattr(resource, "getrlimit", lambda which, soft=soft, hard=hard: (soft, hard) if which == resource.RLIMIT_NPROC else real(which))
+    for soft, hard, words in (
+        (allowed + 7, allowed + 7, ""),
+        (allowed + 6, 4096, f"ulimit -u {allowed + 7}"),
+        (9, 9, "goes up to 9 here"),
+    ):
+        monkeypatch.setattr(
+            resource,
+            "getrlimit",
+            lambda which, soft=soft, hard=hard: (
+                (soft, hard) if which == resource.RLIMIT_NPROC else real(which)
+            ),
+        )
         if not words:
             limits.check_limits(chosen)
             continue
-        with pytest.raises(limits.LimitTooLow, match=f"16 ranks need {allowed} processes and threads beside the 7 .* {soft} are allowed") as raised:
+        with pytest.raises(
+            limits.LimitTooLow,
+            match=f"16 ranks need {allowed} processes and threads beside the 7 .* {soft} are allowed",
+        ) as raised:
             limits.check_limits(chosen)
         assert words in str(raised.value)
 
@@ -233,8 +287,15 @@ def test_the_tasks_of_a_user_are_counted():
     from syncvar_launcher import limits
 
     before = limits._tasks_of_user()
-    with subprocess.Popen([sys.executable, "-c", "import threading, sys; threading.Thread(target=sys.stdin.read).start(); print(1, flush=True)"],
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # fmt: skip
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import threading, sys; threading.Thread(target=sys.stdin.read).start(); print(1, flush=True)",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
         process.stdout.readline()
         assert os.stat(f"/proc/{process.pid}/task").st_nlink - 2 == 2
         assert limits._tasks_of_user() >= 2
@@ -246,7 +307,11 @@ def test_the_tasks_of_a_user_are_counted():
 
 
 def test_the_end_of_a_rank_is_known_where_sigchld_was_ignored(launch):
-    prefix = (sys.executable, "-c", "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])")
+    prefix = (
+        sys.executable,
+        "-c",
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])",
+    )
     script = "import os, syncvar as sv; sv.all_reduce(1); os.kill(os.getpid(), 9) if sv.rank() else sv.all_reduce(1)"
     job = launch(script, workers=2, prefix=prefix)
     assert job.wait() == 137, str(job)
@@ -261,16 +326,42 @@ def test_a_variable_that_is_nearly_a_setting_is_told_once(tmp_path):
     env = {**os.environ, "SYNCVAR_COLECTIVE_TIMEOUT_S": "1", "SYNCVAR_OF_MY_OWN": "1"}
     ended = launched([*MODULE, "-n", "2", "--no-python", "true"], tmp_path, env=env)
     assert ended.returncode == 0
-    assert ended.stderr == "syncvar-launch: SYNCVAR_COLECTIVE_TIMEOUT_S is no setting (did you mean SYNCVAR_COLLECTIVE_TIMEOUT_S?)\n"
-    alone = launched([sys.executable, "-c", "import syncvar as sv; sv.init(); sv.barrier()"], tmp_path, env=env)
+    assert (
+        ended.stderr
+        == "syncvar-launch: SYNCVAR_COLECTIVE_TIMEOUT_S is no setting (did you mean SYNCVAR_COLLECTIVE_TIMEOUT_S?)\n"
+    )
+    alone = launched(
+        [sys.executable, "-c", "import syncvar as sv; sv.init(); sv.barrier()"], tmp_path, env=env
+    )
     assert (alone.returncode, alone.stderr) == (0, ended.stderr.removeprefix("syncvar-launch: "))
 
 
-@pytest.mark.parametrize("words", [("settings",), ("coming-from", "mpi4py"), ("plan", "all_reduce", "--ranks", "8", "--count", "100")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("settings",),
+        ("coming-from", "mpi4py"),
+        ("plan", "all_reduce", "--ranks", "8", "--count", "100"),
+    ],
+    ids=" ".join,
+)
 def test_a_reader_of_the_syncvar_command_may_leave(tmp_path, words):
     read, write = os.pipe()
     os.close(read)
-    line = [sys.executable, "-c", "import sys; from syncvar.cli import main; sys.exit(main())", *words]
-    ended = subprocess.run(line, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    line = [
+        sys.executable,
+        "-c",
+        "import sys; from syncvar.cli import main; sys.exit(main())",
+        *words,
+    ]
+    ended = subprocess.run(
+        line,
+        cwd=tmp_path,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     os.close(write)
     assert (ended.returncode, ended.stderr) == (141, "")

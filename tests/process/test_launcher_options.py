@@ -37,17 +37,32 @@ def about(job):
 
 def test_what_every_rank_gets(launch):
     job = launch(
-        ABOUT, workers=2, arguments=["--lr", "0.1", "two words"], stdin=b"a line\n", env={"FROM_OUTSIDE": "5"},
+        ABOUT,
+        workers=2,
+        arguments=["--lr", "0.1", "two words"],
+        stdin=b"a line\n",
+        env={"FROM_OUTSIDE": "5"},
         options=["--env", "OWN=a b", "--env", "FROM_OUTSIDE"],
-    )  # fmt: skip
+    )
     for rank, event in about(job).items():
         environ = event["environ"]
         expected = {
-            "SYNCVAR_RANK": str(rank), "SYNCVAR_WORLD_SIZE": "2", "SYNCVAR_LOCAL_RANK": str(rank),
-            "SYNCVAR_LOCAL_WORLD_SIZE": "2", "SYNCVAR_HOST_INDEX": "0", "SYNCVAR_ROLE": "worker", "SYNCVAR_GENERATION": "0",
-            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
-            "OWN": "a b", "FROM_OUTSIDE": "5", "SYNCVAR_LOST_AFTER_S": "1.5", "SYNCVAR_TERM_GRACE_S": "2.0",
-        }  # fmt: skip
+            "SYNCVAR_RANK": str(rank),
+            "SYNCVAR_WORLD_SIZE": "2",
+            "SYNCVAR_LOCAL_RANK": str(rank),
+            "SYNCVAR_LOCAL_WORLD_SIZE": "2",
+            "SYNCVAR_HOST_INDEX": "0",
+            "SYNCVAR_ROLE": "worker",
+            "SYNCVAR_GENERATION": "0",
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "OWN": "a b",
+            "FROM_OUTSIDE": "5",
+            "SYNCVAR_LOST_AFTER_S": "1.5",
+            "SYNCVAR_TERM_GRACE_S": "2.0",
+        }
         assert {name: environ.get(name) for name in expected} == expected
         assert environ["SYNCVAR_RENDEZVOUS"].startswith("ipc:///"), "on one host only unix sockets"
         assert re.fullmatch("[0-9a-f]{32}", environ["SYNCVAR_JOB_ID"])
@@ -61,19 +76,39 @@ def test_what_every_rank_gets(launch):
         assert event["path"] == str(job.folder)
         assert event["executable"] == sys.executable
         assert event["session"] == event["pid"], "each rank leads a session"
-        kinds = {target.partition(":")[0] for name, target in event["descriptors"].items() if int(name) > 2}
+        kinds = {
+            target.partition(":")[0]
+            for name, target in event["descriptors"].items()
+            if int(name) > 2
+        }
         assert "socket" not in kinds, "nothing of the launcher is inherited"
         if len(CORES) >= 2:
-            assert event["cores"] == CORES[rank * (len(CORES) // 2) : (rank + 1) * (len(CORES) // 2)]
+            assert (
+                event["cores"] == CORES[rank * (len(CORES) // 2) : (rank + 1) * (len(CORES) // 2)]
+            )
 
 
 def test_what_a_rank_of_a_cleared_environment_gets(launch):
-    leaks = {"LEAK": "1", "MY_TOKEN": "2", "PYTHONSTARTUP": "/nonexistent", "OWN_A": "3", "OWN_B": "4", "SYNCVAR_STALL_WARNING_S": "9"}
+    leaks = {
+        "LEAK": "1",
+        "MY_TOKEN": "2",
+        "PYTHONSTARTUP": "/nonexistent",
+        "OWN_A": "3",
+        "OWN_B": "4",
+        "SYNCVAR_STALL_WARNING_S": "9",
+    }
     options = ["--env-clear", "-x", "OWN_*", "-x", "MY_TOKEN", "-xPLAIN=5", "--fake-hosts", "2"]
-    job = launch(ABOUT + "import syncvar as sv; assert sv.all_reduce(1) == 2\n", options=options, env=leaks)
+    job = launch(
+        ABOUT + "import syncvar as sv; assert sv.all_reduce(1) == 2\n", options=options, env=leaks
+    )
     for event in about(job).values():
         environ = event["environ"]
-        assert {name: environ.get(name) for name in ("OWN_A", "OWN_B", "MY_TOKEN", "PLAIN")} == {"OWN_A": "3", "OWN_B": "4", "MY_TOKEN": "2", "PLAIN": "5"}
+        assert {name: environ.get(name) for name in ("OWN_A", "OWN_B", "MY_TOKEN", "PLAIN")} == {
+            "OWN_A": "3",
+            "OWN_B": "4",
+            "MY_TOKEN": "2",
+            "PLAIN": "5",
+        }
         assert environ["PATH"] == os.environ["PATH"]
         assert float(environ["SYNCVAR_STALL_WARNING_S"]) == 9, "settings reach every rank"
         assert not {"LEAK", "PYTHONSTARTUP", "PYTEST_CURRENT_TEST"} & environ.keys()
@@ -131,7 +166,9 @@ def test_output_of_all_ranks(launch):
         assert lines[:3] == [f"out {line} of {rank}" for line in range(3)], str(job)
         assert any("progress 100 %" in line for line in lines), str(job)
         assert job.lines(rank, job.err) == [f"err of {rank}"], str(job)
-    assert all(re.match(r"\[[01]\] ", line) for line in re.split("[\r\n]+", job.out) if line), str(job)
+    assert all(re.match(r"\[[01]\] ", line) for line in re.split("[\r\n]+", job.out) if line), str(
+        job
+    )
 
 
 def test_output_of_the_first_rank(launch):
@@ -142,13 +179,23 @@ def test_output_of_the_first_rank(launch):
 
 
 def test_output_of_some_ranks(launch, tmp_path):
-    job = launch(WRITE, workers=4, options=["--output", "3,0", "--log-dir", str(tmp_path / "logs")], arguments=["fail"])
+    job = launch(
+        WRITE,
+        workers=4,
+        options=["--output", "3,0", "--log-dir", str(tmp_path / "logs")],
+        arguments=["fail"],
+    )
     assert job.wait() == 1, str(job)
     for stream in (job.out, job.err):
-        assert {line[:4] for line in stream.splitlines() if re.match(r"\[\d\] ", line)} == {"[0] ", "[3] "}, str(job)
+        assert {line[:4] for line in stream.splitlines() if re.match(r"\[\d\] ", line)} == {
+            "[0] ",
+            "[3] ",
+        }, str(job)
     assert "rank 1" in job.report, str(job)
     assert "ValueError: planted failure" in job.report, "a failure is shown whoever has it"
-    assert (tmp_path / "logs" / "rank-1.out").read_bytes().startswith(b"out 0 of 1\n"), "files hold the lines of all"
+    assert (tmp_path / "logs" / "rank-1.out").read_bytes().startswith(b"out 0 of 1\n"), (
+        "files hold the lines of all"
+    )
     assert (tmp_path / "logs" / "rank-2.err").read_text() == "err of 2\n"
 
 
@@ -169,11 +216,16 @@ def test_no_output(launch):
 
 
 def test_log_files(launch, tmp_path):
-    job = launch(WRITE, workers=2, options=["--log-dir", str(tmp_path / "logs"), "--output", "none"])
+    job = launch(
+        WRITE, workers=2, options=["--log-dir", str(tmp_path / "logs"), "--output", "none"]
+    )
     assert job.wait() == 0, str(job)
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
-        "rank-0.err", "rank-0.out", "rank-1.err", "rank-1.out",
-    ]  # fmt: skip
+        "rank-0.err",
+        "rank-0.out",
+        "rank-1.err",
+        "rank-1.out",
+    ]
     text = (tmp_path / "logs" / "rank-1.out").read_bytes()
     assert text.startswith(b"out 0 of 1\nout 1 of 1\n"), text
     assert text.endswith(b"last, not ended\xff\xfe raw\n"), "raw bytes, as they were written"
@@ -204,7 +256,9 @@ def test_modules_and_commands(launch):
     module = launch(workers=2, target=["-m", "script"], options=["--cwd", str(job.folder)])
     assert module.wait() == 0, str(module)
     assert module.lines(1)[0] == "out 0 of 1", str(module)
-    command = launch(workers=2, target=["--no-python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE; exit $RANK"])
+    command = launch(
+        workers=2, target=["--no-python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE; exit $RANK"]
+    )
     assert command.wait() == 1, str(command)
     assert command.lines(0) == ["rank 0 of 2"], str(command)
     assert command.lines(1) == ["rank 1 of 2"], str(command)
@@ -218,16 +272,31 @@ def test_a_dry_run_starts_nothing(launch, nothing_left_behind):
     job = launch(ABOUT, workers=3, options=["--dry-run"], arguments=["--lr", "1"], start="auto")
     assert job.wait() == 0, str(job)
     assert job.events() == [], str(job)
-    assert not list(Path(os.environ["XDG_RUNTIME_DIR"]).glob("syncvar/????????")), "no directory was made"
+    assert not list(Path(os.environ["XDG_RUNTIME_DIR"]).glob("syncvar/????????")), (
+        "no directory was made"
+    )
     assert nothing_left_behind.own_processes() == {}
-    for words in ("SYNCVAR_RANK=0", "--lr 1", "script.py", "lost_after_s", "1.5 s", "OMP_NUM_THREADS"):
+    for words in (
+        "SYNCVAR_RANK=0",
+        "--lr 1",
+        "script.py",
+        "lost_after_s",
+        "1.5 s",
+        "OMP_NUM_THREADS",
+    ):
         assert words in job.out, str(job)
-    assert "\nworkers: forked: from one process that has imported NumPy and syncvar\n" in job.out, str(job)
-    (job.folder / "features.py").write_text("import os\nos.environ['NPY_DISABLE_CPU_FEATURES'] = 'AVX2'\n")
+    assert "\nworkers: forked: from one process that has imported NumPy and syncvar\n" in job.out, (
+        str(job)
+    )
+    (job.folder / "features.py").write_text(
+        "import os\nos.environ['NPY_DISABLE_CPU_FEATURES'] = 'AVX2'\n"
+    )
     fresh = launch(target=[str(job.folder / "features.py")], options=["--dry-run"], start="auto")
     assert fresh.wait() == 0, str(fresh)
     assert "\nworkers: fresh processes: " in fresh.out, str(fresh)
-    assert " names NPY_DISABLE_CPU_FEATURES, which NumPy reads only when it is imported\n" in fresh.out, str(fresh)
+    assert (
+        " names NPY_DISABLE_CPU_FEATURES, which NumPy reads only when it is imported\n" in fresh.out
+    ), str(fresh)
 
 
 def test_wrong_options(launch):
@@ -260,7 +329,11 @@ def listening(pids):
             target = os.readlink(f"/proc/{pid}/fd/{name}")
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
-    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
     return [row[1] for row in rows if row[3] == "0A" and row[9] in inodes], inodes
 
 
@@ -285,9 +358,13 @@ def test_private_directory_and_no_listening_port(launch, nothing_left_behind):
     unix = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     bound = [row[7] for row in unix if row[6] in inodes and len(row) > 7]
     assert bound
-    assert all(name.startswith(str(folder)) for name in bound), "every socket of the job lies in the private directory"
+    assert all(name.startswith(str(folder)) for name in bound), (
+        "every socket of the job lies in the private directory"
+    )
     arguments = " ".join(processes.values())
-    job_id = next(event for event in [Path(f"/proc/{job.pids()[0]}/environ").read_bytes()]).split(b"SYNCVAR_JOB_ID=")[1][:32]
+    job_id = next(event for event in [Path(f"/proc/{job.pids()[0]}/environ").read_bytes()]).split(
+        b"SYNCVAR_JOB_ID="
+    )[1][:32]
     assert job_id.decode() not in arguments, "no secret in a command line"
     job.open_gate("go")
     assert job.wait() == 0, str(job)
@@ -309,7 +386,11 @@ probe.note("done")
 def descendants(pid):
     """Return the ranks that a launcher has started and that have not ended."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children if b"syncvar.bootstrap" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [
+        int(child)
+        for child in children
+        if b"syncvar.bootstrap" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
 def test_a_rank_with_the_terminal(tmp_path):
@@ -317,7 +398,18 @@ def test_a_rank_with_the_terminal(tmp_path):
 
     (tmp_path / "probe.py").write_text(PROBE)
     (tmp_path / "script.py").write_text(DEBUGGED)
-    line = [sys.executable, "-m", "syncvar_launcher", "--config", str(PROFILE), "-n", "2", "--debug", "1", "script.py"]
+    line = [
+        sys.executable,
+        "-m",
+        "syncvar_launcher",
+        "--config",
+        str(PROFILE),
+        "-n",
+        "2",
+        "--debug",
+        "1",
+        "script.py",
+    ]
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)
@@ -344,13 +436,17 @@ def test_a_rank_with_the_terminal(tmp_path):
 
     try:
         assert until(b"(Pdb) "), seen
-        time.sleep(2.0)  # longer than every deadline of the profile that could end the wait of rank 0
+        time.sleep(
+            2.0
+        )  # longer than every deadline of the profile that could end the wait of rank 0
         seen = b""
         os.write(terminal, b"p value\n")
         assert until(b"41"), seen
         os.write(terminal, b"c\n")
         assert until(b"after 42 True"), seen
-        until(b"no such words")  # reads on until the terminal is let go of: who writes to it waits for a reader
+        until(
+            b"no such words"
+        )  # reads on until the terminal is let go of: who writes to it waits for a reader
         ended, status = os.waitpid(pid, 0)
         pid = 0
         assert (ended > 0, os.waitstatus_to_exitcode(status)) == (True, 0), seen
@@ -359,13 +455,20 @@ def test_a_rank_with_the_terminal(tmp_path):
         if pid:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    notes = [json.loads(text) for path in tmp_path.glob("events-*") for text in path.read_text().splitlines()]
+    notes = [
+        json.loads(text)
+        for path in tmp_path.glob("events-*")
+        for text in path.read_text().splitlines()
+    ]
     assert sorted(note["rank"] for note in notes if note["what"] == "done") == [0, 1]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_plain_python_program_is_a_world_of_one_or_more(launch, workers):
-    job = launch("import syncvar as sv; print(sv.rank(), sv.world_size(), int(sv.all_reduce(5)))", workers=workers)
+    job = launch(
+        "import syncvar as sv; print(sv.rank(), sv.world_size(), int(sv.all_reduce(5)))",
+        workers=workers,
+    )
     assert job.wait() == 0, str(job)
     assert job.lines(0) == [f"0 {workers} {5 * workers}"], str(job)
 
@@ -383,7 +486,9 @@ for _ in range(5):
 def test_totals_of_all_calls(launch, tmp_path):
     job = launch(CALLS, options=["--stats"])
     assert job.wait() == 0, str(job)
-    rows = {line.split()[0]: line.split() for line in job.report.splitlines() if line.startswith("  ")}
+    rows = {
+        line.split()[0]: line.split() for line in job.report.splitlines() if line.startswith("  ")
+    }
     assert rows["all_reduce(sum)"][1:8] == ["<=", "16", "B", "0,", "1", "3000", "23.4"], str(job)
     assert rows["all_reduce(max)"][1:8] == ["<=", "64", "KiB", "0,", "1", "5", "160"], str(job)
     hosts = launch(CALLS, options=[f"--stats={tmp_path / 'totals.json'}", "--fake-hosts", "2"])
@@ -393,11 +498,15 @@ def test_totals_of_all_calls(launch, tmp_path):
     by_call = {row["call"]: row for row in told["rows"]}
     assert by_call["all_reduce(sum)"]["calls"] == 3000
     assert by_call["all_reduce(max)"]["nbytes"] == 5 * 8 << 12
-    assert by_call["all_reduce(max)"]["busbw"] == by_call["all_reduce(max)"]["algbw"] > 0, "the factor of two ranks is 1"
+    assert by_call["all_reduce(max)"]["busbw"] == by_call["all_reduce(max)"]["algbw"] > 0, (
+        "the factor of two ranks is 1"
+    )
     assert by_call["barrier"]["algbw"] is None
 
 
 def test_a_launcher_that_another_launcher_has_started_several_times_says_so(launch):
-    job = launch("print('ran')", workers=1, env={"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"})
+    job = launch(
+        "print('ran')", workers=1, env={"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    )
     assert job.wait() == 0, job
     assert "mpirun of Open MPI has started 2 processes, and each starts a job of its own" in job.err

@@ -69,7 +69,14 @@ raise Silent
 
 
 def plain(folder, *line):
-    return subprocess.run([sys.executable, *line], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, *line],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize("how", ["spawn", "fork"])
@@ -85,12 +92,19 @@ def test_main_is_the_script_up_to_the_last_handler(launch, how):
 def test_main_of_a_module_a_package_a_folder_and_an_archive(launch, tmp_path, kind):
     place = tmp_path / "thing"
     place.mkdir()
-    (place / "__main__.py").write_text(MAIN if kind != "folder" else "import sys; print(__name__, sys.argv[1:])")
+    (place / "__main__.py").write_text(
+        MAIN if kind != "folder" else "import sys; print(__name__, sys.argv[1:])"
+    )
     (place / "__init__.py").touch()
     (place / "part.py").write_text(MAIN)
     with zipfile.ZipFile(tmp_path / "thing.zip", "w") as archive:
         archive.writestr("__main__.py", "import sys; print(__name__, sys.argv[1:])")
-    target = {"module": ["-m", "thing.part"], "package": ["-m", "thing"], "folder": [str(place)], "archive": [str(tmp_path / "thing.zip")]}[kind]
+    target = {
+        "module": ["-m", "thing.part"],
+        "package": ["-m", "thing"],
+        "folder": [str(place)],
+        "archive": [str(tmp_path / "thing.zip")],
+    }[kind]
     job = launch(workers=1, target=target, arguments=["a"], options=["--cwd", str(tmp_path)])
     assert job.wait() == 0, str(job)
     expected = plain(tmp_path, *target, "a")
@@ -101,7 +115,11 @@ def test_main_of_a_module_a_package_a_folder_and_an_archive(launch, tmp_path, ki
 def test_a_hook_for_exceptions_is_called(launch):
     job = launch(HOOK, workers=1)
     assert job.wait() == 1, str(job)
-    assert job.lines(0) == plain(job.folder, "script.py").stdout.splitlines() == ["hook ValueError planted ['<module>', 'inner']"]
+    assert (
+        job.lines(0)
+        == plain(job.folder, "script.py").stdout.splitlines()
+        == ["hook ValueError planted ['<module>', 'inner']"]
+    )
     assert job.lines(0, job.err) == [], "the hook has spoken instead"
     assert "ValueError: planted" in job.report
 
@@ -110,7 +128,12 @@ def test_a_hook_that_fails_hides_nothing(launch):
     job = launch(FAILING_HOOK, workers=1)
     assert job.wait() == 1, str(job)
     said = "\n".join(job.lines(0, job.err))
-    for words in ("Error in sys.excepthook:", "KeyError: 'of the hook'", "Original exception was:", "ValueError: planted"):
+    for words in (
+        "Error in sys.excepthook:",
+        "KeyError: 'of the hook'",
+        "Original exception was:",
+        "ValueError: planted",
+    ):
         assert words in said, str(job)
         assert words in plain(job.folder, "script.py").stderr
     assert "bootstrap" not in job.err
@@ -130,7 +153,9 @@ def test_names_of_files_that_are_no_utf8(launch, tmp_path):
     path = os.fsdecode(folder + b"/caf\xe9.py")
     with open(path, "w") as file:
         file.write(WAITS)
-    job = launch(target=[path], env={"SYNCVAR_REPORT_AFTER_S": "0.02"}, options=["--cwd", str(tmp_path)])
+    job = launch(
+        target=[path], env={"SYNCVAR_REPORT_AFTER_S": "0.02"}, options=["--cwd", str(tmp_path)]
+    )
     assert job.wait() == 3, str(job)
     assert job.lines(0) == ["2.0"], str(job)
     assert r"waiting in barrier (call 2) at" in job.report, str(job)

@@ -78,7 +78,9 @@ def test_a_rank_without_a_launcher_tries_its_trace_first(tmp_path):
     (tmp_path / "file").write_text("")
     environ = {**os.environ, "SYNCVAR_TRACE": str(tmp_path / "file/trace")}
     command = [sys.executable, "-c", "import syncvar as sv; sv.all_reduce(1); print('reduced')"]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode != 0, ended
     assert "of SYNCVAR_TRACE: Not a directory" in ended.stderr
     assert "reduced" not in ended.stdout
@@ -90,19 +92,29 @@ def test_a_rank_without_a_launcher_names_the_trace_that_it_loses(tmp_path):
     script = "import syncvar as sv; sv.barrier(); sv.shutdown(); print('after the shutdown')"
     environ = {**os.environ, "SYNCVAR_TRACE": str(trace)}
     ended = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", script],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert ended.returncode == 0, ended
     assert "after the shutdown" in ended.stdout
-    assert ended.stderr.count(f"cannot write {trace}/flight-rank0.json of SYNCVAR_TRACE: Is a dir") == 1
+    assert (
+        ended.stderr.count(f"cannot write {trace}/flight-rank0.json of SYNCVAR_TRACE: Is a dir")
+        == 1
+    )
 
 
 @pytest.mark.parametrize("hosts", [[], ["--fake-hosts", "2"], ["-H", "localhost:2"]], ids=str)
 def test_logs_events_and_traces_that_are_lost_are_named(launch, disk, hosts):
     job = launch(
-        FILL, arguments=[str(disk)], env={"SYNCVAR_TRACE": f"{disk}/trace"},
+        FILL,
+        arguments=[str(disk)],
+        env={"SYNCVAR_TRACE": f"{disk}/trace"},
         options=["--log-dir", f"{disk}/logs", "--output", "none", "--events", "/dev/full", *hosts],
-    )  # fmt: skip
+    )
     assert job.wait() == 74, str(job)
     for rank in range(2):
         assert f"cannot write {disk}/logs/rank-{rank}.out of --log-dir: No space left" in job.report
@@ -132,16 +144,26 @@ probe.gate("look")
 
 
 @pytest.mark.parametrize(
-    "umask", [pytest.param(0o022, marks=pytest.mark.slow), 0o027, pytest.param(0o077, marks=pytest.mark.slow)]
+    "umask",
+    [
+        pytest.param(0o022, marks=pytest.mark.slow),
+        0o027,
+        pytest.param(0o077, marks=pytest.mark.slow),
+    ],
 )
-def test_files_that_a_user_asks_for_honour_the_umask_and_the_others_are_private(launch, tmp_path, umask):
+def test_files_that_a_user_asks_for_honour_the_umask_and_the_others_are_private(
+    launch, tmp_path, umask
+):
     place = tmp_path / "files"
     place.mkdir()
     options = [f"--log-dir={place}/logs", f"--events={place}/events", f"--stats={place}/stats"]
     job = launch(
-        EVERY_FILE, arguments=[str(place)], options=options, env={"SYNCVAR_TRACE": f"{place}/a/trace"},
+        EVERY_FILE,
+        arguments=[str(place)],
+        options=options,
+        env={"SYNCVAR_TRACE": f"{place}/a/trace"},
         prefix=["sh", "-c", f'umask {umask:o}; exec "$0" "$@"'],
-    )  # fmt: skip
+    )
     job.await_events("ready", 2)
     runtime = os.environ["XDG_RUNTIME_DIR"]
     private = [path for path in pathlib.Path(runtime).rglob("*") if not path.is_symlink()]
@@ -150,12 +172,30 @@ def test_files_that_a_user_asks_for_honour_the_umask_and_the_others_are_private(
     job.open_gate("look")
     assert job.wait() == 0, str(job)
     done = subprocess.run(
-        [sys.executable, "-m", "syncvar", "trace", "merge", f"{place}/a/trace", "-o", f"{place}/merged"], check=False, umask=umask
+        [
+            sys.executable,
+            "-m",
+            "syncvar",
+            "trace",
+            "merge",
+            f"{place}/a/trace",
+            "-o",
+            f"{place}/merged",
+        ],
+        check=False,
+        umask=umask,
     )
     assert done.returncode == 0
     found = sorted(place.rglob("*"))
     names = {path.name for path in found}
-    assert {"rank-0.out", "events", "stats", "flight-rank0.json", "manifest.json", "model.safetensors"} <= names, names
+    assert {
+        "rank-0.out",
+        "events",
+        "stats",
+        "flight-rank0.json",
+        "manifest.json",
+        "model.safetensors",
+    } <= names, names
     assert {"auto", "merged"} <= names
     assert not [path for path in found if "tmp" in path.name]
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in found}
@@ -164,12 +204,28 @@ def test_files_that_a_user_asks_for_honour_the_umask_and_the_others_are_private(
 
 
 def test_a_benchmark_tries_its_files_first_and_names_those_it_loses():
-    command = [sys.executable, "-m", "syncvar", "bench", "barrier", "--no-model", "--workers", "2", "-J"]
+    command = [
+        sys.executable,
+        "-m",
+        "syncvar",
+        "bench",
+        "barrier",
+        "--no-model",
+        "--workers",
+        "2",
+        "-J",
+    ]
     for path, code, why in (
-        ("/nonexistent/file", 2, "cannot write /nonexistent/file of --json: No such file or directory"),
+        (
+            "/nonexistent/file",
+            2,
+            "cannot write /nonexistent/file of --json: No such file or directory",
+        ),
         ("/dev/full", 74, "rank 0: cannot write /dev/full of --json: No space left on device"),
     ):
-        ended = subprocess.run([*command, path], capture_output=True, text=True, timeout=110, check=False)
+        ended = subprocess.run(
+            [*command, path], capture_output=True, text=True, timeout=110, check=False
+        )
         assert ended.returncode == code, ended
         assert why in ended.stderr, ended
         assert ("Avg bus bandwidth" in ended.stdout) == (code == 74), ended
@@ -177,11 +233,25 @@ def test_a_benchmark_tries_its_files_first_and_names_those_it_loses():
 
 def test_a_merged_trace_goes_to_a_pipe_as_it_is(tmp_path):
     environ = {**os.environ, "SYNCVAR_TRACE": str(tmp_path / "trace")}
-    subprocess.run([sys.executable, "-c", "import syncvar as sv; sv.barrier()"], env=environ, timeout=110, check=True)
+    subprocess.run(
+        [sys.executable, "-c", "import syncvar as sv; sv.barrier()"],
+        env=environ,
+        timeout=110,
+        check=True,
+    )
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     with open(reader, "rb") as file:
-        command = [sys.executable, "-m", "syncvar", "trace", "merge", f"{tmp_path}/trace", "-o", f"{tmp_path}/pipe"]
+        command = [
+            sys.executable,
+            "-m",
+            "syncvar",
+            "trace",
+            "merge",
+            f"{tmp_path}/trace",
+            "-o",
+            f"{tmp_path}/pipe",
+        ]
         subprocess.run(command, timeout=110, check=True)
         assert "traceEvents" in json.loads(file.read())
     assert (tmp_path / "pipe").is_fifo()
@@ -210,9 +280,16 @@ def test_flight_records_that_are_lost_are_named(launch, disk, hosts):
 def test_files_that_can_be_written_are_written_and_kept(launch, tmp_path):
     (tmp_path / "events").write_text('{"event": "of an earlier job"}\n')
     job = launch(
-        CHAT, env={"SYNCVAR_TRACE": str(tmp_path / "new/trace")},
-        options=["--events", str(tmp_path / "events"), f"--stats={tmp_path}/stats", "--log-dir", f"{tmp_path}/logs"],
-    )  # fmt: skip
+        CHAT,
+        env={"SYNCVAR_TRACE": str(tmp_path / "new/trace")},
+        options=[
+            "--events",
+            str(tmp_path / "events"),
+            f"--stats={tmp_path}/stats",
+            "--log-dir",
+            f"{tmp_path}/logs",
+        ],
+    )
     assert job.wait() == 0, str(job)
     events = [json.loads(line)["event"] for line in (tmp_path / "events").read_text().splitlines()]
     assert events[0] == "of an earlier job"

@@ -20,7 +20,9 @@ assert int(sv.all_reduce(1)) == sv.world_size()
 """
 
 
-@pytest.mark.parametrize(("script", "workers"), [(SENDING, 3), (RECEIVING, 2)], ids=["sending", "receiving"])
+@pytest.mark.parametrize(
+    ("script", "workers"), [(SENDING, 3), (RECEIVING, 2)], ids=["sending", "receiving"]
+)
 def test_a_cycle_gets_a_verdict_and_the_world_goes_on(launch, script, workers):
     job = launch(script, workers=workers)
     assert job.wait() == 0, str(job)
@@ -63,17 +65,31 @@ probe.note("talked", asked=asked[0], digest=digest.hexdigest())
 
 
 @pytest.mark.needs_kernel
-@pytest.mark.parametrize(("steps", "transports"), [(600, ["auto"]), pytest.param(6000, ["auto", "zmq"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("steps", "transports"),
+    [(600, ["auto"]), pytest.param(6000, ["auto", "zmq"], marks=pytest.mark.slow)],
+)
 def test_both_runners_and_links_bring_the_same_messages(launch, steps, transports):
     seen = {}
     for transport in transports:
         for runner in ("c", "python"):
-            job = launch(TALKING, arguments=[str(steps)], env={"SYNCVAR_KERNEL": runner, "SYNCVAR_TRANSPORT": transport})
+            job = launch(
+                TALKING,
+                arguments=[str(steps)],
+                env={"SYNCVAR_KERNEL": runner, "SYNCVAR_TRANSPORT": transport},
+            )
             assert job.wait(120) == 0, str(job)
             seen[transport, runner] = job.events("talked")
-    assert len({tuple(sorted(event["digest"] for event in events)) for events in seen.values()}) == 1, seen
+    assert (
+        len({tuple(sorted(event["digest"] for event in events)) for events in seen.values()}) == 1
+    ), seen
     assert all(event["asked"] < steps * 0.9 for event in seen["auto", "c"]), seen
-    assert all(event["asked"] == steps for way, events in seen.items() if way != ("auto", "c") for event in events), seen
+    assert all(
+        event["asked"] == steps
+        for way, events in seen.items()
+        if way != ("auto", "c")
+        for event in events
+    ), seen
 
 
 @pytest.mark.needs_kernel
@@ -81,9 +97,15 @@ def test_both_runners_and_links_bring_the_same_messages(launch, steps, transport
 def test_no_byte_outside_a_message_is_touched(launch, tmp_path):
     variables = sanitized("native", tmp_path)
     job = launch(
-        TALKING, arguments=["3000"], options=["--start-method", "spawn", *(f"--env={name}={value}" for name, value in variables.items())],
+        TALKING,
+        arguments=["3000"],
+        options=[
+            "--start-method",
+            "spawn",
+            *(f"--env={name}={value}" for name, value in variables.items()),
+        ],
         env={"SYNCVAR_KERNEL": "c"},
-    )  # fmt: skip
+    )
     assert job.wait(200) == 0, str(job)
     assert all(event["asked"] < 2700 for event in job.events("talked")), str(job)
     assert loaded(tmp_path) >= 2
@@ -153,9 +175,16 @@ raise error
 """
 
 
-@pytest.mark.parametrize("what", ["sending", *(pytest.param(what, marks=pytest.mark.slow) for what in ("receiving", "told"))])
+@pytest.mark.parametrize(
+    "what",
+    ["sending", *(pytest.param(what, marks=pytest.mark.slow) for what in ("receiving", "told"))],
+)
 def test_a_rank_that_is_killed_between_messages_is_named(launch, what):
-    job = launch(KILLED, arguments=[what], env={"SYNCVAR_SINGLE_COPY": "off" if what == "sending" else "auto"})
+    job = launch(
+        KILLED,
+        arguments=[what],
+        env={"SYNCVAR_SINGLE_COPY": "off" if what == "sending" else "auto"},
+    )
     assert job.wait(120) != 0, str(job)
     assert [event["rank"] for event in job.events("raised")] == [0], str(job)
     assert "rank 1" in job.events("raised")[0]["text"], str(job)

@@ -75,7 +75,9 @@ def test_ranks_that_disagree_are_told_and_go_on(launch, count):
     job = launch(REFUSED.replace("COUNT", str(count)), workers=2)
     assert job.wait(120) == 0, str(job)
     assert job.out.count("value -2.5") == 2
-    raised = {rank: [event for event in job.events("raised") if event["rank"] == rank] for rank in (0, 1)}
+    raised = {
+        rank: [event for event in job.events("raised") if event["rank"] == rank] for rank in (0, 1)
+    }
     for rank in (0, 1):
         rates, shapes = raised[rank]
         assert rates["error"] == "MismatchError"

@@ -35,7 +35,9 @@ if rank == 1:
 def test_messages_of_a_tag_that_has_rested_come_all_and_in_order(launch, kernel):
     job = launch(TAGS, env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
     assert job.wait(120) == 0, str(job)
-    assert [event["all"] for event in job.events("got")] == [[*range(4), *range(1, 140), 50, 100, 101, 102, 103]]
+    assert [event["all"] for event in job.events("got")] == [
+        [*range(4), *range(1, 140), 50, 100, 101, 102, 103]
+    ]
 
 
 GROUPED = """
@@ -69,7 +71,9 @@ probe.note("written", told=[type(error).__name__ for error in told], values=sort
 
 
 @pytest.mark.parametrize("kernel", ["auto", "python"])
-def test_a_refused_write_of_several_variables_brings_nothing_into_that_of_another_thread(launch, kernel):
+def test_a_refused_write_of_several_variables_brings_nothing_into_that_of_another_thread(
+    launch, kernel
+):
     job = launch(GROUPED, env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
     assert job.wait(120) == 0, str(job)
     seen = {event["rank"]: (event["told"], event["values"]) for event in job.events("written")}
@@ -112,7 +116,9 @@ probe.note("written", told=[type(error).__name__ for error in told], value=float
 def test_a_write_is_refused_while_the_copy_goes_to_other_memory(launch, kernel):
     job = launch(MOVING, env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
     assert job.wait(120) == 0, str(job)
-    assert [(event["told"], event["value"], event["others"]) for event in job.events("written")] == [(["UsageError"], 22.0, 3_000 * 16 * 7.0)] * 2, str(job)
+    assert [
+        (event["told"], event["value"], event["others"]) for event in job.events("written")
+    ] == [(["UsageError"], 22.0, 3_000 * 16 * 7.0)] * 2, str(job)
 
 
 HANDLER = """
@@ -136,7 +142,9 @@ probe.note("went", told=[str(error) for error in told], sum=float(sv.all_reduce(
 
 
 @pytest.mark.parametrize("kernel", ["auto", "python"])
-def test_a_prepared_call_of_a_signals_handler_is_refused_and_the_call_beneath_goes_on(launch, kernel):
+def test_a_prepared_call_of_a_signals_handler_is_refused_and_the_call_beneath_goes_on(
+    launch, kernel
+):
     job = launch(HANDLER, env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
     assert job.wait(120) == 0, str(job)
     seen = {event["rank"]: event for event in job.events("went")}

@@ -39,15 +39,32 @@ def place(tmp_path):
 
 
 def ended(line, folder, **variables):
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **variables})
+    return subprocess.run(
+        line,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **variables},
+    )
 
 
-@pytest.mark.parametrize(("start", "target"), [("spawn", ("script.py",)), ("fork", ("-m", "script"))])
+@pytest.mark.parametrize(
+    ("start", "target"), [("spawn", ("script.py",)), ("fork", ("-m", "script"))]
+)
 def test_workers_import_what_launched_them(place, start, target):
-    done = ended([sys.executable, "-m", "syncvar_launcher", "-n", "2", "--start-method", start, *target], place)
+    done = ended(
+        [sys.executable, "-m", "syncvar_launcher", "-n", "2", "--start-method", start, *target],
+        place,
+    )
     assert done.returncode == 0, done
     told = [json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines()]
-    assert told == [[[OURS, str(Path(OURS).parent / "data" / "__init__.py"), str(place / "mine.py"), 2.0]]] * 2, "its own modules as ever"
+    assert (
+        told
+        == [[[OURS, str(Path(OURS).parent / "data" / "__init__.py"), str(place / "mine.py"), 2.0]]]
+        * 2
+    ), "its own modules as ever"
 
 
 def test_workers_of_a_program_import_what_started_them(place, tmp_path_factory):
@@ -63,7 +80,10 @@ def test_no_folder_is_added_for_who_asks_for_safe_paths(place):
     (place / "plain.py").write_text("import sys; print(sys.path)")
     line = [*command_of("syncvar.bootstrap"), str(place / "plain.py")]
     plain, safe = ended(line, place), ended(line, place, PYTHONSAFEPATH="1")
-    expected = ended([sys.executable, "plain.py"], place), ended([sys.executable, "plain.py"], place, PYTHONSAFEPATH="1")
+    expected = (
+        ended([sys.executable, "plain.py"], place),
+        ended([sys.executable, "plain.py"], place, PYTHONSAFEPATH="1"),
+    )
     assert (plain.stdout, safe.stdout) == (expected[0].stdout, expected[1].stdout)
     assert str(place) in plain.stdout
     assert str(place) not in safe.stdout

@@ -29,14 +29,20 @@ probe.note("done", child=child.wait(120))
 """
 
 
-@pytest.mark.parametrize(("start", "options"), [("fork", ()), ("spawn", ("--fake-hosts", "2"))], ids=["fork", "hosts"])
+@pytest.mark.parametrize(
+    ("start", "options"), [("fork", ()), ("spawn", ("--fake-hosts", "2"))], ids=["fork", "hosts"]
+)
 def test_signals_reach_all_ranks_and_their_children(launch, start, options):
-    job = launch(SCRIPT, start=start, options=["--forward-signals", "USR1,SIGUSR2,CONT,40", "-v", *options])
+    job = launch(
+        SCRIPT, start=start, options=["--forward-signals", "USR1,SIGUSR2,CONT,40", "-v", *options]
+    )
     job.await_events("ready", 2)
     for count, number in enumerate((signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, 40), 1):
         job.send(number)
         got = job.await_events("got", 2 * count)
-        assert sorted(event["rank"] for event in got if event["number"] == number) == [0, 1], str(job)
+        assert sorted(event["rank"] for event in got if event["number"] == number) == [0, 1], str(
+            job
+        )
     assert not job.events("done"), "a handler runs while its rank waits in a call"
     job.open_gate("go")
     assert job.wait() == 0, str(job)
@@ -74,13 +80,19 @@ def test_a_signal_that_a_rank_does_not_expect_is_not_passed_on_to_it(launch, opt
     waits = f"at script.py:{line_of(UNHANDLED, '# the others wait here')}"
     assert re.fullmatch(rf"  rank 0: waiting in all_reduce.* {waits}.*", places[0]), str(job)
     assert places[1].startswith("  rank 1: not waiting in any call"), str(job)
-    assert places[2] == f"syncvar: `syncvar stacks {job.process.pid}` shows where they are in the script", str(job)
+    assert (
+        places[2]
+        == f"syncvar: `syncvar stacks {job.process.pid}` shows where they are in the script"
+    ), str(job)
     job.open_gate("go")
     assert job.wait() == 0, str(job)
 
 
 def test_signals_stay_with_the_launcher_where_none_is_passed_on(launch):
-    job = launch("import probe\nprobe.note('ready')\nprobe.gate('never', 60)\n", options=["--forward-signals", "none"])
+    job = launch(
+        "import probe\nprobe.note('ready')\nprobe.gate('never', 60)\n",
+        options=["--forward-signals", "none"],
+    )
     job.await_events("ready", 2)
     job.send(signal.SIGUSR1)
     assert job.wait() == -signal.SIGUSR1, "as any program that does not handle it"
@@ -94,9 +106,14 @@ def test_a_signal_while_there_are_no_ranks_is_dropped(launch):
         os._exit(3)
     probe.note("again")
     """
-    job = launch(script, workers=1, options=["--max-restarts", "1"], env={"SYNCVAR_RESTART_DELAY_S": "1.5"})
+    job = launch(
+        script, workers=1, options=["--max-restarts", "1"], env={"SYNCVAR_RESTART_DELAY_S": "1.5"}
+    )
     await_true(lambda: "as generation 1" in job.err, what="the pause before the restart")
     job.send(signal.SIGUSR1)
-    await_true(lambda: "SIGUSR1 came between two starts of the ranks, and is dropped" in job.err, what="the words")
+    await_true(
+        lambda: "SIGUSR1 came between two starts of the ranks, and is dropped" in job.err,
+        what="the words",
+    )
     assert job.wait() == 0, str(job)
     assert len(job.events("again")) == 1, "the ranks of the next start did not get it"

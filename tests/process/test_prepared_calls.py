@@ -6,7 +6,12 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "contract" / "prepared_calls.py"
 ENV = {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "SYNCVAR_CHECK_ARENA": "on"}
-LAYOUTS = {"kernel": {"env": {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}}, "arena": {"env": ENV}, "zmq": {"env": {**ENV, "SYNCVAR_TRANSPORT": "zmq"}}, "hosts": {"env": ENV, "options": ["--fake-hosts", "2"]}}
+LAYOUTS = {
+    "kernel": {"env": {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}},
+    "arena": {"env": ENV},
+    "zmq": {"env": {**ENV, "SYNCVAR_TRANSPORT": "zmq"}},
+    "hosts": {"env": ENV, "options": ["--fake-hosts", "2"]},
+}
 
 
 @pytest.mark.parametrize(
@@ -26,28 +31,63 @@ LAYOUTS = {"kernel": {"env": {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}}, "arena": {
 )
 @pytest.mark.timeout(400)
 def test_random_calls_on_processes(launch, layout, workers, cases, pairs):
-    job = launch(None, workers=workers, target=[str(SCRIPT)], arguments=["7", str(cases), *pairs], **LAYOUTS[layout])
+    job = launch(
+        None,
+        workers=workers,
+        target=[str(SCRIPT)],
+        arguments=["7", str(cases), *pairs],
+        **LAYOUTS[layout],
+    )
     assert job.wait(300) == 0, str(job)
     assert "cases over" in job.out
 
 
 @pytest.mark.parametrize(
-    ("workers", "cases"), [(2, 30), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 400), (3, 250), (4, 150)))]
+    ("workers", "cases"),
+    [
+        (2, 30),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, 400), (3, 250), (4, 150))),
+    ],
 )
 @pytest.mark.timeout(300)
 def test_everyday_calls_on_processes(launch, workers, cases):
-    job = launch(None, workers=workers, target=[str(SCRIPT.with_name("everyday_calls.py"))], arguments=[str(workers), str(cases)], **LAYOUTS["kernel"])
+    job = launch(
+        None,
+        workers=workers,
+        target=[str(SCRIPT.with_name("everyday_calls.py"))],
+        arguments=[str(workers), str(cases)],
+        **LAYOUTS["kernel"],
+    )
     assert job.wait(250) == 0, str(job)
     assert job.out.count(f"made {cases} cases") == workers
 
 
 @pytest.mark.parametrize(
     ("layout", "workers", "turns"),
-    [("kernel", 2, 4), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("kernel", 2, 40), ("kernel", 3, 25), ("kernel", 4, 25), ("arena", 2, 15), ("zmq", 2, 15), ("hosts", 3, 15)))],
+    [
+        ("kernel", 2, 4),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("kernel", 2, 40),
+                ("kernel", 3, 25),
+                ("kernel", 4, 25),
+                ("arena", 2, 15),
+                ("zmq", 2, 15),
+                ("hosts", 3, 15),
+            )
+        ),
+    ],
 )
 @pytest.mark.timeout(300)
 def test_structures_on_processes(launch, layout, workers, turns):
-    job = launch(None, workers=workers, target=[str(SCRIPT.with_name("structures.py"))], arguments=["7", str(turns)], **LAYOUTS[layout])
+    job = launch(
+        None,
+        workers=workers,
+        target=[str(SCRIPT.with_name("structures.py"))],
+        arguments=["7", str(turns)],
+        **LAYOUTS[layout],
+    )
     assert job.wait(250) == 0, str(job)
     assert job.out.count("all structures are right") == workers
 
@@ -79,7 +119,10 @@ def test_training_where_the_arena_of_one_rank_is_full(launch):
     job = launch(TRAINING, env={"SYNCVAR_ARENA_BYTES": str(64 << 20)})
     assert job.wait(120) == 0, str(job)
     wanted = -sum(call + 0.5 for call in range(10))
-    seen = {event["rank"]: (event["first"], event["last"], event["equal"], event["held"] > 0) for event in job.events("trained")}
+    seen = {
+        event["rank"]: (event["first"], event["last"], event["equal"], event["held"] > 0)
+        for event in job.events("trained")
+    }
     assert seen == {0: (wanted, wanted, True, False), 1: (wanted, wanted, True, True)}
     assert "variables of this rank take private memory from now on" in job.err
 

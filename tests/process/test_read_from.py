@@ -61,7 +61,8 @@ def test_a_stopped_owner_costs_the_asker_its_call_and_nobody_the_group(launch):
 
 
 def test_an_owner_that_is_killed_is_lost_to_the_asker(launch):
-    job = launch("""
+    job = launch(
+        """
         import probe, time
         import syncvar as sv
         v = sv.Variable(float(sv.rank()), synchronization="NONE")
@@ -72,7 +73,9 @@ def test_an_owner_that_is_killed_is_lost_to_the_asker(launch):
         probe.gate("killed")
         while probe.failure(v.read_from, 1) is None:
             pass
-    """, env={"SYNCVAR_ABORT_GRACE_S": "10"})  # the asker may end by itself, however late it hears of it
+    """,
+        env={"SYNCVAR_ABORT_GRACE_S": "10"},
+    )  # the asker may end by itself, however late it hears of it
     job.await_events("waits")
     job.kill_rank(1)
     job.open_gate("killed")

@@ -39,7 +39,11 @@ def test_every_example_is_listed():
 def test_an_example_of_readme_runs_as_written(name, tmp_path):
     folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
     done = subprocess.run(
-        ["sh", "-c", commands()[name]], cwd=tmp_path, env={**os.environ, "PATH": os.pathsep.join(folders)},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        ["sh", "-c", commands()[name]],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": os.pathsep.join(folders)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

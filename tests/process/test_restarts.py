@@ -105,7 +105,10 @@ def expected(launch, tmp_path, workers):
 def seeded(seed, workers, *places):
     """Return faults, one for each start: who and when are drawn, where is given."""
     draw = np.random.default_rng(seed)
-    return {str(number): [int(draw.integers(workers)), place, int(draw.integers(5, 11))] for number, place in enumerate(places)}
+    return {
+        str(number): [int(draw.integers(workers)), place, int(draw.integers(5, 11))]
+        for number, place in enumerate(places)
+    }
 
 
 @pytest.mark.parametrize(
@@ -114,22 +117,41 @@ def seeded(seed, workers, *places):
         (2, {**seeded(1, 2, "compute"), "1": [1, "meet", -1], "2": [0, "before manifest", 15]}, ()),
         pytest.param(3, {"0": [1, "after shard", 7], "1": [2, "meet", -1]}, (), marks=SLOWLY),
         pytest.param(3, seeded(2, 3, "write", "write"), (), marks=SLOWLY),
-        pytest.param(3, {"0": [0, "after manifest", 11], "1": [0, "restore", -1]}, (), marks=SLOWLY),
-        pytest.param(4, {"0": [3, "before shard", 11], "1": [1, "write", 13]}, ("--fake-hosts", "2"), marks=SLOWLY),
+        pytest.param(
+            3, {"0": [0, "after manifest", 11], "1": [0, "restore", -1]}, (), marks=SLOWLY
+        ),
+        pytest.param(
+            4,
+            {"0": [3, "before shard", 11], "1": [1, "write", 13]},
+            ("--fake-hosts", "2"),
+            marks=SLOWLY,
+        ),
     ],
 )
-def test_killed_and_started_again_and_again_the_weights_are_the_same_to_the_bit(launch, tmp_path, workers, faults, options):
+def test_killed_and_started_again_and_again_the_weights_are_the_same_to_the_bit(
+    launch, tmp_path, workers, faults, options
+):
     whole = expected(launch, tmp_path, workers)
-    job = training(launch, tmp_path / "c", workers, faults, options=("--max-restarts", str(len(faults)), *options))
+    job = training(
+        launch,
+        tmp_path / "c",
+        workers,
+        faults,
+        options=("--max-restarts", str(len(faults)), *options),
+    )
     assert job.wait() == 0, job
-    assert [(event["rank"], event["place"], event["step"]) for event in job.events("dies")] == [tuple(one) for one in faults.values()], job
+    assert [(event["rank"], event["place"], event["step"]) for event in job.events("dies")] == [
+        tuple(one) for one in faults.values()
+    ], job
     assert len(job.events("final")) == workers
     assert digests(job) == {whole}, job
     starts = {(event["restarts"], event["generation"]) for event in job.events("starts")}
     assert starts == {(str(number), str(number)) for number in range(len(faults) + 1)}
     for number, (rank, _, _) in enumerate(faults.values(), 1):
         assert f"\n  {number}. after " in job.err
-        assert f"rank {rank} on" in next(line for line in job.err.split("\n") if line.startswith(f"  {number}. after "))
+        assert f"rank {rank} on" in next(
+            line for line in job.err.split("\n") if line.startswith(f"  {number}. after ")
+        )
     assert f"syncvar: started again {len(faults)} times:" in job.err
 
 
@@ -142,7 +164,9 @@ def test_the_launcher_told_to_end_lets_the_ranks_save_and_the_next_launch_goes_o
     assert first.wait() == 75, first
     (step,) = {event["step"] for event in first.events("stops")}
     assert 6 <= step < 23
-    assert len(first.events("starts")) == 2, "it is not started again: somebody wants the machine back"
+    assert len(first.events("starts")) == 2, (
+        "it is not started again: somebody wants the machine back"
+    )
     assert first.report.rstrip("\n").split("\n") == [
         "syncvar: SIGTERM came: ending the ranks, up to 5 s; a second signal kills them",
         "syncvar: the ranks stopped as asked after SIGTERM (exit code 75); run it again to go on",
@@ -153,7 +177,9 @@ def test_the_launcher_told_to_end_lets_the_ranks_save_and_the_next_launch_goes_o
     assert digests(second) == {whole}, second
 
 
-def test_a_rank_told_to_end_by_somebody_else_lets_all_save_and_they_are_started_again(launch, tmp_path):
+def test_a_rank_told_to_end_by_somebody_else_lets_all_save_and_they_are_started_again(
+    launch, tmp_path
+):
     whole = expected(launch, tmp_path, 2)
     job = training(launch, tmp_path / "c", 2, pause_s=0.03, options=("--max-restarts", "1"))
     job.await_events("running", 2)
@@ -196,7 +222,10 @@ SLOW = """
 
 def test_only_ranks_that_save_first_get_the_longer_grace(launch, tmp_path):
     options = ("--grace", "0.3", "--preempt-grace", "10")
-    jobs = {how: launch(SLOW, arguments=[str(tmp_path / how), how], options=options) for how in ("listens", "no")}
+    jobs = {
+        how: launch(SLOW, arguments=[str(tmp_path / how), how], options=options)
+        for how in ("listens", "no")
+    }
     for job in jobs.values():
         job.await_events("running", 2)
         job.told = job.send(signal.SIGTERM)
@@ -222,8 +251,14 @@ FAILING = """
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--fake-hosts", "2"), marks=SLOWLY)])
-def test_the_limit_ends_the_job_with_the_last_culprit_and_nothing_stays_of_an_earlier_start(launch, tmp_path, pytestconfig, options):
-    job = launch(FAILING, workers=2, options=("--max-restarts", "2", "--log-dir", str(tmp_path / "logs"), *options))
+def test_the_limit_ends_the_job_with_the_last_culprit_and_nothing_stays_of_an_earlier_start(
+    launch, tmp_path, pytestconfig, options
+):
+    job = launch(
+        FAILING,
+        workers=2,
+        options=("--max-restarts", "2", "--log-dir", str(tmp_path / "logs"), *options),
+    )
     pids, folders = set(), set()
     for number in range(3):
         met = job.await_events("met", 2 * (number + 1))[-2:]
@@ -231,7 +266,11 @@ def test_the_limit_ends_the_job_with_the_last_culprit_and_nothing_stays_of_an_ea
         assert not pids & {event["pid"] for event in met}
         assert all(not state(pid) for pid in pids), "the processes of the start before have ended"
         (folder,) = {event["folder"] for event in met}
-        there = {entry.path for entry in os.scandir(f"{pytestconfig.syncvar_runtime}/syncvar") if entry.is_dir()}
+        there = {
+            entry.path
+            for entry in os.scandir(f"{pytestconfig.syncvar_runtime}/syncvar")
+            if entry.is_dir()
+        }
         assert there == {folder}, "one private folder, that of this start"
         assert folder not in folders
         pids |= {event["pid"] for event in met}
@@ -240,19 +279,33 @@ def test_the_limit_ends_the_job_with_the_last_culprit_and_nothing_stays_of_an_ea
     assert job.wait() == 42, job
     report = job.report
     titles = [line for line in report.split("\n") if line.startswith("syncvar: rank ")]
-    assert [("rank 0" in one, f"exited with status {40 + at} after" in one) for at, one in enumerate(titles)] == [
-        (True, True), (False, True), (True, True),
-    ]  # fmt: skip
+    assert [
+        ("rank 0" in one, f"exited with status {40 + at} after" in one)
+        for at, one in enumerate(titles)
+    ] == [
+        (True, True),
+        (False, True),
+        (True, True),
+    ]
     assert "syncvar: restart 1 of 2, in 0.1 s, as generation 1\n" in report
     assert "syncvar: restart 2 of 2, in 0.2 s, as generation 2\n" in report
     assert "syncvar: not started again: there have been 2 of 2 restarts\n" in report
     assert report.count("\ntry:\n") == 1, "advice for the last only"
     summary = report.split("started again 2 times:\n")[1].rstrip("\n").split("\n")
-    assert ["rank 0" in summary[0], "status 40" in summary[0], "rank 1" in summary[1], "status 41" in summary[1]] == [True] * 4
+    assert [
+        "rank 0" in summary[0],
+        "status 40" in summary[0],
+        "rank 1" in summary[1],
+        "status 41" in summary[1],
+    ] == [True] * 4
     assert (tmp_path / "logs" / "rank-1.out").read_text().split("\n") == [
-        "start 0", "=== syncvar: restart 1 of 2, generation 1 ===",
-        "start 1", "=== syncvar: restart 2 of 2, generation 2 ===", "start 2", "",
-    ]  # fmt: skip
+        "start 0",
+        "=== syncvar: restart 1 of 2, generation 1 ===",
+        "start 1",
+        "=== syncvar: restart 2 of 2, generation 2 ===",
+        "start 2",
+        "",
+    ]
 
 
 @pytest.mark.slow
@@ -276,7 +329,11 @@ def test_a_launcher_that_is_killed_in_a_later_start_leaves_nothing(launch, nothi
     ],
 )
 def test_what_would_come_again_is_not_tried_again(launch, end, code):
-    job = launch(f"import sys, probe, syncvar as sv\nsv.init()\n{end}", workers=1, options=("--max-restarts", "5"))
+    job = launch(
+        f"import sys, probe, syncvar as sv\nsv.init()\n{end}",
+        workers=1,
+        options=("--max-restarts", "5"),
+    )
     assert job.wait() == code, job
     assert len(job.events("began")) == 1
     assert "syncvar: not started again: " in job.err
@@ -289,9 +346,13 @@ DYING = """
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=SLOWLY)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=SLOWLY)]
+)
 def test_a_signal_in_the_pause_before_a_restart_ends_the_job(launch, number, code):
-    job = launch(DYING, workers=1, options=("--max-restarts", "5"), env={"SYNCVAR_RESTART_DELAY_S": "20"})
+    job = launch(
+        DYING, workers=1, options=("--max-restarts", "5"), env={"SYNCVAR_RESTART_DELAY_S": "20"}
+    )
     await_true(lambda: "as generation 1" in job.err)
     told = job.send(number)
     assert job.wait() == code, job
@@ -316,12 +377,22 @@ def test_the_time_limit_counts_over_all_starts_and_pauses_grow(launch):
 @pytest.mark.slow
 def test_the_example_killed_and_started_again_ends_as_if_nothing_had_happened(launch, tmp_path):
     def start(name, *options):
-        return launch(target=["-m", "syncvar.examples.resume"], arguments=[str(tmp_path / name), "--steps", "120"], options=options, start="spawn")
+        return launch(
+            target=["-m", "syncvar.examples.resume"],
+            arguments=[str(tmp_path / name), "--steps", "120"],
+            options=options,
+            start="spawn",
+        )
 
     whole = start("whole")
     assert whole.wait() == 0, whole
     killed = start("killed", "--max-restarts", "2")
-    await_true(lambda: (tmp_path / "killed").is_dir() and any("manifest" in str(path) for path in (tmp_path / "killed").rglob("*")))
+    await_true(
+        lambda: (
+            (tmp_path / "killed").is_dir()
+            and any("manifest" in str(path) for path in (tmp_path / "killed").rglob("*"))
+        )
+    )
     victim = _worker(killed, 1)
     os.kill(victim, signal.SIGKILL)
     assert killed.wait() == 0, killed
@@ -332,7 +403,11 @@ def test_the_example_killed_and_started_again_ends_as_if_nothing_had_happened(la
 
 def _worker(job, rank):
     """Return the process of a rank, found by its environment."""
-    for child in Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split():
-        if f"SYNCVAR_RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+    for child in (
+        Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+    ):
+        if f"SYNCVAR_RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(
+            b"\0"
+        ):
             return int(child)
     raise AssertionError(f"rank {rank} does not run")

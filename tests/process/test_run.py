@@ -16,7 +16,10 @@ import syncvar as sv
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"args": 5}, "args must be a tuple or list of positional arguments, such as args=(x,), not 5"),
+        (
+            {"args": 5},
+            "args must be a tuple or list of positional arguments, such as args=(x,), not 5",
+        ),
         ({"args": "ab"}, "args must be a tuple or list"),
         ({"kwargs": [1]}, "kwargs must be a dict of arguments by name"),
         ({"kwargs": {1: 2}}, "kwargs must be a dict of arguments by name"),
@@ -54,7 +57,13 @@ def scripted(folder, text):
     path = folder / "script.py"
     path.write_text(textwrap.dedent(text))
     return subprocess.run(
-        [sys.executable, str(path)], cwd=folder, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "TMPDIR": str(folder)}
+        [sys.executable, str(path)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "TMPDIR": str(folder)},
     )
 
 
@@ -90,7 +99,9 @@ def test_a_function_under_the_guard_is_told_to_stand_above_it(tmp_path):
         """,
     )
     assert ended.returncode == 1
-    assert f"a worker has imported {tmp_path}/script.py and found no 'nested' in it" in ended.stderr, ended.stderr
+    assert (
+        f"a worker has imported {tmp_path}/script.py and found no 'nested' in it" in ended.stderr
+    ), ended.stderr
     assert "define it at the top of the file, not under if __name__ == '__main__':" in ended.stderr
 
 
@@ -127,9 +138,13 @@ def test_a_caller_that_is_killed_leaves_no_folder(tmp_path, nothing_left_behind)
             sv.run(work, workers=2)
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    process = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)})
+    process = subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
     try:
-        await_true(lambda: len(list(tmp_path.glob("began-*"))) == 2, what="two ranks that have begun")
+        await_true(
+            lambda: len(list(tmp_path.glob("began-*"))) == 2, what="two ranks that have begun"
+        )
         assert len(list(tmp_path.glob("syncvar-run-*"))) == 1
     finally:
         process.send_signal(signal.SIGKILL)

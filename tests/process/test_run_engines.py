@@ -18,7 +18,14 @@ import syncvar as sv
 
 @pytest.fixture
 def engine(monkeypatch):
-    for name, value in {"LOST_AFTER_S": 2, "SUSPECT_AFTER_S": 1, "HEARTBEAT_INTERVAL_S": 0.1, "RESTART_DELAY_S": 0.01, "ABORT_GRACE_S": 5, "SHUTDOWN_TIMEOUT_S": 0.3}.items():
+    for name, value in {
+        "LOST_AFTER_S": 2,
+        "SUSPECT_AFTER_S": 1,
+        "HEARTBEAT_INTERVAL_S": 0.1,
+        "RESTART_DELAY_S": 0.01,
+        "ABORT_GRACE_S": 5,
+        "SHUTDOWN_TIMEOUT_S": 0.3,
+    }.items():
         monkeypatch.setenv(f"SYNCVAR_{name}", str(value))
     made = Processes()
     yield made
@@ -34,7 +41,15 @@ class Kept(Processes):
 
 def who(scale):
     total = sv.all_reduce(np.arange(3.0) * scale)
-    return sv.rank(), sv.world_size(), sv.local_rank(), sv.host_count(), total, os.getpid(), threading.active_count()
+    return (
+        sv.rank(),
+        sv.world_size(),
+        sv.local_rank(),
+        sv.host_count(),
+        total,
+        os.getpid(),
+        threading.active_count(),
+    )
 
 
 def leaves_early(rank):
@@ -59,7 +74,9 @@ def test_places_are_used_again_and_nothing_of_a_rank_stays_in_them(engine):
         assert all((one[4] == [0, 4, 8]).all() for one in first)
         with pytest.raises(sv.RankFailed) as raised:
             sv.run(fails, 2, (1,), engine=kept)
-        assert (raised.value.rank, raised.value.exit_code) == (1, 1), "the cause, not who heard of it"
+        assert (raised.value.rank, raised.value.exit_code) == (1, 1), (
+            "the cause, not who heard of it"
+        )
         assert raised.value.last_lines.startswith("Traceback"), raised.value
         assert raised.value.last_lines.strip().endswith("ValueError: of its own")
         assert type(raised.value.__cause__) is ValueError
@@ -71,16 +88,22 @@ def test_places_are_used_again_and_nothing_of_a_rank_stays_in_them(engine):
             sv.run(idles, 2, engine=kept, timeout=1)
         assert late.value.exit_code == 124
         assert "the time limit of 1 s passed" in str(late.value)
-        assert len(sv.run(who, 2, (1,), engine=kept)) == 2, "and the folder that killed processes have left is swept"
+        assert len(sv.run(who, 2, (1,), engine=kept)) == 2, (
+            "and the folder that killed processes have left is swept"
+        )
         assert kept.is_closed
     finally:
         Processes.close(kept)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_who_is_killed_is_lost_to_the_others_and_all_are_started_again(rank, engine, tmp_path, caplog):
+def test_who_is_killed_is_lost_to_the_others_and_all_are_started_again(
+    rank, engine, tmp_path, caplog
+):
     assert sv.run(is_killed, 3, (rank, str(tmp_path)), engine=engine, max_restarts=1) == [1, 1, 1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"lost-{other}" for other in range(3) if other != rank]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"lost-{other}" for other in range(3) if other != rank
+    ]
     for path in tmp_path.iterdir():
         assert path.read_text().startswith(f"{rank} rank {rank} "), path.read_text()
     assert "restart 1 of 1" in caplog.text
@@ -123,7 +146,9 @@ def test_several_ranks_in_one_process_are_refused(engine):
         def gather(self, workers, timeout_s):
             return super().gather(1, timeout_s) * workers
 
-    with pytest.raises(sv.LaunchError, match="2 ranks were given 1 processes: each rank needs one of its own"):
+    with pytest.raises(
+        sv.LaunchError, match="2 ranks were given 1 processes: each rank needs one of its own"
+    ):
         sv.run(who, 2, (1,), engine=Twice())
 
 

@@ -44,9 +44,14 @@ def place(tmp_path):
 
 def ended(place, command, **variables):
     process = subprocess.run(
-        command, cwd=place, capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        command,
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
         env={**os.environ, "TMPDIR": str(place), **variables},
-    )  # fmt: skip
+    )
     assert process.returncode == 0, process.stderr
     return process.stdout
 

@@ -128,8 +128,11 @@ def test_hosts_are_a_list_or_a_file():
     assert listed.command_line() == ["--hosts=a:2,b"]
     named = checked_options(3, 2, 1, {**others, "hosts": "hosts.txt"})
     assert named.command_line() == [
-        "--workers=3", "--timeout=2.0", "--max-restarts=1", "--hostfile=hosts.txt",
-    ]  # fmt: skip
+        "--workers=3",
+        "--timeout=2.0",
+        "--max-restarts=1",
+        "--hostfile=hosts.txt",
+    ]
 
 
 def squares(values):

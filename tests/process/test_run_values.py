@@ -262,9 +262,11 @@ def test_a_result_that_cannot_travel_names_the_remedy():
 def test_dates_and_times_travel():
     zone = zoneinfo.ZoneInfo("Europe/Vienna")
     values = [
-        dt.date(2024, 2, 29), dt.time(1, 2, 3, 4, dt.UTC), dt.timedelta(1, 2, 3),
+        dt.date(2024, 2, 29),
+        dt.time(1, 2, 3, 4, dt.UTC),
+        dt.timedelta(1, 2, 3),
         dt.datetime(2024, 3, 31, 2, 30, tzinfo=zone, fold=1),
-    ]  # fmt: skip
+    ]
     (back,) = sv.run(list, workers=1, args=(values,))
     assert back == values
     assert [type(one) for one in back] == [type(one) for one in values]

@@ -10,9 +10,17 @@ CASES = {
     # name: (script, exit code, words of the report or None where there is none)
     "end": ("import syncvar as sv; sv.all_reduce(1)", 0, None),
     "end without syncvar": ("print('hello')", 0, None),
-    "typo": ("import syncvar as sv\nsv.al_reduce(1)", 1, "AttributeError: module 'syncvar' has no attribute 'al_reduce'"),
+    "typo": (
+        "import syncvar as sv\nsv.al_reduce(1)",
+        1,
+        "AttributeError: module 'syncvar' has no attribute 'al_reduce'",
+    ),
     "name": ("pritn(1)", 1, "NameError: name 'pritn' is not defined"),
-    "missing module": ("import no_such_module", 1, "ModuleNotFoundError: No module named 'no_such_module'"),
+    "missing module": (
+        "import no_such_module",
+        1,
+        "ModuleNotFoundError: No module named 'no_such_module'",
+    ),
     "syntax": ("import os\nif True print(1)\n", 1, "SyntaxError"),
     "keyboard": ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
     "exit 3": ("import sys; sys.exit(3)", 3, "exited with status 3"),
@@ -21,23 +29,42 @@ CASES = {
     "exit none": ("import sys; sys.exit()", 0, None),
     "exit text": ("import sys; sys.exit('out of luck')", 1, "out of luck"),
     "exit in one rank": (
-        "import sys, syncvar as sv\nif sv.rank() == 1: sys.exit(4)\nsv.all_reduce(1)", 4, "rank 1 on",
+        "import sys, syncvar as sv\nif sv.rank() == 1: sys.exit(4)\nsv.all_reduce(1)",
+        4,
+        "rank 1 on",
     ),
     "abort": ("import os; os.abort()", 128 + signal.SIGABRT, "SIGABRT"),
     "segmentation": ("import ctypes; ctypes.string_at(0)", 128 + signal.SIGSEGV, "SIGSEGV"),
-    "own error": ("import syncvar as sv; sv.all_reduce(1, 'sun')", 1, "ConfigError: op must be one of"),
-    "mismatch": ("import syncvar as sv; sv.all_reduce(1, 'max' if sv.rank() else 'sum')", 76, "MismatchError"),
-    "unicode": ("raise ValueError('\u00e4\u20ac\U0001f600 \\x1b[31m')", 1, "ValueError: \u00e4\u20ac\U0001f600 \\x1b[31m"),
-}  # fmt: skip
+    "own error": (
+        "import syncvar as sv; sv.all_reduce(1, 'sun')",
+        1,
+        "ConfigError: op must be one of",
+    ),
+    "mismatch": (
+        "import syncvar as sv; sv.all_reduce(1, 'max' if sv.rank() else 'sum')",
+        76,
+        "MismatchError",
+    ),
+    "unicode": (
+        "raise ValueError('\u00e4\u20ac\U0001f600 \\x1b[31m')",
+        1,
+        "ValueError: \u00e4\u20ac\U0001f600 \\x1b[31m",
+    ),
+}
 
 
 FORKED = ("end", "name", "syntax", "keyboard", "exit 3", "exit none", "exit text", "segmentation")
-ENDS = [(name, how) for how in ("spawn", "fork") for name in CASES if how == "spawn" or name in FORKED]
+ENDS = [
+    (name, how) for how in ("spawn", "fork") for name in CASES if how == "spawn" or name in FORKED
+]
 
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [pytest.param(*end, marks=pytest.mark.slow if end[0] in FORKED and end[1] == "spawn" else ()) for end in ENDS],
+    [
+        pytest.param(*end, marks=pytest.mark.slow if end[0] in FORKED and end[1] == "spawn" else ())
+        for end in ENDS
+    ],
     ids=[f"{name.replace(' ', '-')}-{how}" for name, how in ENDS],
 )
 def test_a_script_that_ends(launch, name, how):
@@ -81,19 +108,27 @@ def test_an_error_of_all_ranks_is_told_once_without_our_frames(launch):
     job.open_gate("raise")
     assert job.wait() == 1, str(job)
     lines = job.err.splitlines()
-    assert sum("told by the script" in line for line in lines) == 8, "what the script says itself is shown"
+    assert sum("told by the script" in line for line in lines) == 8, (
+        "what the script says itself is shown"
+    )
     assert len(job.out.splitlines() + lines) - 8 <= 25, str(job)
-    assert [line for line in lines if line.startswith("evidence: traceback")] == ["evidence: traceback of ranks 0-7"], str(job)
+    assert [line for line in lines if line.startswith("evidence: traceback")] == [
+        "evidence: traceback of ranks 0-7"
+    ], str(job)
     assert job.err.count("Traceback") == 1, str(job)
     assert job.err.count("unsupported operand") == 2, f"in the headline and in the traceback\n{job}"
     assert "others:" not in job.report, str(job)
-    assert re.search(r"\n    \[\d+ frames of syncvar\]\n    File .*script\.py\", line 13, in make\n", job.err), str(job)
+    assert re.search(
+        r"\n    \[\d+ frames of syncvar\]\n    File .*script\.py\", line 13, in make\n", job.err
+    ), str(job)
     assert "syncvar/strategies/" not in job.err, str(job)
     for rank in range(8):
         text = (job.folder / "logs" / f"rank-{rank}.err").read_text()
         assert text.startswith("told by the script\nTraceback (most recent call last):\n"), text
         assert "syncvar/strategies/" in text, "the whole of it"
-        assert text.endswith("TypeError: unsupported operand type(s) for +: 'int' and 'str'\n"), text
+        assert text.endswith("TypeError: unsupported operand type(s) for +: 'int' and 'str'\n"), (
+            text
+        )
 
 
 def test_a_rank_raises_its_own_error_though_another_rank_has_failed_before(launch):
@@ -123,7 +158,10 @@ def test_a_rank_raises_its_own_error_though_another_rank_has_failed_before(launc
         """
     )
     assert job.wait() == 1, str(job)
-    assert {event["rank"]: event["error"] for event in job.events("own")} == {0: "KeyError", 1: "ValueError"}, str(job)
+    assert {event["rank"]: event["error"] for event in job.events("own")} == {
+        0: "KeyError",
+        1: "ValueError",
+    }, str(job)
 
 
 @pytest.mark.slow
@@ -236,7 +274,9 @@ raise ValueError("another")
 """
 
 
-def test_an_error_is_told_alone_though_the_signal_that_ends_the_job_comes_while_its_rank_ends(launch):
+def test_an_error_is_told_alone_though_the_signal_that_ends_the_job_comes_while_its_rank_ends(
+    launch,
+):
     job = launch(SLOW_TO_END, env={"SYNCVAR_ABORT_GRACE_S": "0.2"})
     assert job.wait() == 1, str(job)
     first = next(line for line in job.report.split("\n") if line.startswith("syncvar: rank "))
@@ -275,7 +315,11 @@ def test_missing_ranks_are_named(launch):
     calls = [line for line in job.report.split("\n") if "waiting for" in line]
     assert calls, f"each second\n{job}"
     assert re.search(r"ranks 1, 2 to join since \d s \(2 of 4 are here\)", calls[-1]), str(job)
-    check_bound("rendezvous", max(e["at"] for e in raised.values()) - min(e["at"] for e in job.events("enter")), 5.5)
+    check_bound(
+        "rendezvous",
+        max(e["at"] for e in raised.values()) - min(e["at"] for e in job.events("enter")),
+        5.5,
+    )
 
 
 @pytest.mark.parametrize("who", ["before", "after"])
@@ -296,7 +340,9 @@ def test_a_rank_that_ends_without_joining(launch, who):
 
 @pytest.mark.parametrize("prefix", [(), ("nohup",)])
 def test_a_hangup_ends_the_job_unless_it_was_ignored_from_the_start(launch, prefix):
-    job = launch("import probe\nprobe.note('there')\nprobe.gate('on')\nprint('still there')", prefix=prefix)
+    job = launch(
+        "import probe\nprobe.note('there')\nprobe.gate('on')\nprint('still there')", prefix=prefix
+    )
     job.await_events("there", 2)
     job.process.send_signal(signal.SIGHUP)
     if prefix:

@@ -50,7 +50,9 @@ def test_sums_are_exact_when_a_server_or_a_worker_is_killed(launch, seed):
     """Kill one of them at the half, or, with the odd seeds, a worker and a server, a little while after the half."""
     draw = random.Random(seed)
     workers = draw.choice([2, 3])
-    job = start(launch, counted.SCRIPT, "--server-replicas", "1", "--max-restarts", "2", workers=workers)
+    job = start(
+        launch, counted.SCRIPT, "--server-replicas", "1", "--max-restarts", "2", workers=workers
+    )
     job.await_events("half", workers, limit_s=120)
     server = servers_of(job)[draw.randrange(2)]
     if seed % 2:
@@ -72,7 +74,9 @@ def test_sums_are_exact_when_a_server_or_a_worker_is_killed(launch, seed):
 @pytest.mark.slow
 def test_the_embedding_converges_though_a_server_is_killed_half_way(launch):
     job = launch(
-        target=["-m", "syncvar.examples.embedding"], workers=3, options=("--servers", "2", "--server-replicas", "1")
+        target=["-m", "syncvar.examples.embedding"],
+        workers=3,
+        options=("--servers", "2", "--server-replicas", "1"),
     )
     await_true(lambda: "epoch 10\n" in job.out, 60.0, "the half of the training")
     os.kill(servers_of(job)[1], signal.SIGKILL)
@@ -166,7 +170,9 @@ def test_a_function_that_a_worker_does_not_have_is_one_sentence(launch):
     job = start(launch, ABSENT, workers=2)
     assert job.wait(60) == 0, job
     (event,) = job.events("refused")
-    assert event["text"].startswith("double, script.py line 7, does not exist on rank 1, which"), event
+    assert event["text"].startswith("double, script.py line 7, does not exist on rank 1, which"), (
+        event
+    )
     assert event["notes"] == []
 
 
@@ -237,8 +243,10 @@ def test_servers_are_killed_one_after_the_other_and_nothing_is_lost(launch, orde
     job.await_events("half", 2, limit_s=120)
     found = servers_of(job)
     os.kill(found[first], signal.SIGKILL)
-    copies = [f"server {(first + 2) % 3} has a new copy of the variables of server {first}",
-              f"server {(first + 1) % 3} has a new copy of the variables of server {(first + 2) % 3}"]  # fmt: skip
+    copies = [
+        f"server {(first + 2) % 3} has a new copy of the variables of server {first}",
+        f"server {(first + 1) % 3} has a new copy of the variables of server {(first + 2) % 3}",
+    ]
     await_true(lambda: all(line in job.err for line in copies), 60, "the new copies")
     os.kill(found[second], signal.SIGKILL)
     job.open_gate("on")

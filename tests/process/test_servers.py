@@ -60,11 +60,15 @@ def servers_of(job):
 
 
 def check_sums(job, workers=2, servers=2):
-    assert [event["sums"] for event in job.events("sums")] == [[[STEPS * workers]] * servers] * workers, job
+    assert [event["sums"] for event in job.events("sums")] == [
+        [[STEPS * workers]] * servers
+    ] * workers, job
 
 
 def start(launch, *options, script=SCRIPT, env=None, **keywords):
-    return launch(script, options=("--servers", "2", *options), env={**ENV, **(env or {})}, **keywords)
+    return launch(
+        script, options=("--servers", "2", *options), env={**ENV, **(env or {})}, **keywords
+    )
 
 
 def test_servers_hold_what_workers_push_and_end_when_these_have_ended(launch, tmp_path, capsys):
@@ -97,10 +101,17 @@ def test_a_server_that_is_lost_without_a_copy_ends_the_job_and_is_named(launch):
     assert "was killed by signal 9 (SIGKILL)" in first, job
     assert "  server 0: waiting for requests" in job.report.splitlines(), job
     tried = job.report.split("\ntry:\n")[1].splitlines()[:2]
-    assert [line.split()[1:3] for line in tried] == [["--server-replicas", "1"], ["--max-restarts", "3"]], job
+    assert [line.split()[1:3] for line in tried] == [
+        ["--server-replicas", "1"],
+        ["--max-restarts", "3"],
+    ], job
     (record,) = job.folder.glob("state/**/flight-server*.json")
     told = json.loads(record.read_text())
-    assert (record.name, told["rank"], told["reason"]) == ("flight-server0.json", SERVER_0, "server 1 was lost: signal 9")
+    assert (record.name, told["rank"], told["reason"]) == (
+        "flight-server0.json",
+        SERVER_0,
+        "server 1 was lost: signal 9",
+    )
     assert any(event[0].startswith("push of rank ") for event in told["events"])
     for event in job.events("raised"):
         assert event["error"] == "PeerLost", job
@@ -164,7 +175,9 @@ def test_what_an_earlier_incarnation_pushes_late_is_refused_and_the_later_one_go
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
     """
-    job = start(launch, "--max-restarts", "1", script="import os\n" + textwrap.dedent(outliving) + SCRIPT)
+    job = start(
+        launch, "--max-restarts", "1", script="import os\n" + textwrap.dedent(outliving) + SCRIPT
+    )
     job.await_events("half", 2, limit_s=120)
     job.await_events("outlives", 1, limit_s=120)
     os.kill(job.events("joined", rank=1)[0]["pid"], signal.SIGKILL)
@@ -182,7 +195,9 @@ def test_what_an_earlier_incarnation_pushes_late_is_refused_and_the_later_one_go
 @pytest.mark.slow
 def test_servers_over_hosts_are_placed_in_turns_and_reached_by_protected_links(launch):
     for encryption in ("required", "control-only"):
-        job = start(launch, "--fake-hosts", "2", "--server-replicas", "1", "--encryption", encryption)
+        job = start(
+            launch, "--fake-hosts", "2", "--server-replicas", "1", "--encryption", encryption
+        )
         job.await_events("half", 2)
         assert sorted(servers_of(job)) == [0, 1]
         job.open_gate("on")
@@ -270,7 +285,11 @@ def test_a_launcher_that_is_killed_leaves_no_server(launch):
     found = servers_of(job)
     job.process.kill()
     job.process.wait(120)
-    await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found.values()), 60, "the end of the servers")
+    await_true(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in found.values()),
+        60,
+        "the end of the servers",
+    )
 
 
 @pytest.mark.slow
@@ -280,7 +299,9 @@ def test_whoever_is_killed_at_any_moment_every_push_counts_once(seed, tmp_path):
 
 
 @pytest.mark.slow
-def test_servers_of_a_host_that_has_an_agent_are_its_children_and_workers_are_started_again_there(launch):
+def test_servers_of_a_host_that_has_an_agent_are_its_children_and_workers_are_started_again_there(
+    launch,
+):
     job = start(launch, "-H", "localhost:2", "--max-restarts", "1", "--env", f"PYTHONPATH={HERE}")
     job.await_events("half", 2)
     assert servers_of(job) == {}
@@ -304,19 +325,32 @@ probe.note("begun")
 probe.gate("stopped")
 way.request({1: push("v", np.ones(10, np.int64))})
 """
-    job = start(launch, script=script, workers=1, env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "1", "SYNCVAR_LOST_AFTER_S": "60"})
+    job = start(
+        launch,
+        script=script,
+        workers=1,
+        env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "1", "SYNCVAR_LOST_AFTER_S": "60"},
+    )
     job.await_events("begun", 1)
     stopped = servers_of(job)[1]
     os.kill(stopped, signal.SIGSTOP)
     job.open_gate("stopped")
     assert job.wait() == 70, str(job)
-    assert "DeadlineExceeded: the end of the script: no answer of server 1 within 1 s" in job.err, str(job)
+    assert "DeadlineExceeded: the end of the script: no answer of server 1 within 1 s" in job.err, (
+        str(job)
+    )
     assert "Exception ignored" not in job.err
 
 
 @pytest.mark.slow
 def test_servers_say_what_they_do_in_the_log_and_in_the_totals(launch, tmp_path):
-    job = start(launch, "--server-replicas", "1", f"--stats={tmp_path / 'totals.json'}", env={"SYNCVAR_LOG_LEVEL": "info"})
+    job = start(
+        launch,
+        "--server-replicas",
+        "1",
+        f"--stats={tmp_path / 'totals.json'}",
+        env={"SYNCVAR_LOG_LEVEL": "info"},
+    )
     job.await_events("half", 2)
     os.kill(servers_of(job)[1], signal.SIGKILL)
     job.open_gate("on")
@@ -328,7 +362,9 @@ def test_servers_say_what_they_do_in_the_log_and_in_the_totals(launch, tmp_path)
     ]
     assert "[server 0] syncvar INFO: server 0: server 1 is lost: signal 9" in said
     assert "[server 0] syncvar INFO: server 0: takes the place of server 1" in said
-    assert said[-1] == "[server 0] syncvar INFO: server 0: over, with 4 parts of variables, 15.7 KiB"
+    assert (
+        said[-1] == "[server 0] syncvar INFO: server 0: over, with 4 parts of variables, 15.7 KiB"
+    )
     told = json.loads((tmp_path / "totals.json").read_text())
     assert (told["servers"], told["missing"], told["missing_servers"]) == (2, [0, 1], [1])
     rows = {(row["call"], row["class"]): row for row in told["rows"]}
@@ -363,7 +399,9 @@ def test_reads_are_no_more_ticks_ahead_than_the_bound_and_totals_tell_by_how_man
     job.open_gate("slow")
     assert job.wait() == 0, job
     rows = json.loads((tmp_path / "totals.json").read_text())["rows"]
-    ahead = {int(row["call"].split()[1]): row["calls"] for row in rows if row["call"].endswith(" ahead")}
+    ahead = {
+        int(row["call"].split()[1]): row["calls"] for row in rows if row["call"].endswith(" ahead")
+    }
     assert sum(ahead.values()) == 12
     assert max(ahead) == 2
     assert min(ahead) == 0

@@ -51,25 +51,37 @@ def expected():
     for dtype in DTYPES:
         wide = np.float32 if dtype is ml_dtypes.bfloat16 else dtype
         for count in COUNTS:
-            digest.update(tree([shard(one, dtype, count).astype(wide) for one in range(24)]).astype(dtype).tobytes())
+            digest.update(
+                tree([shard(one, dtype, count).astype(wide) for one in range(24)])
+                .astype(dtype)
+                .tobytes()
+            )
     return digest.hexdigest()
 
 
 def check(launch, workers, path):
-    options, env = (["--fake-hosts", "2"], {}) if path == "hosts" else ([], {"SYNCVAR_TRANSPORT": path})
+    options, env = (
+        (["--fake-hosts", "2"], {}) if path == "hosts" else ([], {"SYNCVAR_TRANSPORT": path})
+    )
     job = launch(PROGRAM, workers=workers, options=options, env=env)
     assert job.wait(120) == 0, str(job)
     assert f"hosts {2 if path == 'hosts' else 1} sha256 {expected()}" in job.out, str(job)
 
 
-@pytest.mark.parametrize("path", ["hosts", *(pytest.param(path, marks=pytest.mark.slow) for path in ("auto", "zmq"))])
+@pytest.mark.parametrize(
+    "path", ["hosts", *(pytest.param(path, marks=pytest.mark.slow) for path in ("auto", "zmq"))]
+)
 def test_24_shards_on_three_workers(launch, path):
     check(launch, 3, path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workers", "path"), [(1, "auto"), *((workers, path) for workers in (2, 5, 8, 24) for path in ("auto", "zmq", "hosts"))]
+    ("workers", "path"),
+    [
+        (1, "auto"),
+        *((workers, path) for workers in (2, 5, 8, 24) for path in ("auto", "zmq", "hosts")),
+    ],
 )
 def test_24_shards_on_1_2_5_8_and_24_workers(launch, workers, path):
     check(launch, workers, path)

@@ -18,7 +18,12 @@ KILLS = 200
 
 
 def soaked(launch, workers, seed, calls, limit_s, transport="auto"):
-    job = launch(SOAK, workers=workers, arguments=[str(seed), str(calls)], env={"SYNCVAR_TRANSPORT": transport})
+    job = launch(
+        SOAK,
+        workers=workers,
+        arguments=[str(seed), str(calls)],
+        env={"SYNCVAR_TRANSPORT": transport},
+    )
     assert job.wait(limit_s) == 0, str(job)
     assert [event["calls"] for event in job.events("done")] == [calls] * workers, str(job)
 
@@ -52,7 +57,9 @@ def kill_in_the_middle(launch, started, workers, seed):
     assert job.wait() == 137, f"seed {seed}: {job}"
     last, raised = last_exception(job, others)
     for rank in others:
-        assert (raised[rank]["error"], raised[rank]["lost"]) == ("PeerLost", victim), f"seed {seed}: {job}"
+        assert (raised[rank]["error"], raised[rank]["lost"]) == ("PeerLost", victim), (
+            f"seed {seed}: {job}"
+        )
     assert f"rank {victim} on" in job.report, f"seed {seed}: {job}"
     check_bound(f"killed in the middle, {workers} ranks, seed {seed}", last - killed, LOST_S)
     await_true(lambda: not started.own_processes(), 60, "the end of all processes")

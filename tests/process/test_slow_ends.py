@@ -14,10 +14,7 @@ SLOW = (
     ' && exec "$@"'
 )
 # Signs of life wait behind the bulk.
-QUICK_END = {
-    **PATIENT, "SYNCVAR_SHUTDOWN_TIMEOUT_S": "0.1", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "120"
-}  # fmt: skip
-
+QUICK_END = {**PATIENT, "SYNCVAR_SHUTDOWN_TIMEOUT_S": "0.1", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "120"}
 
 
 def slow_loopback():

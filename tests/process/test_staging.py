@@ -81,16 +81,35 @@ def check(job, folder, runtime, count=2):
     for event in met:
         assert event["cwd"] == event["here"], event
         assert Path(event["here"]).is_relative_to(runtime), event
-        assert event["found"] == ["big.bin", "empty", "helper.py", "tools", "tools/run.sh", "tools/same", "train.py"], event
-        assert (event["helper"], stat.S_IMODE(event["tool"]), event["link"]) == (7, 0o750, "../helper.py"), event
+        assert event["found"] == [
+            "big.bin",
+            "empty",
+            "helper.py",
+            "tools",
+            "tools/run.sh",
+            "tools/same",
+            "train.py",
+        ], event
+        assert (event["helper"], stat.S_IMODE(event["tool"]), event["link"]) == (
+            7,
+            0o750,
+            "../helper.py",
+        ), event
     assert "--stage copies to each host 4 files (1.0 MiB) of " in job.err, job
     for name in (".git/", "__pycache__/", "out (a link out of it) and 3 more"):
         assert name in job.err, job
 
 
-def test_ranks_run_the_copy_on_hosts_of_a_list_again_after_a_failure_and_it_is_removed(tmp_path, runtime):
+def test_ranks_run_the_copy_on_hosts_of_a_list_again_after_a_failure_and_it_is_removed(
+    tmp_path, runtime
+):
     folder, target = target_of(tmp_path)
-    job = Job(tmp_path, target=target, arguments=["fail"], options=("-H", "localhost:2", "--stage", "--max-restarts", "1"))
+    job = Job(
+        tmp_path,
+        target=target,
+        arguments=["fail"],
+        options=("-H", "localhost:2", "--stage", "--max-restarts", "1"),
+    )
     try:
         assert job.wait(120) == 0, job
     finally:
@@ -102,7 +121,9 @@ def test_ranks_run_the_copy_on_hosts_of_a_list_again_after_a_failure_and_it_is_r
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["order", "launcher killed", "agent killed"])
-def test_ranks_run_the_copy_on_hosts_that_join_and_it_is_removed_whoever_ends(tmp_path, runtime, end):
+def test_ranks_run_the_copy_on_hosts_that_join_and_it_is_removed_whoever_ends(
+    tmp_path, runtime, end
+):
     folder, target = target_of(tmp_path)
     job = Joined(tmp_path, None, 2, "--stage", target=target, arguments=["wait"])
     try:
@@ -130,15 +151,24 @@ def options_of(tmp_path, *words):
 
 @pytest.mark.parametrize(
     "entry",
-    [("../x", "file", ""), ("/tmp/x", "file", ""), ("a/../../x", "folder", ""), ("x", "link", "../y"), ("x", "link", "/etc/passwd"), ("x", "device", "")],
+    [
+        ("../x", "file", ""),
+        ("/tmp/x", "file", ""),
+        ("a/../../x", "folder", ""),
+        ("x", "link", "../y"),
+        ("x", "link", "/etc/passwd"),
+        ("x", "device", ""),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_agent_makes_nothing_outside_the_copy(tmp_path, runtime, entry):
     path, what, leads_to = entry
     copy = HostCopy()
     try:
         with pytest.raises(WireError):
-            copy.take({"kind": "stage", "path": path, "what": what, "mode": 0o644, "leads_to": leads_to})
+            copy.take(
+                {"kind": "stage", "path": path, "what": what, "mode": 0o644, "leads_to": leads_to}
+            )
     finally:
         copy.close()
     assert not list(tmp_path.rglob("*"))
@@ -161,7 +191,10 @@ def test_what_is_too_much_is_refused_before_anything_is_sent(tmp_path, monkeypat
     (tmp_path / "train.py").write_text("x" * 100)
     assert collected(options_of(tmp_path)).nbytes == 100
     monkeypatch.setattr(staging, "FILES_MAX", 0)
-    with pytest.raises(ConfigError, match=r"--stage copies at most 0 files and 100 MiB, and .* has more: give the script a folder of its own"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--stage copies at most 0 files and 100 MiB, and .* has more: give the script a folder of its own",
+    ):
         collected(options_of(tmp_path))
     monkeypatch.setattr(staging, "FILES_MAX", 10)
     with (tmp_path / "data").open("wb") as file:
@@ -173,14 +206,23 @@ def test_what_is_too_much_is_refused_before_anything_is_sent(tmp_path, monkeypat
 def test_the_key_is_never_copied(tmp_path):
     (tmp_path / "train.py").write_text("")
     (tmp_path / "key").write_text("0" * 64)
-    found = collected(parse(["--listen", "127.0.0.1", "--hosts", "2", "--key-file", "key", "--stage", "train.py"], {}, tmp_path))
+    found = collected(
+        parse(
+            ["--listen", "127.0.0.1", "--hosts", "2", "--key-file", "key", "--stage", "train.py"],
+            {},
+            tmp_path,
+        )
+    )
     assert [path for path, *_ in found.entries] == ["train.py"]
     assert found.left_out == ("key (the key)",)
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [(["--stage", "train.py"], "none are named"), (["-H", "a:1", "--stage", "--cwd", "/", "train.py"], "--cwd says otherwise")],
+    [
+        (["--stage", "train.py"], "none are named"),
+        (["-H", "a:1", "--stage", "--cwd", "/", "train.py"], "--cwd says otherwise"),
+    ],
 )
 def test_what_contradicts_is_refused(tmp_path, words, why):
     with pytest.raises(ConfigError, match=why):

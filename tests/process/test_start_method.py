@@ -47,16 +47,36 @@ probe.note("drawn", numbers=[random.random(), float(np.random.rand())], parent=o
 
 def world(launch, how, **keywords):
     env = {"PYTHONUNBUFFERED": "1", "SYNCVAR_RESTART_DELAY_S": "7"}
-    options = ("--start-method", how, "--env", "COLOUR=blue", "--env", "OPENBLAS_NUM_THREADS=2", "--bind", "cores")
-    job = launch(WORLD, arguments=["--lr", "0.1"], stdin=b"a line\n", options=options, env=env, **keywords)
+    options = (
+        "--start-method",
+        how,
+        "--env",
+        "COLOUR=blue",
+        "--env",
+        "OPENBLAS_NUM_THREADS=2",
+        "--bind",
+        "cores",
+    )
+    job = launch(
+        WORLD, arguments=["--lr", "0.1"], stdin=b"a line\n", options=options, env=env, **keywords
+    )
     assert job.wait() == 0, str(job)
     assert job.lines(0) == ["a line"], str(job)
     assert len(job.events("handler")) == 2, str(job)
     if how == "fork":
-        assert [event["names"] for event in job.events("loaded")] == [[], []], "what the server does not import, each worker does"
-    assert {event["parent"] for event in job.events("drawn")} == {job.process.pid}, "the launcher is the parent"
+        assert [event["names"] for event in job.events("loaded")] == [[], []], (
+            "what the server does not import, each worker does"
+        )
+    assert {event["parent"] for event in job.events("drawn")} == {job.process.pid}, (
+        "the launcher is the parent"
+    )
     events = [job.events("world", rank)[0] for rank in range(2)]
-    text = json.dumps([{key: value for key, value in event.items() if key not in ("at", "pid")} for event in events])
+    text = json.dumps(
+        [
+            {key: value for key, value in event.items() if key not in ("at", "pid")}
+            for event in events
+        ]
+    )
     return json.loads(text.replace(str(job.folder), "FOLDER"))
 
 
@@ -70,18 +90,25 @@ def on_python_path(folder, text):
     """Return variables with which every interpreter runs a text when it starts."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(text)
-    return {"PYTHONPATH": os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).rstrip(os.pathsep)}
+    return {
+        "PYTHONPATH": os.pathsep.join(
+            [str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        ).rstrip(os.pathsep)
+    }
 
 
 IN_SERVER = "import sys\nif 'syncvar.forkserver' in sys.orig_argv:\n"
 
 
 def test_workers_draw_different_numbers(launch, tmp_path):
-    env = on_python_path(tmp_path / "site", IN_SERVER + "    import numpy.random, random; numpy.random.rand()\n")
+    env = on_python_path(
+        tmp_path / "site", IN_SERVER + "    import numpy.random, random; numpy.random.rand()\n"
+    )
     job = launch(WORLD, options=FORK, env=env)
     assert job.wait() == 0, str(job)
     drawn = [number for event in job.events("drawn") for number in event["numbers"]]
     assert len(set(drawn)) == 4, drawn
+
 
 CARRIED = """
 import importlib.util, os, sys, threading
@@ -115,9 +142,18 @@ def test_threads_that_a_script_asks_for_before_it_imports_numpy(launch, threads)
     """Many imports at once, a look before the first: whatever comes first, each module is there once."""
     found = []
     for how in ("spawn", "fork"):
-        job = launch(CARRIED, arguments=[str(threads)], start=how, options=("--bind", "none"), env={"GOTO_NUM_THREADS": "1"})
+        job = launch(
+            CARRIED,
+            arguments=[str(threads)],
+            start=how,
+            options=("--bind", "none"),
+            env={"GOTO_NUM_THREADS": "1"},
+        )
         assert job.wait() == 0, str(job)
-        found += [{name: value for name, value in one.items() if name not in ("at", "pid", "rank")} for one in job.events("carried")]
+        found += [
+            {name: value for name, value in one.items() if name not in ("at", "pid", "rank")}
+            for one in job.events("carried")
+        ]
     assert len(found) == 4
     assert found[1:] == found[:1] * 3
     cores = len(os.sched_getaffinity(0))
@@ -142,7 +178,9 @@ print(int(sv.all_reduce(1)))
 def test_another_numpy_and_variables_that_come_too_late(launch, tmp_path):
     (tmp_path / "other" / "numpy").mkdir(parents=True)
     (tmp_path / "other" / "numpy" / "__init__.py").write_text("MARK = 'mine'\n")
-    (tmp_path / "settings.py").write_text("import os\nos.environ['NPY_DISABLE_CPU_FEATURES'] = 'AVX512F'\n")
+    (tmp_path / "settings.py").write_text(
+        "import os\nos.environ['NPY_DISABLE_CPU_FEATURES'] = 'AVX512F'\n"
+    )
     for name, text in (("elsewhere.py", ELSEWHERE), ("late.py", LATE)):
         (tmp_path / name).write_text(text)
     elsewhere = launch(target=[str(tmp_path / "elsewhere.py")])
@@ -151,7 +189,9 @@ def test_another_numpy_and_variables_that_come_too_late(launch, tmp_path):
     assert elsewhere.lines(0) == elsewhere.lines(1) == ["mine False"], str(elsewhere)
     assert late.wait() == 0, str(late)
     assert late.lines(0) == late.lines(1) == ["2"], str(late)
-    assert "late.py:3: RuntimeWarning: NPY_DISABLE_CPU_FEATURES changed after NumPy" in late.err, str(late)
+    assert "late.py:3: RuntimeWarning: NPY_DISABLE_CPU_FEATURES changed after NumPy" in late.err, (
+        str(late)
+    )
     assert "--start-method spawn" in late.err
 
 
@@ -159,7 +199,10 @@ def test_another_numpy_and_variables_that_come_too_late(launch, tmp_path):
     ("text", "why"),
     [
         ("", "forked: from one process that has imported NumPy and syncvar"),
-        ("    raise SystemExit(3)\n", "fresh processes: the process that workers are forked from exited with status 1 before it was ready"),
+        (
+            "    raise SystemExit(3)\n",
+            "fresh processes: the process that workers are forked from exited with status 1 before it was ready",
+        ),
         (
             "    import threading, time; threading.Thread(target=time.sleep, args=(60,), name='tick', daemon=True).start()\n",
             "fresh processes: the process that workers are forked from has threads (tick), which",
@@ -176,7 +219,12 @@ def test_how_workers_begin_by_default(launch, tmp_path, text, why):
         import sys, syncvar as sv
         print("syncvar.forkserver" in sys.orig_argv, sv.all_reduce(1))
     """
-    job = launch(script, start="auto", options=("-v",), env=on_python_path(tmp_path / "site", IN_SERVER + (text or "    pass\n")))
+    job = launch(
+        script,
+        start="auto",
+        options=("-v",),
+        env=on_python_path(tmp_path / "site", IN_SERVER + (text or "    pass\n")),
+    )
     assert job.wait() == 0, str(job)
     assert f"syncvar: workers are {why}" in job.report, str(job)
     assert job.lines(0) == job.lines(1) == [f"{why.startswith('forked')} 2"], str(job)
@@ -191,12 +239,23 @@ print(int(sv.all_reduce(1)), sys.flags.hash_randomization, os.environ.get("COLOU
 
 @pytest.mark.parametrize(
     ("options", "hashes", "colour"),
-    [((), 1, "blue"), (("-x", "COLOUR=red"), 1, "red"), (("-x", "PYTHONHASHSEED=0"), 0, "blue"), (("--env-clear",), 1, "None")],
+    [
+        ((), 1, "blue"),
+        (("-x", "COLOUR=red"), 1, "red"),
+        (("-x", "PYTHONHASHSEED=0"), 0, "blue"),
+        (("--env-clear",), 1, "None"),
+    ],
     ids=["nothing", "one for scripts", "one for interpreters", "next to none"],
 )
 def test_a_server_started_ahead_has_what_one_started_later_has(launch, options, hashes, colour):
     """Whatever variables workers are given, and however long their command line is: what cannot be brought later starts another server."""
-    job = launch(BEGUN, start="auto", options=options, arguments=map(str, range(40_000)), env={"COLOUR": "blue", "SYNCVAR_LOST_AFTER_S": "9", "PYTHONHASHSEED": "random"})
+    job = launch(
+        BEGUN,
+        start="auto",
+        options=options,
+        arguments=map(str, range(40_000)),
+        env={"COLOUR": "blue", "SYNCVAR_LOST_AFTER_S": "9", "PYTHONHASHSEED": "random"},
+    )
     assert job.wait() == 0, str(job)
     assert job.lines(0) == job.lines(1) == [f"2 {hashes} {colour} None 40001 True"], str(job)
 
@@ -231,7 +290,9 @@ def test_what_a_script_has_made_ends_with_it(launch, how):
     for rank in range(2):
         lines = job.lines(rank)
         assert lines[0] == "first True 2.0", str(job)
-        assert set(lines[1:]) == {"of a cycle goes", "of the script goes", "of a module goes"}, str(job)
+        assert set(lines[1:]) == {"of a cycle goes", "of the script goes", "of a module goes"}, str(
+            job
+        )
 
 
 @pytest.mark.parametrize("how", ["spawn", "fork"])
@@ -242,7 +303,10 @@ def test_a_worker_that_is_killed_is_reported(launch, how):
         probe.note("ready")
         probe.gate("never") if probe.RANK else probe.failure(sv.all_reduce, 1)
     """
-    unhurried = {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "SYNCVAR_ABORT_GRACE_S": "20"}  # rank 0 says what it saw, however late it gets a core
+    unhurried = {
+        "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60",
+        "SYNCVAR_ABORT_GRACE_S": "20",
+    }  # rank 0 says what it saw, however late it gets a core
     job = launch(script, options=("--start-method", how), env=unhurried)
     job.await_events("ready", 2)
     job.kill_rank(1)
@@ -260,7 +324,9 @@ def test_a_restart_forks_again(launch):
             os.kill(os.getpid(), 9)
         print("sum", sv.all_reduce(probe.RANK), sv.all_reduce(1))
     """
-    job = launch(script, options=(*FORK, "--max-restarts", "1"), env={"SYNCVAR_RESTART_DELAY_S": "0.1"})
+    job = launch(
+        script, options=(*FORK, "--max-restarts", "1"), env={"SYNCVAR_RESTART_DELAY_S": "0.1"}
+    )
     assert job.wait() == 0, str(job)
     assert sorted(job.lines(0) + job.lines(1)) == ["sum 1 2"] * 2, str(job)
     assert len({event["pid"] for event in job.events("began")}) == 4, str(job)
@@ -276,13 +342,20 @@ def test_the_end_comes_while_the_server_imports(launch, tmp_path, end, nothing_l
     limit = ("--timeout", "2") if end == "timeout" else ()
     job = launch("import probe", options=(*FORK, *limit), env=env)
     await_true(ready.exists, what="a server that imports")
-    await_true(lambda: any("guardian.py" in words for words in nothing_left_behind.own_processes().values()), what="a guardian")
+    await_true(
+        lambda: any(
+            "guardian.py" in words for words in nothing_left_behind.own_processes().values()
+        ),
+        what="a guardian",
+    )
     if end == "kill":
         job.process.kill()
         job.process.wait()
         await_true(lambda: not nothing_left_behind.own_processes(), 60, "the end of all processes")
         return
-    for number in {"TERM": (signal.SIGTERM,), "two INT": (signal.SIGINT, signal.SIGINT)}.get(end, ()):
+    for number in {"TERM": (signal.SIGTERM,), "two INT": (signal.SIGINT, signal.SIGINT)}.get(
+        end, ()
+    ):
         job.send(number)
     assert job.wait() == {"TERM": 143, "two INT": 130, "timeout": 124}[end], str(job)
     assert not job.events("began"), "no worker has begun"
@@ -293,12 +366,17 @@ def test_the_end_comes_while_the_server_imports(launch, tmp_path, end, nothing_l
     [
         ("    raise SystemExit(3)\n", "exited with status"),
         ("    import os; os.kill(os.getpid(), 9)\n", "was killed by signal 9 (SIGKILL)"),
-        ("    import threading, time; threading.Thread(target=time.sleep, args=(60,), name='tick', daemon=True).start()\n", "threads (tick)"),
+        (
+            "    import threading, time; threading.Thread(target=time.sleep, args=(60,), name='tick', daemon=True).start()\n",
+            "threads (tick)",
+        ),
     ],
     ids=["fails", "is killed", "has threads"],
 )
 def test_a_server_that_cannot_fork(launch, tmp_path, text, words):
-    job = launch("import probe", options=FORK, env=on_python_path(tmp_path / "site", IN_SERVER + text))
+    job = launch(
+        "import probe", options=FORK, env=on_python_path(tmp_path / "site", IN_SERVER + text)
+    )
     assert job.wait() != 0, str(job)
     assert words in job.report, str(job)
     assert "--start-method spawn" in job.report, str(job)
@@ -318,7 +396,12 @@ def test_a_server_that_is_killed_while_it_forks_is_the_culprit(launch, tmp_path)
             os.kill(os.getpid(), 9)
     os.register_at_fork(after_in_parent=count)
 """
-    job = launch("import probe", workers=3, options=FORK, env=on_python_path(tmp_path / "site", IN_SERVER + text))
+    job = launch(
+        "import probe",
+        workers=3,
+        options=FORK,
+        env=on_python_path(tmp_path / "site", IN_SERVER + text),
+    )
     assert job.wait() == 137, str(job)
     words = "the process that workers are forked from was killed by signal 9 (SIGKILL) before all were forked"
     assert words in job.report, str(job)
@@ -338,8 +421,20 @@ def test_a_server_on_a_host_with_an_agent_that_is_killed_gives_the_same_code(lau
 
 
 def test_a_program_is_refused_before_anything_starts(tmp_path):
-    line = [sys.executable, "-m", "syncvar_launcher", "-n", "2", *FORK, "--no-python", "touch", "made"]
-    ended = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    line = [
+        sys.executable,
+        "-m",
+        "syncvar_launcher",
+        "-n",
+        "2",
+        *FORK,
+        "--no-python",
+        "touch",
+        "made",
+    ]
+    ended = subprocess.run(
+        line, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 78
     assert "--start-method fork: touch is a program" in ended.stderr
     assert "--start-method spawn" in ended.stderr

@@ -47,7 +47,9 @@ assert float(sv.all_reduce(1.0)) == 2.0
 check()
 print("own place")
 """
-WRAPPER = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, sys.argv[1]]).returncode)"
+WRAPPER = (
+    "import subprocess, sys; sys.exit(subprocess.run([sys.executable, sys.argv[1]]).returncode)"
+)
 
 
 @pytest.mark.parametrize("kind", ["long", "missing"])
@@ -55,7 +57,9 @@ def test_a_tmpdir_that_does_not_serve_is_passed_over(launch, tmp_path, kind):
     folder = tmp_path / ("x" * 100)
     if kind == "long":
         folder.mkdir()
-    job = launch(MET, workers=2, env={"TMPDIR": str(folder), "XDG_RUNTIME_DIR": "", "TF_CONFIG": "{}"})
+    job = launch(
+        MET, workers=2, env={"TMPDIR": str(folder), "XDG_RUNTIME_DIR": "", "TF_CONFIG": "{}"}
+    )
     assert job.wait() == 0, str(job)
     assert job.out.count("sum 2.0") == 2, str(job)
 
@@ -95,5 +99,11 @@ def test_a_start_that_waits_for_a_lock_says_so_and_ends_on_sigterm(launch, runti
 
 def test_tf_config_without_a_cluster_is_a_world_of_one():
     script = "import syncvar as sv; print(sv.rank(), sv.world_size())"
-    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "TF_CONFIG": "{}"}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TF_CONFIG": "{}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout == "0 1\n", done.stderr

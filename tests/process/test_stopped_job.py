@@ -92,16 +92,28 @@ def stopped(job, terminal):
     launcher, number = map(int, place.read_text().split())
     everybody = [*(event["pid"] for event in ready), *(event["child"] for event in ready)]
     assert state(launcher) == "T"
-    await_true(lambda: {state(pid) for pid in everybody} == {"T"}, what="all stopped")  # who is on a core stops a moment later
+    await_true(
+        lambda: {state(pid) for pid in everybody} == {"T"}, what="all stopped"
+    )  # who is on a core stops a moment later
     return launcher, number, everybody
 
 
 @pytest.mark.parametrize(
     ("phase", "how"),
-    [("waiting", "fork"), pytest.param("computing", "fork", marks=pytest.mark.slow), pytest.param("waiting", "spawn", marks=pytest.mark.slow)],
+    [
+        ("waiting", "fork"),
+        pytest.param("computing", "fork", marks=pytest.mark.slow),
+        pytest.param("waiting", "spawn", marks=pytest.mark.slow),
+    ],
 )
 def test_f16_stopped_and_continued(launch, terminal, phase, how):
-    job = launch(SCRIPT, workers=2, arguments=[phase], prefix=terminal.prefix(), options=("--start-method", how))
+    job = launch(
+        SCRIPT,
+        workers=2,
+        arguments=[phase],
+        prefix=terminal.prefix(),
+        options=("--start-method", how),
+    )
     _, number, everybody = stopped(job, terminal)
     assert number == signal.SIGTSTP
     time.sleep(2.5)  # lost_after_s is 1.5
@@ -117,7 +129,13 @@ def test_f16_stopped_and_continued(launch, terminal, phase, how):
 
 
 def test_f16_told_to_end_while_it_is_stopped(launch, terminal):
-    job = launch(SCRIPT, workers=2, arguments=["waiting"], prefix=terminal.prefix(), options=("--start-method", "fork"))
+    job = launch(
+        SCRIPT,
+        workers=2,
+        arguments=["waiting"],
+        prefix=terminal.prefix(),
+        options=("--start-method", "fork"),
+    )
     launcher, _, everybody = stopped(job, terminal)
     os.kill(launcher, signal.SIGTERM)
     (terminal.folder / "fg").touch()  # a shell continues what it ends
@@ -126,7 +144,13 @@ def test_f16_told_to_end_while_it_is_stopped(launch, terminal):
 
 
 def test_f16_killed_while_it_is_stopped(launch, terminal, nothing_left_behind):
-    job = launch(SCRIPT, workers=2, arguments=["waiting"], prefix=terminal.prefix(), options=("--start-method", "fork"))
+    job = launch(
+        SCRIPT,
+        workers=2,
+        arguments=["waiting"],
+        prefix=terminal.prefix(),
+        options=("--start-method", "fork"),
+    )
     launcher, _, _ = stopped(job, terminal)
     os.kill(launcher, signal.SIGKILL)
     (terminal.folder / "fg").touch()
@@ -145,7 +169,12 @@ def test_f16_without_a_shell_to_continue_it_nothing_stops(launch):
 
 @pytest.mark.slow
 def test_f16_ignored_from_the_start_stays_ignored(launch):
-    job = launch(SCRIPT, workers=2, arguments=["computing"], prefix=("sh", "-c", 'trap "" TSTP; exec "$@"', "sh"))
+    job = launch(
+        SCRIPT,
+        workers=2,
+        arguments=["computing"],
+        prefix=("sh", "-c", 'trap "" TSTP; exec "$@"', "sh"),
+    )
     ready = job.await_events("ready", 2)
     job.send(signal.SIGTSTP)
     job.open_gate("go")

@@ -151,15 +151,27 @@ together(writer(0), writer(1))
         (GROUPS_MEANWHILE, 3, {}),
         pytest.param(GROUPS_MEANWHILE, 3, {"SYNCVAR_TRANSPORT": "zmq"}, marks=pytest.mark.slow),
         (REPORTED, 2, {"SYNCVAR_REPORT_AFTER_S": "0.01"}),
-        pytest.param(REPORTED, 2, {"SYNCVAR_REPORT_AFTER_S": "0.01", "SYNCVAR_KERNEL": "python"}, marks=pytest.mark.slow),
+        pytest.param(
+            REPORTED,
+            2,
+            {"SYNCVAR_REPORT_AFTER_S": "0.01", "SYNCVAR_KERNEL": "python"},
+            marks=pytest.mark.slow,
+        ),
         (QUEUES, 2, {}),
         pytest.param(QUEUES, 2, {"SYNCVAR_TRANSPORT": "zmq"}, marks=pytest.mark.slow),
     ],
     ids=[
-        "one work", "one work in Python", "one work over links", "groups meanwhile", "groups meanwhile over links",
-        "reported", "reported in Python", "queues", "queues over links",
+        "one work",
+        "one work in Python",
+        "one work over links",
+        "groups meanwhile",
+        "groups meanwhile over links",
+        "reported",
+        "reported in Python",
+        "queues",
+        "queues over links",
     ],
-)  # fmt: skip
+)
 def test_threads_beside_each_other(launch, script, workers, env):
     job = launch(BEGIN + script, workers=workers, env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "30", **env})
     assert job.wait(120) == 0, str(job)
@@ -220,14 +232,33 @@ probe.note("over", made=made[0], said=sorted({one.partition(" on rank")[2][:60] 
 
 @pytest.mark.parametrize(
     ("mode", "kernel"),
-    [("uneven", "auto"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("short", "auto"), ("short", "python"), ("long", "auto"), ("long", "python"), ("uneven", "python")))],
+    [
+        ("uneven", "auto"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (
+                ("short", "auto"),
+                ("short", "python"),
+                ("long", "auto"),
+                ("long", "python"),
+                ("uneven", "python"),
+            )
+        ),
+    ],
 )
 def test_a_handlers_call_is_made_or_refused_wherever_it_strikes(launch, mode, kernel):
-    job = launch(BEGIN + HANDLERS, arguments=[mode], env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "30"} | ({} if kernel == "auto" else {"SYNCVAR_KERNEL": kernel}))
+    job = launch(
+        BEGIN + HANDLERS,
+        arguments=[mode],
+        env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "30"}
+        | ({} if kernel == "auto" else {"SYNCVAR_KERNEL": kernel}),
+    )
     assert job.wait(120) == 0, str(job)
     seen = {event["rank"]: event for event in job.events("over")}
     assert seen[0]["made"] == 100, str(job)
-    assert all("a signal's handler has interrupted this thread" in one for one in seen[0]["said"]), str(job)
+    assert all(
+        "a signal's handler has interrupted this thread" in one for one in seen[0]["said"]
+    ), str(job)
 
 
 MEMORY = """
@@ -264,4 +295,6 @@ def test_a_handler_that_asks_for_shared_memory_gets_it_or_is_refused(launch):
     assert job.wait(120) == 0, str(job)
     for event in job.events("over"):
         assert event["sum"] == 2.0
-        assert all("a signal's handler asks for shared memory" in one for one in event["said"]), str(job)
+        assert all("a signal's handler asks for shared memory" in one for one in event["said"]), (
+            str(job)
+        )

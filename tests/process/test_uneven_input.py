@@ -62,7 +62,13 @@ BLOCKS = """
 """
 
 
-@pytest.mark.parametrize("how", [LINKS[0], *(pytest.param(*one.values, id=one.id, marks=pytest.mark.slow) for one in LINKS[1:])])
+@pytest.mark.parametrize(
+    "how",
+    [
+        LINKS[0],
+        *(pytest.param(*one.values, id=one.id, marks=pytest.mark.slow) for one in LINKS[1:]),
+    ],
+)
 def test_blocks_of_uneven_may_follow_one_another_as_long_as_a_program_likes(launch, how):
     """Each made three groups of every one that it found, those of the block before among them, until the garbage was collected."""
     job = launch(BLOCKS, workers=2, **how)
@@ -84,7 +90,10 @@ def test_uneven_data_over_processes(launch, how):
         assert result["means"] == [[5.0, 5.0], [(2 * 4 + 6) / 3] * 2, [4.0, 4.0], [4.0, 4.0]]
         assert result["threads"] == []
         steps.append(result["parts"])
-    sizes = [[len(part) for part in step] for step in zip(*(results[rank]["parts"] for rank in range(3)), strict=True)]
+    sizes = [
+        [len(part) for part in step]
+        for step in zip(*(results[rank]["parts"] for rank in range(3)), strict=True)
+    ]
     assert sizes == [[2, 1, 1], [2, 1, 1], [1, 1, 0]]
     assert sorted(row for parts in steps for part in parts for row in part) == list(range(10))
 
@@ -112,7 +121,11 @@ def test_a_reader_that_fails_is_told_to_all_and_the_job_goes_on(launch):
     job = launch(FAILS, workers=3)
     assert job.wait() == 0, str(job)
     raised = {event["rank"]: event for event in job.events("raised")}
-    assert [raised[rank]["error"] for rank in range(3)] == ["MismatchError", "OSError", "MismatchError"]
+    assert [raised[rank]["error"] for rank in range(3)] == [
+        "MismatchError",
+        "OSError",
+        "MismatchError",
+    ]
     assert "rank 1" in raised[0]["text"]
     assert "file 7 is truncated" in raised[0]["text"]
     assert [event["total"] for event in job.events("after")] == [3.0] * 3
@@ -123,4 +136,6 @@ def test_two_workers_evaluate_1797_digits_as_one_does(launch):
     job = launch(target=["-m", "syncvar.examples.evaluate"], workers=2)
     assert job.wait() == 0, str(job)
     # The accuracy of one worker: tests/contract/test_example_evaluate.py computes it with NumPy alone.
-    assert job.lines(0)[-1] == "accuracy=0.9037284362826934 right=1624 seen=1797 workers=2", str(job)
+    assert job.lines(0)[-1] == "accuracy=0.9037284362826934 right=1624 seen=1797 workers=2", str(
+        job
+    )

@@ -76,7 +76,10 @@ def start(launch, prefix, kind, how="plain", workers=2, options=()):
 
 
 def kinds(*in_the_default_run):
-    return [kind if kind in in_the_default_run else pytest.param(kind, marks=pytest.mark.slow) for kind in ("pipe", "terminal", "error")]
+    return [
+        kind if kind in in_the_default_run else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ("pipe", "terminal", "error")
+    ]
 
 
 @pytest.mark.parametrize("kind", kinds("pipe"))
@@ -89,13 +92,19 @@ def test_f03_rank_killed_while_nobody_reads(launch, tmp_path, kind):
         check_bound(f"F03-{kind} full", lost["at"] - killed, 0.5)
         assert job.wait() == 137, str(job)
         check_bound(f"F03-{kind} full, end", job.ended - killed, 0.5 + 2.0)
-        assert {event["rank"] for event in job.events("cleaned")} == {0, 1}, "rank 0 ends in order, once its output is dropped"
+        assert {event["rank"] for event in job.events("cleaned")} == {0, 1}, (
+            "rank 0 ends in order, once its output is dropped"
+        )
 
 
 @pytest.mark.parametrize(
     ("kind", "number"),
     [
-        pytest.param(kind, number, marks=() if (kind, number) in (("terminal", 15), ("error", 2)) else pytest.mark.slow)
+        pytest.param(
+            kind,
+            number,
+            marks=() if (kind, number) in (("terminal", 15), ("error", 2)) else pytest.mark.slow,
+        )
         for kind in ("pipe", "terminal", "error")
         for number in (15, 2)
     ],
@@ -154,12 +163,20 @@ MANY_LINES = 30_000  # 3 MB of each rank, far more than all queues and pipes hol
 
 def test_f55_a_late_reader_gets_every_line_in_order_and_the_launcher_stays_small(launch, tmp_path):
     with unread("pipe", tmp_path) as (prefix, reader):
-        job = launch(MANY, workers=2, arguments=[str(MANY_LINES)], prefix=prefix, options=("--start-method", "fork"))
+        job = launch(
+            MANY,
+            workers=2,
+            arguments=[str(MANY_LINES)],
+            prefix=prefix,
+            options=("--start-method", "fork"),
+        )
         job.await_events("begins", 2)
         pipe_full(reader)
         time.sleep(0.5)  # longer, and the launcher would read on
         assert not job.events("written"), "the ranks wait in print"
-        most = int(Path(f"/proc/{job.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0])
+        most = int(
+            Path(f"/proc/{job.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0]
+        )
         assert most < 64 << 10, f"the launcher has used {most} KiB"
         seen = [0, 0]
         for line in lines_of(reader):
@@ -196,11 +213,20 @@ if "syncvar_launcher" in sys.orig_argv:
 """
 
 
-@pytest.mark.parametrize("stops", [pytest.param("anywhere", marks=pytest.mark.slow), "after a poll"])
-def test_told_to_end_just_when_the_last_rank_ends_the_launcher_waits_for_no_reader(launch, tmp_path, stops):
+@pytest.mark.parametrize(
+    "stops", [pytest.param("anywhere", marks=pytest.mark.slow), "after a poll"]
+)
+def test_told_to_end_just_when_the_last_rank_ends_the_launcher_waits_for_no_reader(
+    launch, tmp_path, stops
+):
     (tmp_path / "sitecustomize.py").write_text(STOPS_AFTER_A_POLL)
     with unread("pipe", tmp_path) as (prefix, _):
-        job = launch(FEW + "probe.note('written')\nprobe.gate('end')", workers=1, prefix=prefix, env={"PYTHONPATH": str(tmp_path)})
+        job = launch(
+            FEW + "probe.note('written')\nprobe.gate('end')",
+            workers=1,
+            prefix=prefix,
+            env={"PYTHONPATH": str(tmp_path)},
+        )
         job.await_events("written")
         if stops == "anywhere":
             job.send(signal.SIGSTOP)
@@ -216,7 +242,9 @@ def test_told_to_end_just_when_the_last_rank_ends_the_launcher_waits_for_no_read
 
 
 @pytest.mark.parametrize("end", ["read", "TERM", "time limit"])
-def test_ranks_that_have_ended_in_order_wait_for_the_reader_until_somebody_ends_it(launch, tmp_path, end, nothing_left_behind):
+def test_ranks_that_have_ended_in_order_wait_for_the_reader_until_somebody_ends_it(
+    launch, tmp_path, end, nothing_left_behind
+):
     with unread("pipe", tmp_path) as (prefix, reader):
         options = ("--start-method", "fork", *(("--timeout", "3") if end == "time limit" else ()))
         job = launch(FEW, workers=1, prefix=prefix, options=options)
@@ -225,7 +253,10 @@ def test_ranks_that_have_ended_in_order_wait_for_the_reader_until_somebody_ends_
         time.sleep(PATIENCE_S + 0.5 if end == "read" else 0.0)
         if end == "read":
             assert job.process.poll() is None, "a pager may wait for its user"
-            assert b"".join(line.partition(b" ")[2] for line in lines_of(reader)) == b"x" * 99 + b"y" * 400_000
+            assert (
+                b"".join(line.partition(b" ")[2] for line in lines_of(reader))
+                == b"x" * 99 + b"y" * 400_000
+            )
         elif end == "TERM":
             sent = job.send(signal.SIGTERM)
         assert job.wait() == {"read": 0, "TERM": 143, "time limit": 124}[end], str(job)

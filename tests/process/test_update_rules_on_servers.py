@@ -50,10 +50,17 @@ sv.barrier()
 
 
 @pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_rule_beside_the_script_steps_and_what_raises_fails_its_push_alone(launch, tmp_path, kills):
+def test_a_rule_beside_the_script_steps_and_what_raises_fails_its_push_alone(
+    launch, tmp_path, kills
+):
     (tmp_path / "my_rules.py").write_text(RULES)
     (tmp_path / "train.py").write_text(SCRIPT)
-    job = launch(target=[str(tmp_path / "train.py")], options=("--servers", "2", "--server-replicas", "1"), workers=1 + kills, env={"PYTHONPATH": str(tmp_path / "job0")})
+    job = launch(
+        target=[str(tmp_path / "train.py")],
+        options=("--servers", "2", "--server-replicas", "1"),
+        workers=1 + kills,
+        env={"PYTHONPATH": str(tmp_path / "job0")},
+    )
     job.await_events("half", 1, limit_s=120)
     if kills:
         os.kill(servers_of(job)[1], signal.SIGKILL)
@@ -61,7 +68,10 @@ def test_a_rule_beside_the_script_steps_and_what_raises_fails_its_push_alone(lau
     assert job.wait(120) == 0, job
     raised = [event["text"] for event in job.events("raised")]
     assert len(raised) == 6, job
-    assert all("ArithmeticError: this gradient is not finite" in text and "my_rules.py" in text for text in raised)
+    assert all(
+        "ArithmeticError: this gradient is not finite" in text and "my_rules.py" in text
+        for text in raised
+    )
     (found,) = job.events("found")
     assert found["whole"] == [1 - 6 * 0.25] * 8
     assert found["table"] == [[1 - 6 * 0.25 * (row in (1, 4))] * 2 for row in range(6)]

@@ -71,8 +71,12 @@ probe.note("over", errors=errors, values=values, wanted=[made[0] * size, made[1]
         ),
     ],
 )
-def test_the_copies_are_compared_at_the_same_writes_after_calls_that_failed(launch, workers, kernel, every, wrong):
-    env = {"SYNCVAR_CHECK_EVERY": every, "SYNCVAR_COLLECTIVE_TIMEOUT_S": "20"} | ({"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
+def test_the_copies_are_compared_at_the_same_writes_after_calls_that_failed(
+    launch, workers, kernel, every, wrong
+):
+    env = {"SYNCVAR_CHECK_EVERY": every, "SYNCVAR_COLLECTIVE_TIMEOUT_S": "20"} | (
+        {"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {}
+    )
     job = launch(WRITES, workers=workers, arguments=[wrong], env=env)
     assert job.wait(120) == 0, str(job)
     for event in job.events("over"):

@@ -31,7 +31,9 @@ print("sum", float(last.numpy()[7]), len(kept))
 
 @pytest.mark.parametrize("count", [A_FEW, pytest.param(VARIABLES, marks=pytest.mark.slow)])
 def test_variables_of_1_mib_one_after_another_under_256_mib(launch, count):
-    job = launch(SCRIPT, workers=2, arguments=[str(count)], env={"SYNCVAR_ARENA_BYTES": str(256 << 20)})
+    job = launch(
+        SCRIPT, workers=2, arguments=[str(count)], env={"SYNCVAR_ARENA_BYTES": str(256 << 20)}
+    )
     assert job.wait(120) == 0, str(job)
     text = job.out
     assert text.count("said True") == 2

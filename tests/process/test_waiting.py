@@ -37,9 +37,16 @@ def test_neighbours_exchange_arrays_of_all_sizes(launch):
         for count in (3, 1_000, 1_000_000):
             assert made[f"ring {count}"] == [count, left, left], (rank, made)
             assert made[f"in place {count}"] == [True, left, left], (rank, made)
-            assert made[f"edges {count}"] == (None if rank == 0 else [count, 9.0 + rank]), (rank, made)
+            assert made[f"edges {count}"] == (None if rank == 0 else [count, 9.0 + rank]), (
+                rank,
+                made,
+            )
         assert made["itself"] == 2.5
-        assert made["root"] == [2.0, float(rank), *((4.0, [1.0] * 4) if rank == 3 else (None, None))], (rank, made)
+        assert made["root"] == [
+            2.0,
+            float(rank),
+            *((4.0, [1.0] * 4) if rank == 3 else (None, None)),
+        ], (rank, made)
 
 
 _ANY = """
@@ -99,12 +106,23 @@ def test_waits_for_the_first_and_for_all(launch):
     assert event["sizes"] == [10, 1_000_000, 10]
     assert event["own"] == [1, 9.0]
     empty, own, number, one, no_list, root, source, op = event["errors"]
-    assert empty.startswith("ConfigError: wait_any: works holds no started call, but 3 times None"), empty
+    assert empty.startswith(
+        "ConfigError: wait_any: works holds no started call, but 3 times None"
+    ), empty
     assert own.startswith("UsageError: recv from rank 0, which is this one"), own
-    assert number == "ConfigError: wait_any: works[1] must be what a call with async_op=True returns, not 1.0"
+    assert (
+        number
+        == "ConfigError: wait_any: works[1] must be what a call with async_op=True returns, not 1.0"
+    )
     assert one == "ConfigError: wait_all takes a list of started calls, not one: write work.wait()"
-    assert no_list == "ConfigError: wait_all takes a list of what calls with async_op=True return, not 3"
-    assert "root must be an integer, not array([1., 1.]): the array to write to is named, out=buffer" in root, root
+    assert (
+        no_list
+        == "ConfigError: wait_all takes a list of what calls with async_op=True return, not 3"
+    )
+    assert (
+        "root must be an integer, not array([1., 1.]): the array to write to is named, out=buffer"
+        in root
+    ), root
     assert source.startswith("ConfigError: source must be a rank, not None"), source
     assert "works[sv.wait_any(works)]" in source, source
     assert "not array([1., 1.]): the array to write to is named, out=buffer" in op, op

@@ -17,10 +17,13 @@ from syncvar.parent import libc
 from syncvar.stacks import ALL_THREADS, END, MAIN_THREAD
 
 ENDLESS = {
-    "SYNCVAR_SUSPECT_AFTER_S": "100", "SYNCVAR_LOST_AFTER_S": "100", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "100",
-    "SYNCVAR_HANDSHAKE_TIMEOUT_S": "100", "SYNCVAR_TERM_GRACE_S": "0.5",
+    "SYNCVAR_SUSPECT_AFTER_S": "100",
+    "SYNCVAR_LOST_AFTER_S": "100",
+    "SYNCVAR_COLLECTIVE_TIMEOUT_S": "100",
+    "SYNCVAR_HANDSHAKE_TIMEOUT_S": "100",
+    "SYNCVAR_TERM_GRACE_S": "0.5",
     "SYNCVAR_STALL_WARNING_S": "0.3",
-}  # fmt: skip
+}
 
 HANGS = """
 import ctypes, faulthandler, os, signal, sys, threading, time
@@ -96,7 +99,10 @@ def stacks(capsys, monkeypatch):
     """Run `syncvar stacks` in this process; return its exit code, what it says of each rank, of the job, and of errors."""
 
     # Jobs that run beside the tests are none of theirs.
-    monkeypatch.setattr("syncvar.cli.stacks._folders", lambda environ: [environ.get("XDG_RUNTIME_DIR", "") + "/syncvar"])
+    monkeypatch.setattr(
+        "syncvar.cli.stacks._folders",
+        lambda environ: [environ.get("XDG_RUNTIME_DIR", "") + "/syncvar"],
+    )
 
     def run(*arguments):
         capsys.readouterr()
@@ -117,7 +123,10 @@ def hanging(launch, stacks, **keywords):
 
     def are_there():
         told[:] = stacks(job.process.pid)
-        return all(re.match(f"{line}\n", told[1].get(f"rank {rank}", "")) for rank, line in places().items())
+        return all(
+            re.match(f"{line}\n", told[1].get(f"rank {rank}", ""))
+            for rank, line in places().items()
+        )
 
     try:
         await_true(are_there, what="all ranks hang")
@@ -135,49 +144,76 @@ def check_stall(job):
         assert re.match(start, told), told
         for rank in (1, 2, 5):
             place = places()[rank].removeprefix(f"rank {rank}: ").removesuffix(".*")
-            assert re.search(rf"; rank {rank}: last call barrier \(call 1\), \d+ s ago, now {place}", told), f"{told}\n{job}"
+            assert re.search(
+                rf"; rank {rank}: last call barrier \(call 1\), \d+ s ago, now {place}", told
+            ), f"{told}\n{job}"
     silent = rf"syncvar: rank 4: no Python thread answers since 1 s, CPU idle \(state S\), {places()[4].removeprefix('rank 4: ')}"
     assert re.search(silent, job.report), str(job)
 
 
 def stall_lines(job):
-    return [line for line in job.report.split("\n") if line.startswith("syncvar: rank 0 waits since ")]
+    return [
+        line for line in job.report.split("\n") if line.startswith("syncvar: rank 0 waits since ")
+    ]
 
 
 def test_ranks_tell_where_they_are_whatever_they_do(launch, stacks):
     job, (code, told, about, errors) = hanging(launch, stacks)
     assert (code, errors) == (0, "")
-    name = re.match(rf"job (\w+): 7 ranks, launcher {job.process.pid}, since \d+ s: syncvar-launch --config ", about)[1]
+    name = re.match(
+        rf"job (\w+): 7 ranks, launcher {job.process.pid}, since \d+ s: syncvar-launch --config ",
+        about,
+    )[1]
     assert told["rank 1"].count("script.py:") > 4, "the whole stack stands below its line"
     assert "runpy" not in str(told)
     _, threads, *_ = stacks("--all-threads", name)
-    assert re.search(r"  thread 0x\w+:\n.*  main thread:\n    \S*script.py:", threads["rank 2"], re.DOTALL), threads
+    assert re.search(
+        r"  thread 0x\w+:\n.*  main thread:\n    \S*script.py:", threads["rank 2"], re.DOTALL
+    ), threads
     check_stall(job)
     # What the program does with signals goes on working.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        libc.tgkill(job.pids()[2], job.pids()[2], number)  # to the main thread: no other wakes Python's sleep
+        libc.tgkill(
+            job.pids()[2], job.pids()[2], number
+        )  # to the main thread: no other wakes Python's sleep
     job.await_events("own handler", rank=2)
-    await_true(lambda: "script.py" in (job.folder / "own.txt").read_text(), what="its own fault handler has written")
+    await_true(
+        lambda: "script.py" in (job.folder / "own.txt").read_text(),
+        what="its own fault handler has written",
+    )
     # A second job, newer, which is no Python.
     other = launch(target=["--no-python", "sleep", "1000"], workers=1)
     code, (line,), about, errors = await_true(lambda: named(stacks(), other))
-    assert (code, line) == (0, "rank 0: not joined yet; it is no Python program of ours (--no-python)\n")
-    assert f"2 jobs are running; this is the newest. The others: {name}: 7 ranks" in errors, str(job)
+    assert (code, line) == (
+        0,
+        "rank 0: not joined yet; it is no Python program of ours (--no-python)\n",
+    )
+    assert f"2 jobs are running; this is the newest. The others: {name}: 7 ranks" in errors, str(
+        job
+    )
     code, _, _, errors = stacks("nobody")
     assert (code, errors.count(", launcher ")) == (2, 2), errors
     # And when it is interrupted it says the same at its end.
     other.send(signal.SIGTERM)
     job.send(signal.SIGINT)
     assert (job.wait(), other.wait()) == (130, 143), f"{job}\n{other}"
-    said = job.report.split("interrupted by SIGINT; all ranks have ended\nwhere they were:\n")[1].split("\n")
-    assert [rank for rank, line in places().items() if not re.fullmatch(f"  {line}", said[rank])] == [], str(job)
+    said = job.report.split("interrupted by SIGINT; all ranks have ended\nwhere they were:\n")[
+        1
+    ].split("\n")
+    assert [
+        rank for rank, line in places().items() if not re.fullmatch(f"  {line}", said[rank])
+    ] == [], str(job)
     assert stacks()[0] == 2
 
 
 def named(answer, job):
     """Return an answer, if it is of this job."""
     code, told, about, errors = answer
-    return (code, list(told.values()), about, errors) if f"launcher {job.process.pid}," in about else None
+    return (
+        (code, list(told.values()), about, errors)
+        if f"launcher {job.process.pid}," in about
+        else None
+    )
 
 
 LOST = """
@@ -202,19 +238,34 @@ load()  # called
 
 
 def test_a_job_that_loses_a_rank_says_where_the_others_were(launch):
-    job = launch(LOST, workers=4, options=["--log-dir", "logs"], env={"SYNCVAR_STALL_WARNING_S": "0.2"})
+    job = launch(
+        LOST, workers=4, options=["--log-dir", "logs"], env={"SYNCVAR_STALL_WARNING_S": "0.2"}
+    )
     job.await_events("ready", 2)
     await_true(lambda: "rank 2 waits since" in job.report, what="rank 2 waits")
     job.open_gate("die")
     assert job.wait() == 137, str(job)
     at = {name: line_of(LOST, name) for name in ("loads", "waits", "called")}
     others = job.report.split("\nothers:\n")[1].split("\n")
-    assert others[0] == f"  ranks 0, 3: in user code, script.py:{at['loads']} < script.py:{at['called']}", str(job)
-    assert others[1].startswith(f"  rank 2: waiting in all_reduce(sum, float64[3]) (call 2) at script.py:{at['waits']} in <module>; then ")
-    for rank, name in ((0, "loads"), (2, "waits"), (3, "loads")):  # each record has the stack of its main thread
+    assert (
+        others[0]
+        == f"  ranks 0, 3: in user code, script.py:{at['loads']} < script.py:{at['called']}"
+    ), str(job)
+    assert others[1].startswith(
+        f"  rank 2: waiting in all_reduce(sum, float64[3]) (call 2) at script.py:{at['waits']} in <module>; then "
+    )
+    for rank, name in (
+        (0, "loads"),
+        (2, "waits"),
+        (3, "loads"),
+    ):  # each record has the stack of its main thread
         (path,) = job.folder.rglob(f"flight-rank{rank}.json")
         stack = json.loads(path.read_text())["stack"]
-        assert [file for file, line, _ in stack if (os.path.basename(file), line) == ("script.py", at[name])], stack
+        assert [
+            file
+            for file, line, _ in stack
+            if (os.path.basename(file), line) == ("script.py", at[name])
+        ], stack
 
 
 def test_nobody_runs_a_job(stacks):
@@ -222,11 +273,18 @@ def test_nobody_runs_a_job(stacks):
     assert code == 2
     assert "no job of yours is running that syncvar-launch or sv.run has started" in errors
     code, _, _, errors = stacks(os.getpid())
-    assert (code, errors) == (2, f"syncvar: process {os.getpid()} is not the syncvar-launch of a running job; no job of yours is running\n")
+    assert (code, errors) == (
+        2,
+        f"syncvar: process {os.getpid()} is not the syncvar-launch of a running job; no job of yours is running\n",
+    )
 
 
-def test_a_job_of_another_launcher_is_named_as_one_that_cannot_be_asked(stacks, monkeypatch, request):
-    folder = tempfile.TemporaryDirectory(prefix="sv-", dir=os.environ["XDG_RUNTIME_DIR"])  # short enough for sockets
+def test_a_job_of_another_launcher_is_named_as_one_that_cannot_be_asked(
+    stacks, monkeypatch, request
+):
+    folder = tempfile.TemporaryDirectory(
+        prefix="sv-", dir=os.environ["XDG_RUNTIME_DIR"]
+    )  # short enough for sockets
     request.addfinalizer(folder.cleanup)
     monkeypatch.setenv("XDG_RUNTIME_DIR", folder.name)
     directory = JobDirectory(os.environ, f"{MEETING}12345678")
@@ -235,7 +293,9 @@ def test_a_job_of_another_launcher_is_named_as_one_that_cannot_be_asked(stacks, 
             code, _, _, errors = stacks(*asked)
             assert code == 2
             assert "another launcher has started 1 that runs here" in errors
-            assert f"(first rank: process {os.getpid()}): syncvar stacks asks syncvar-launch" in errors
+            assert (
+                f"(first rank: process {os.getpid()}): syncvar stacks asks syncvar-launch" in errors
+            )
     finally:
         directory.remove()
     code, _, _, errors = stacks()
@@ -281,13 +341,19 @@ def test_a_program_survives_that_is_asked_very_often(tmp_path, times):
     answers = tmp_path / "answers"
     with subprocess.Popen([sys.executable, "-c", CALLS, str(answers)]) as program:
         try:
-            await_true(lambda: answers.exists() and answers.read_bytes().endswith(b"\n"), what="it listens")
+            await_true(
+                lambda: answers.exists() and answers.read_bytes().endswith(b"\n"), what="it listens"
+            )
             for number in range(times):
                 end = answers.stat().st_size
                 os.kill(program.pid, (MAIN_THREAD, ALL_THREADS)[number % 2])
                 await_true(lambda: answers.stat().st_size > end or program.poll() is not None)  # noqa: B023
-                assert program.poll() is None, f"it ended with {program.poll()} after {number} questions"
-            await_true(lambda: answers.read_text().endswith(f"{END}\n"), what="the last answer is whole")
+                assert program.poll() is None, (
+                    f"it ended with {program.poll()} after {number} questions"
+                )
+            await_true(
+                lambda: answers.read_text().endswith(f"{END}\n"), what="the last answer is whole"
+            )
         finally:
             program.kill()
     assert answers.read_text().count(f"{END}\n") == times
@@ -295,8 +361,13 @@ def test_a_program_survives_that_is_asked_very_often(tmp_path, times):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "keywords", [{"start": "spawn"}, {"options": ["--fake-hosts", "2"]}, {"env": {**ENDLESS, "SYNCVAR_TRANSPORT": "zmq"}}],
+    "keywords",
+    [
+        {"start": "spawn"},
+        {"options": ["--fake-hosts", "2"]},
+        {"env": {**ENDLESS, "SYNCVAR_TRANSPORT": "zmq"}},
+    ],
     ids=["spawn", "hosts", "links"],
-)  # fmt: skip
+)
 def test_ranks_tell_where_they_are_however_they_began(launch, stacks, keywords):
     check_stall(hanging(launch, stacks, **keywords)[0])

@@ -19,16 +19,30 @@ def _layouts():
 @pytest.mark.parametrize(("workers", "transport"), list(_layouts()))
 def test_every_collective(launch, workers, transport):
     job = launch(
-        None, workers=workers, target=[str(SCRIPT)], arguments=["--few"], env={"SYNCVAR_TRANSPORT": transport}
+        None,
+        workers=workers,
+        target=[str(SCRIPT)],
+        arguments=["--few"],
+        env={"SYNCVAR_TRANSPORT": transport},
     )
     assert job.wait(120) == 0, str(job)
     assert int(job.out.split("checked ")[1].split()[0]) > 300
 
 
-@pytest.mark.parametrize(("workers", "hosts"), [(3, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, 2), (4, 2), (5, 3), (7, 3)])])
+@pytest.mark.parametrize(
+    ("workers", "hosts"),
+    [
+        (3, 2),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(2, 2), (4, 2), (5, 3), (7, 3)]),
+    ],
+)
 def test_every_collective_over_hosts(launch, workers, hosts):
     job = launch(
-        None, workers=workers, target=[str(SCRIPT)], arguments=["--few"], options=["--fake-hosts", str(hosts)]
+        None,
+        workers=workers,
+        target=[str(SCRIPT)],
+        arguments=["--few"],
+        options=["--fake-hosts", str(hosts)],
     )
     assert job.wait(120) == 0, str(job)
     assert int(job.out.split("checked ")[1].split()[0]) > 300

@@ -85,7 +85,10 @@ class Replica:
 
     def arguments(self, step):
         """Return what a step hands to merge_call: what only arguments may be there, values of the replicas' own."""
-        if step.kind in ("reduce", "gather") and step.operands[self.rank].kind in ("array", "python"):
+        if step.kind in ("reduce", "gather") and step.operands[self.rank].kind in (
+            "array",
+            "python",
+        ):
             return self.built(step.operands[self.rank])
         return None
 
@@ -102,7 +105,7 @@ class Replica:
             given = None if arguments is None else arguments[number]
             self.see(lambda step=step, given=given: self.step(block, step, given))
 
-    # -- calls --------------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def built(self, operand):
         """Return the value that an operand stands for."""
@@ -116,7 +119,9 @@ class Replica:
         if kind == "variable":
             return self.variables[operand.data]
         array = np.array(operand.data, dtype=operand.dtype)
-        return {"array": lambda x: x, "mirrored": sv.Mirrored, "per_replica": sv.PerReplica}[kind](array)
+        return {"array": lambda x: x, "mirrored": sv.Mirrored, "per_replica": sv.PerReplica}[kind](
+            array
+        )
 
     def create(self, made):
         number = len(self.variables)
@@ -148,7 +153,11 @@ class Replica:
             value = self.built(operand) if given is None else given
             if step.other:
                 value = {"x": value, "more": (value, [value])}
-            place = sv.get_replica_context() if kind.startswith("all_") else self.strategies[block.strategy]
+            place = (
+                sv.get_replica_context()
+                if kind.startswith("all_")
+                else self.strategies[block.strategy]
+            )
             if place is None:  # all_reduce in cross context: there is no replica context to ask
                 raise sv.UsageError("no replica context")
             if kind == "all_reduce":
@@ -197,7 +206,11 @@ class Replica:
     @staticmethod
     def read(variable, how):
         if how == "operator":
-            return (variable + variable.dtype.type(0)) if variable.dtype.kind != "b" else (variable | False)
+            return (
+                (variable + variable.dtype.type(0))
+                if variable.dtype.kind != "b"
+                else (variable | False)
+            )
         if how == "asarray":
             return np.asarray(variable)
         if how == "index":

@@ -6,7 +6,11 @@ which strategy, in which context. Each step names variables by their number and 
 
 from typing import NamedTuple
 
-STRATEGIES = ("default", "plain", "strict")  # by number: the owner of a variable, the strategy of a block
+STRATEGIES = (
+    "default",
+    "plain",
+    "strict",
+)  # by number: the owner of a variable, the strategy of a block
 OUTSIDE, CROSS, REPLICA, MERGE = "outside", "cross", "replica", "merge"
 PLACES = (OUTSIDE, CROSS, REPLICA, MERGE)
 
@@ -80,10 +84,17 @@ class Program(NamedTuple):
 def shown(program):
     """Return a program as text that a person can read: one line for each variable and step."""
     lines = [f"{program.size} replicas"]
-    lines += [f"  v{number}: {STRATEGIES[owner]} {made}" for number, (owner, made) in enumerate(program.variables)]
+    lines += [
+        f"  v{number}: {STRATEGIES[owner]} {made}"
+        for number, (owner, made) in enumerate(program.variables)
+    ]
     for block in program.blocks:
         lines.append(f"  {block.place} of {STRATEGIES[block.strategy]}:")
         for step in block.steps:
-            fields = {name: value for name, value in step._asdict().items() if value != Step._field_defaults.get(name)}
+            fields = {
+                name: value
+                for name, value in step._asdict().items()
+                if value != Step._field_defaults.get(name)
+            }
             lines.append("    " + " ".join(f"{name}={value}" for name, value in fields.items()))
     return "\n".join(lines)

@@ -34,7 +34,7 @@ class Variable:
         self.shape, self.dtype = some.shape, some.dtype
 
 
-# -- where and what ---------------------------------------------------------------------------------------------------
+# -- where and what --------------------------------------------------------------------------------
 
 
 def context_of(owner, strategy, place):
@@ -47,7 +47,9 @@ def context_of(owner, strategy, place):
 
 
 def read_communicates(synchronization, aggregation, context):
-    return synchronization == "ON_READ" and context in (CROSS, MERGE, SPMD) and aggregation != "NONE"
+    return (
+        synchronization == "ON_READ" and context in (CROSS, MERGE, SPMD) and aggregation != "NONE"
+    )
 
 
 def route(synchronization, aggregation, context):
@@ -63,13 +65,15 @@ def route(synchronization, aggregation, context):
     return "combined"
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
+# -- numbers ---------------------------------------------------------------------------------------
 
 
 def value_of(array):
     """Return an array as an outcome; zeros have no sign here, and NaN equals itself."""
     array = np.asarray(array)
-    plain = (array + 0).reshape(-1).tolist() if array.dtype.kind != "b" else array.reshape(-1).tolist()
+    plain = (
+        (array + 0).reshape(-1).tolist() if array.dtype.kind != "b" else array.reshape(-1).tolist()
+    )
     return ("value", array.dtype.name, array.shape, repr(plain))
 
 
@@ -161,7 +165,7 @@ def cast(array, dtype, *, weak):
     return array.astype(dtype)
 
 
-# -- the world --------------------------------------------------------------------------------------------------------
+# -- the world -------------------------------------------------------------------------------------
 
 
 class Model:
@@ -188,10 +192,12 @@ class Model:
             for variable in self.variables:
                 copies = variable.copies if variable else [None] * self.size
                 self.outcomes.append([None if copy is None else value_of(copy) for copy in copies])
-            self.outcomes.append([value_of(np.float64(self.size))] * self.size)  # the groups are still aligned
+            self.outcomes.append(
+                [value_of(np.float64(self.size))] * self.size
+            )  # the groups are still aligned
         return self.outcomes
 
-    # -- making -------------------------------------------------------------------------------------------------------
+    # -- making ------------------------------------------------------------------------------------
 
     def create(self, owner, made):
         wrong, values = {}, {}
@@ -204,9 +210,15 @@ class Model:
                 wrong[rank] = refused.classes
         if apart:
             copies = [values.get(rank) for rank in range(self.size)]
-            self.variables.append(Variable(owner, "NONE", made.aggregation, copies) if values else None)
+            self.variables.append(
+                Variable(owner, "NONE", made.aggregation, copies) if values else None
+            )
             return [
-                ("error", wrong[rank]) if rank in wrong else value_of(copies[rank]) if rank in values else None
+                ("error", wrong[rank])
+                if rank in wrong
+                else value_of(copies[rank])
+                if rank in values
+                else None
                 for rank in range(self.size)
             ]
         differs = len({(value.shape, value.dtype) for value in values.values()}) > 1
@@ -229,7 +241,13 @@ class Model:
     def initial(self, made, operand):
         array = array_of(operand)
         weak = operand.kind == "python"
-        dtype = np.dtype(made.dtype) if made.dtype else np.dtype(np.float32) if weak and array.dtype.kind == "f" else array.dtype
+        dtype = (
+            np.dtype(made.dtype)
+            if made.dtype
+            else np.dtype(np.float32)
+            if weak and array.dtype.kind == "f"
+            else array.dtype
+        )
         if made.synchronization == "TYPO" or made.aggregation == "TYPO":
             raise Refused("ConfigError")
         array = cast(array, dtype, weak=weak)
@@ -239,10 +257,12 @@ class Model:
 
     def copied(self, variable):
         copies = [None if copy is None else copy.copy() for copy in variable.copies]
-        self.variables.append(Variable(variable.owner, variable.synchronization, variable.aggregation, copies))
+        self.variables.append(
+            Variable(variable.owner, variable.synchronization, variable.aggregation, copies)
+        )
         return [None if copy is None else value_of(copy) for copy in copies]
 
-    # -- steps --------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def step(self, block, step, gone):
         """Return the outcome of a step on each replica; those that left or take no part have None."""
@@ -260,7 +280,9 @@ class Model:
             wrong = block.place in (REPLICA, MERGE)
             return [error_of("UsageError") if wrong else value_of(np.int64(7))] * self.size
         if kind == "scope":
-            wrong = block.place in (REPLICA, MERGE) or (block.place == CROSS and step.variable != block.strategy)
+            wrong = block.place in (REPLICA, MERGE) or (
+                block.place == CROSS and step.variable != block.strategy
+            )
             return [error_of("UsageError") if wrong else value_of(np.int64(7))] * self.size
         if kind in ("reduce", "gather", "all_reduce", "all_gather"):
             return self.values(block, step, gone)
@@ -282,19 +304,26 @@ class Model:
             copies = variable.copies
             return self.where_it_is(variable, [value_of(copies[step.odd])] * self.size)
         if kind in ("read", "sync"):
-            return self.where_it_is(variable, self.read(variable, context, gone, sync=kind == "sync"))
+            return self.where_it_is(
+                variable, self.read(variable, context, gone, sync=kind == "sync")
+            )
         if kind == "crossed":
             return [error_of("MismatchError")] * self.size
         return self.where_it_is(variable, self.write(block, step, variable, context, gone))
 
     @staticmethod
     def where_it_is(variable, outcomes):
-        return [None if copy is None else one for copy, one in zip(variable.copies, outcomes, strict=True)]
+        return [
+            None if copy is None else one
+            for copy, one in zip(variable.copies, outcomes, strict=True)
+        ]
 
     def read(self, variable, context, gone, *, sync=False):
         """Return the outcome of a read on each replica."""
         try:
-            values, communicates = self.value(variable, REPLICA if not sync and context == REPLICA else CROSS)
+            values, communicates = self.value(
+                variable, REPLICA if not sync and context == REPLICA else CROSS
+            )
         except Refused as refused:
             return [("error", refused.classes)] * self.size
         if sync and variable.synchronization == "ON_WRITE":
@@ -312,10 +341,12 @@ class Model:
             raise Refused("NoAggregation")
         if variable.dtype.kind == "b" and variable.aggregation in ("SUM", "MEAN"):
             raise Refused("ConfigError")
-        first = {"SUM": summed, "MEAN": mean, "ONLY_FIRST_REPLICA": lambda all_of: all_of[0]}[variable.aggregation]
+        first = {"SUM": summed, "MEAN": mean, "ONLY_FIRST_REPLICA": lambda all_of: all_of[0]}[
+            variable.aggregation
+        ]
         return [first(copies)] * self.size, True
 
-    # -- writing ------------------------------------------------------------------------------------------------------
+    # -- writing -----------------------------------------------------------------------------------
 
     def write(self, block, step, variable, context, gone):
         way = route(variable.synchronization, variable.aggregation, context)
@@ -326,7 +357,9 @@ class Model:
         if scatter and way == "combined" and variable.aggregation in ("SUM", "MEAN") and factor:
             return [error_of("UsageError")] * self.size
         brought, wrong = {}, {}
-        left = False  # a read of an operand that is a call of the group fails when a replica has left
+        left = (
+            False  # a read of an operand that is a call of the group fails when a replica has left
+        )
         for rank in range(self.size):
             if variable.copies[rank] is None:
                 continue
@@ -334,7 +367,9 @@ class Model:
                 operand = step.operands[rank]
                 if operand.kind == "variable":
                     array, weak, left = self.operand_variable(block, operand.data, rank, gone)
-                elif operand.kind == "per_replica":  # which of two reasons is told first is nobody's promise
+                elif (
+                    operand.kind == "per_replica"
+                ):  # which of two reasons is told first is nobody's promise
                     two = variable.dtype.kind == "b" or (scatter and not variable.shape)
                     raise Refused("UsageError", *(["ConfigError"] if two else []))
                 else:
@@ -345,11 +380,19 @@ class Model:
         if left:
             return [error_of("MismatchError")] * self.size
         if way != "own" and gone is not None:
-            return [("error", wrong[rank]) if rank in wrong else error_of("MismatchError") for rank in range(self.size)]
+            return [
+                ("error", wrong[rank]) if rank in wrong else error_of("MismatchError")
+                for rank in range(self.size)
+            ]
         if way != "own" and (wrong or (way == "same" and self.differ(brought))):
-            return [("error", wrong[rank]) if rank in wrong else error_of("MismatchError") for rank in range(self.size)]
+            return [
+                ("error", wrong[rank]) if rank in wrong else error_of("MismatchError")
+                for rank in range(self.size)
+            ]
         absent = () if step.ranks is None else set(range(self.size)) - set(step.ranks)
-        brought = {rank: one for rank, one in brought.items() if rank != gone and rank not in absent}
+        brought = {
+            rank: one for rank, one in brought.items() if rank != gone and rank not in absent
+        }
         change = self.scattered if scatter else self.assigned
         change(step, variable, way, brought)
         return [
@@ -371,12 +414,18 @@ class Model:
     def checked(self, step, variable, way, array, weak, rank):
         dtype, shape = variable.dtype, variable.shape
         is_bool = dtype.kind == "b"
-        shared = way == "same" and variable.synchronization == "ON_READ" and variable.aggregation == "SUM"
+        shared = (
+            way == "same"
+            and variable.synchronization == "ON_READ"
+            and variable.aggregation == "SUM"
+        )
         if array is None:
             return None
         if step.kind == "scatter":
             rows = step.indices[rank]
-            if is_bool and (shared or step.op not in ("scatter_min", "scatter_max", "scatter_update")):
+            if is_bool and (
+                shared or step.op not in ("scatter_min", "scatter_max", "scatter_update")
+            ):
                 raise Refused("ConfigError")
             if not shape or array.shape != (len(rows), *shape[1:]):
                 raise Refused("ConfigError")
@@ -384,7 +433,11 @@ class Model:
             if any(not 0 <= row < shape[0] for row in rows):
                 raise Refused("RowOutOfRange")
             return rows, array
-        if is_bool and (step.op != "assign" or shared or (way == "combined" and variable.aggregation in ("SUM", "MEAN"))):
+        if is_bool and (
+            step.op != "assign"
+            or shared
+            or (way == "combined" and variable.aggregation in ("SUM", "MEAN"))
+        ):
             raise Refused("ConfigError")
         if array.shape != shape:
             raise Refused("ConfigError")
@@ -403,11 +456,19 @@ class Model:
             how = {"SUM": summed, "MEAN": mean, "ONLY_FIRST_REPLICA": lambda all_of: all_of[0]}
             together = how[variable.aggregation](everyone)
             brought = dict.fromkeys(range(self.size), together)
-        elif way == "same" and variable.synchronization == "ON_READ" and variable.aggregation == "SUM":
+        elif (
+            way == "same"
+            and variable.synchronization == "ON_READ"
+            and variable.aggregation == "SUM"
+        ):
             brought = dict(enumerate(shares(brought[0], self.size)))
         for rank, x in brought.items():
             copy = variable.copies[rank]
-            made = {"assign": lambda: x, "assign_add": lambda: copy + x, "assign_sub": lambda: copy - x}[step.op]()  # noqa: B023
+            made = {
+                "assign": lambda: x,  # noqa: B023
+                "assign_add": lambda: copy + x,  # noqa: B023
+                "assign_sub": lambda: copy - x,  # noqa: B023
+            }[step.op]()  # noqa: B023
             variable.copies[rank] = np.array(made, variable.dtype)
 
     def scattered(self, step, variable, way, brought):
@@ -416,20 +477,27 @@ class Model:
                 lists = [brought[0]]
             elif variable.aggregation == "MEAN" and step.op in ("scatter_add", "scatter_sub"):
                 count = variable.dtype.type(self.size)
-                lists = [(rows, np.asarray(values / count, variable.dtype)) for rows, values in brought.values()]
+                lists = [
+                    (rows, np.asarray(values / count, variable.dtype))
+                    for rows, values in brought.values()
+                ]
             else:
                 lists = list(brought.values())
             everyone = dict.fromkeys(range(self.size), lists)
         else:
             everyone = {rank: [one] for rank, one in brought.items()}
-        if way == "same" and variable.synchronization == "ON_READ" and variable.aggregation == "SUM":
+        if (
+            way == "same"
+            and variable.synchronization == "ON_READ"
+            and variable.aggregation == "SUM"
+        ):
             value = rows_applied(step.op, summed(variable.copies), everyone[0])
             variable.copies[:] = shares(value, self.size)
             return
         for rank, lists in everyone.items():
             variable.copies[rank] = rows_applied(step.op, variable.copies[rank], lists)
 
-    # -- reduce and gather --------------------------------------------------------------------------------------------
+    # -- reduce and gather -------------------------------------------------------------------------
 
     def values(self, block, step, gone):
         """Return the outcome of strategy.reduce, gather, and of the replica context's all_reduce and all_gather."""
@@ -451,10 +519,20 @@ class Model:
                 parts[rank] = self.checked_part(step, array)
             except Refused as refused:
                 wrong[rank] = refused.classes
-        fits = {(part.shape if step.kind in ("all_reduce", "reduce") else self.apart(part, step.axis), part.dtype)
-                for part, _ in parts.values()}  # fmt: skip
+        fits = {
+            (
+                part.shape
+                if step.kind in ("all_reduce", "reduce")
+                else self.apart(part, step.axis),
+                part.dtype,
+            )
+            for part, _ in parts.values()
+        }
         if wrong or len(fits) > 1 or gone is not None:
-            return [("error", wrong[rank]) if rank in wrong else error_of("MismatchError") for rank in range(self.size)]
+            return [
+                ("error", wrong[rank]) if rank in wrong else error_of("MismatchError")
+                for rank in range(self.size)
+            ]
         arrays = [parts[rank][0] for rank in range(self.size)]
         if step.kind in ("gather", "all_gather"):
             return [value_of(np.concatenate(arrays, axis=step.axis))] * self.size
@@ -462,7 +540,9 @@ class Model:
             total = summed(arrays)
             count = sum(count for _, count in parts.values())
             with np.errstate(all="ignore"):
-                made = np.asarray(total / count, np.float64 if total.dtype.kind in "iu" else total.dtype)
+                made = np.asarray(
+                    total / count, np.float64 if total.dtype.kind in "iu" else total.dtype
+                )
             return [value_of(made)] * self.size
         return [value_of(reduced(step.op, arrays))] * self.size
 
@@ -489,7 +569,9 @@ class Model:
         if not -array.ndim <= step.axis < array.ndim:
             raise Refused("ConfigError")
         count = array.shape[step.axis]
-        how = {"SUM": np.sum, "MEAN": np.sum, "PROD": np.prod, "MIN": np.min, "MAX": np.max}[step.op]
+        how = {"SUM": np.sum, "MEAN": np.sum, "PROD": np.prod, "MIN": np.min, "MAX": np.max}[
+            step.op
+        ]
         if step.op in ("SUM", "MEAN", "PROD"):
             return np.asarray(how(array, axis=step.axis, dtype=array.dtype)), count
         if count == 0:
@@ -500,7 +582,11 @@ class Model:
                 fill = np.inf * least
             else:
                 fill = np.iinfo(array.dtype).max if least > 0 else np.iinfo(array.dtype).min
-            shape = [length for place, length in enumerate(array.shape) if place != step.axis % array.ndim]
+            shape = [
+                length
+                for place, length in enumerate(array.shape)
+                if place != step.axis % array.ndim
+            ]
             return np.full(shape, fill, array.dtype), 0
         return np.asarray(how(array, axis=step.axis)), count
 

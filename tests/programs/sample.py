@@ -26,7 +26,11 @@ def main():
         seen = replica.execute(program, f"p{seed}")
         calls += len(seen)
         if len(seen) != len(expected) or not all(map(agrees, expected, seen)):
-            pairs = [(number, *pair) for number, pair in enumerate(zip(expected, seen, strict=False)) if not agrees(*pair)]
+            pairs = [
+                (number, *pair)
+                for number, pair in enumerate(zip(expected, seen, strict=False))
+                if not agrees(*pair)
+            ]
             raise SystemExit(f"seed {seed}: (call, expected, got) {pairs[:3]}\n{shown(program)}")
     print(f"rank {sv.rank()} of {sv.world_size()}: {count} programs, {calls} calls agree")
 

@@ -16,7 +16,15 @@ AGGREGATIONS = ("SUM", "MEAN", "NONE", "ONLY_FIRST_REPLICA")
 DTYPES = ("float32", "float64", "int64", "float32", "int32", "int8", "uint8", "bool")
 SHAPES = ((2,), (), (3, 2), (3,), (0,))
 ASSIGNS = ("assign", "assign_add", "assign_sub")
-SCATTERS = ("scatter_add", "scatter_sub", "scatter_min", "scatter_max", "scatter_mul", "scatter_div", "scatter_update")
+SCATTERS = (
+    "scatter_add",
+    "scatter_sub",
+    "scatter_min",
+    "scatter_max",
+    "scatter_mul",
+    "scatter_div",
+    "scatter_update",
+)
 READS = ("read_value", "numpy", "value", "operator", "asarray", "index")
 BAD = ("none", "shape", "text", "dtype", "per_replica", "python")
 BLOCKS_MAX, STEPS_MAX, VARIABLES_MAX = 3, 5, 3
@@ -105,7 +113,7 @@ class Writer:
                 steps.append(step)
         return Block(strategy, place, tuple(steps))
 
-    # -- numbers ------------------------------------------------------------------------------------------------------
+    # -- numbers -----------------------------------------------------------------------------------
 
     @staticmethod
     def exact(dtype, number):
@@ -140,7 +148,11 @@ class Writer:
         if kind == "shape":
             return Operand("array", self.filled((*shape, 2), dtype, 1), dtype)
         if kind == "dtype":
-            return Operand("array", np.zeros(shape).tolist(), "complex128" if dtype.startswith("float") else "float64")
+            return Operand(
+                "array",
+                np.zeros(shape).tolist(),
+                "complex128" if dtype.startswith("float") else "float64",
+            )
         if kind == "python" and dtype.startswith("float"):
             return Operand("python", [1.0, [2.0]])
         if kind == "python":
@@ -158,7 +170,7 @@ class Writer:
         operands[source.number(0, self.size - 1)] = bad
         return tuple(operands)
 
-    # -- variables ----------------------------------------------------------------------------------------------------
+    # -- variables ---------------------------------------------------------------------------------
 
     def made(self):
         source = self.source
@@ -169,12 +181,16 @@ class Writer:
         apart = synchronization == "NONE"
         ranks = None
         if apart and source.chance(25):
-            ranks = tuple(rank for rank in range(self.size) if source.chance(50)) or (self.size - 1,)
+            ranks = tuple(rank for rank in range(self.size) if source.chance(50)) or (
+                self.size - 1,
+            )
         operands = self.operands(shape, dtype, differ=apart or source.chance(10))
         if source.chance(3):
             synchronization, ranks = "TYPO", None
         elif source.chance(5):
-            bad = source.one_of((Operand("none"), Operand("text"), Operand("array", [[1]], "int64")))
+            bad = source.one_of(
+                (Operand("none"), Operand("text"), Operand("array", [[1]], "int64"))
+            )
             if apart or bad.kind == "array":  # values of another shape cannot be wrong on all alone
                 bad = Operand("none")
             if apart:
@@ -185,18 +201,30 @@ class Writer:
 
     def variables(self, wanted):
         """Return the numbers of the variables that are wanted."""
-        return [number for number, one in enumerate(self.model.variables) if one is not None and wanted(one)]
+        return [
+            number
+            for number, one in enumerate(self.model.variables)
+            if one is not None and wanted(one)
+        ]
 
     @staticmethod
     def is_whole(variable):
         return all(copy is not None for copy in variable.copies)
 
-    # -- steps --------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def step(self, block, *, leaves):
         kinds = ["write"] * 9 + ["read"] * 4 + ["scatter"] * 4 + ["sync", "local", "crossed"]
-        kinds += ["all_reduce", "all_gather"] if block.place == REPLICA else ["reduce", "reduce", "gather"]
-        kinds += [] if leaves else ["deepcopy", "create", "scope", "run", "read_from", "reduce", "all_gather"]
+        kinds += (
+            ["all_reduce", "all_gather"]
+            if block.place == REPLICA
+            else ["reduce", "reduce", "gather"]
+        )
+        kinds += (
+            []
+            if leaves
+            else ["deepcopy", "create", "scope", "run", "read_from", "reduce", "all_gather"]
+        )
         kind = self.source.one_of(kinds)
         if kind in ("reduce", "gather", "all_reduce", "all_gather"):
             return self.combining(block, kind)
@@ -209,8 +237,10 @@ class Writer:
         whole = kind in ("deepcopy", "read_from", "crossed")
         foreign = self.source.chance(6)
         numbers = self.variables(
-            lambda one: (self.is_whole(one) or not whole)
-            and (context_of(one.owner, block.strategy, block.place) == FOREIGN) == foreign
+            lambda one: (
+                (self.is_whole(one) or not whole)
+                and (context_of(one.owner, block.strategy, block.place) == FOREIGN) == foreign
+            )
         )
         if not numbers:
             return None
@@ -243,10 +273,20 @@ class Writer:
 
     def write(self, block, number, variable, context, leaves):
         source = self.source
-        way = "own" if context == FOREIGN else route(variable.synchronization, variable.aggregation, context)
+        way = (
+            "own"
+            if context == FOREIGN
+            else route(variable.synchronization, variable.aggregation, context)
+        )
         operation = source.one_of(ASSIGNS)
-        others = self.variables(lambda one: self.is_whole(one) and one is not variable and self.is_near(block, one))
-        shared = variable.synchronization == "ON_READ" and variable.aggregation == "SUM" and way == "same"
+        others = self.variables(
+            lambda one: self.is_whole(one) and one is not variable and self.is_near(block, one)
+        )
+        shared = (
+            variable.synchronization == "ON_READ"
+            and variable.aggregation == "SUM"
+            and way == "same"
+        )
         if shared and not leaves and variable.dtype.kind == "f" and source.chance(40):
             return self.split(number, variable)
         if others and self.is_whole(variable) and source.chance(12):
@@ -269,17 +309,25 @@ class Writer:
 
     def is_near(self, block, one):
         """Return whether a variable may be used here; now and then one that may not."""
-        return context_of(one.owner, block.strategy, block.place) != FOREIGN or self.source.chance(5)
+        return context_of(one.owner, block.strategy, block.place) != FOREIGN or self.source.chance(
+            5
+        )
 
     def narrower(self, dtype):
         """Return a dtype whose values go in."""
         if dtype == "bool" or not self.source.chance(15):
             return dtype
-        return {"float64": "float32", "int64": "int32", "float32": "float64", "int32": "int64"}.get(dtype, dtype)
+        return {"float64": "float32", "int64": "int32", "float32": "float64", "int32": "int64"}.get(
+            dtype, dtype
+        )
 
     def scatter(self, block, number, variable, context, leaves):
         source = self.source
-        way = "own" if context == FOREIGN else route(variable.synchronization, variable.aggregation, context)
+        way = (
+            "own"
+            if context == FOREIGN
+            else route(variable.synchronization, variable.aggregation, context)
+        )
         operation = source.one_of(SCATTERS)
         differ = way != "same" or source.chance(12)
         rows = variable.shape[0] if variable.shape else 0
@@ -302,7 +350,9 @@ class Writer:
             odd = source.number(0, self.size - 1)
             if rows and source.chance(60):
                 indices[odd] = (source.one_of((rows, -1)),)
-                operands[odd] = Operand("array", self.filled((1, *variable.shape[1:]), dtype, 1), dtype)
+                operands[odd] = Operand(
+                    "array", self.filled((1, *variable.shape[1:]), dtype, 1), dtype
+                )
             else:
                 operands[odd] = self.bad((len(indices[odd]), *variable.shape[1:]), dtype)
         ranks = self.some_ranks(way == "own")
@@ -313,7 +363,12 @@ class Writer:
 
         def fits(one):
             way = route(one.synchronization, one.aggregation, context)
-            return one.owner == variable.owner and way in ("same", "combined") and one.dtype.kind != "b" and self.is_whole(one)
+            return (
+                one.owner == variable.owner
+                and way in ("same", "combined")
+                and one.dtype.kind != "b"
+                and self.is_whole(one)
+            )
 
         if self.size == 1 or context == FOREIGN or not fits(variable):
             return None
@@ -329,22 +384,44 @@ class Writer:
         source = self.source
         operation = source.one_of(("SUM", "MEAN", "MIN", "MAX", "PROD")) if "reduce" in kind else ""
         numbers = self.variables(
-            lambda one: self.is_whole(one)
-            and (operation != "PROD" or one.dtype.kind != "f")
-            and self.is_near(block, one)
+            lambda one: (
+                self.is_whole(one)
+                and (operation != "PROD" or one.dtype.kind != "f")
+                and self.is_near(block, one)
+            )
         )
         structured = source.number(0, 1) if block.place != MERGE else 0
         if numbers and source.chance(30):
             number = source.one_of(numbers)
             ndim = len(self.model.variables[number].shape)
-            axis = 0 if "gather" in kind else source.one_of((None, 0)) if kind == "reduce" and ndim else None
+            axis = (
+                0
+                if "gather" in kind
+                else source.one_of((None, 0))
+                if kind == "reduce" and ndim
+                else None
+            )
             if axis == 0 and ndim and self.model.variables[number].shape[0] == 0:
                 axis = None if "reduce" in kind else 0
-            return Step(kind, op=operation, operands=(Operand("variable", number),) * self.size, axis=axis, other=structured)
+            return Step(
+                kind,
+                op=operation,
+                operands=(Operand("variable", number),) * self.size,
+                axis=axis,
+                other=structured,
+            )
         dtype = source.one_of(DTYPES)
-        axis = source.one_of((0, -1, 1)) if "gather" in kind else source.one_of((None, 0)) if kind == "reduce" else None
+        axis = (
+            source.one_of((0, -1, 1))
+            if "gather" in kind
+            else source.one_of((None, 0))
+            if kind == "reduce"
+            else None
+        )
         uneven = axis is not None and source.chance(50)
-        shape = source.one_of(((2, 2), (1, 2), (3,)) if axis is not None else ((), (2,), (2, 2), (0,)))
+        shape = source.one_of(
+            ((2, 2), (1, 2), (3,)) if axis is not None else ((), (2,), (2, 2), (0,))
+        )
         base, stride = source.number(-3, 3), source.number(-2, 2)
         form = source.one_of(("array", "per_replica", "mirrored"))
         operands = []
@@ -360,7 +437,9 @@ class Writer:
             operands.append(Operand(form, data, dtype))
         if source.chance(8):
             odd = source.number(0, self.size - 1)
-            operands[odd] = source.one_of((Operand("none"), Operand("text"), Operand("array", [[[1, 2], [3, 4]]] , dtype)))
+            operands[odd] = source.one_of(
+                (Operand("none"), Operand("text"), Operand("array", [[[1, 2], [3, 4]]], dtype))
+            )
         if source.chance(3) and "reduce" in kind:
             operation = "TYPO"
         return Step(kind, op=operation, operands=tuple(operands), axis=axis, other=structured)

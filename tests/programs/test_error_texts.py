@@ -41,7 +41,10 @@ def text_of(refusal):
 def golden():
     """Return the texts that are kept, by name."""
     parts = re.split(r"(?m)^== (.+) ==\n", GOLDEN.read_text())
-    return {name: text.removesuffix("\n\n").removesuffix("\n") for name, text in zip(parts[1::2], parts[2::2], strict=True)}
+    return {
+        name: text.removesuffix("\n\n").removesuffix("\n")
+        for name, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +69,13 @@ def test_every_entry_has_its_refusal():
 
 def test_the_classic_mistake_names_the_call_and_the_others(texts):
     text = texts["the classic mistake: reading a loss on rank 0 only"]
-    for words in ("Reading ON_READ 'loss' is collective", "weights", "rank 1:", "rank 3:", "loss.local_value()", "every rank"):
+    for words in (
+        "Reading ON_READ 'loss' is collective",
+        "weights",
+        "rank 1:",
+        "rank 3:",
+        "loss.local_value()",
+        "every rank",
+    ):
         assert words in text
     assert text.startswith(sv.MismatchError.__name__)

@@ -45,7 +45,10 @@ def test_a_read_on_one_rank_between_two_runs_is_told_at_once():
         for step in range(3):
             strategy.run(lambda: loss.assign(1.0))
             if step == 1 and sv.rank() == 0:
-                with pytest.raises(MismatchError, match=r"(?s)has gone on.*'w'.*Reading ON_READ 'loss' is collective.*local_value"):
+                with pytest.raises(
+                    MismatchError,
+                    match=r"(?s)has gone on.*'w'.*Reading ON_READ 'loss' is collective.*local_value",
+                ):
                     float(loss)
             try:
                 strategy.run(lambda: w.assign_add(1.0))

@@ -1,6 +1,5 @@
 """The checker is checked: each planted bug is found within a few programs."""
 
-
 import numpy as np
 import pytest
 from strategies import seeded_program
@@ -84,7 +83,11 @@ def cross_writes_are_not_compared(patch):
 
 def rows_of_a_mean_are_not_scaled(patch):
     right = variable_module.applied
-    patch.setattr(variable_module, "applied", lambda operation, copy, rows, divisor=1: right(operation, copy, rows))
+    patch.setattr(
+        variable_module,
+        "applied",
+        lambda operation, copy, rows, divisor=1: right(operation, copy, rows),
+    )
 
 
 def row_update_takes_the_first_of_two(patch):

@@ -12,12 +12,39 @@ PROFILE = HERE.parents[1] / "configs" / "ci.toml"
 PROGRAMS = 50
 
 
-@pytest.mark.parametrize(("size", "transport"), [(2, "zmq"), (4, "auto"), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, "auto"), (3, "auto"), (3, "zmq")))])
+@pytest.mark.parametrize(
+    ("size", "transport"),
+    [
+        (2, "zmq"),
+        (4, "auto"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in ((2, "auto"), (3, "auto"), (3, "zmq"))
+        ),
+    ],
+)
 def test_a_sample_on_real_processes(size, transport):
     line = [
-        sys.executable, "-m", "syncvar_launcher", "--config", str(PROFILE), "--workers", str(size), "--start-method", "fork",
-        str(HERE / "sample.py"), str(size * 10_000), str(PROGRAMS),
-    ]  # fmt: skip
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=os.environ | {"SYNCVAR_TRANSPORT": transport})
+        sys.executable,
+        "-m",
+        "syncvar_launcher",
+        "--config",
+        str(PROFILE),
+        "--workers",
+        str(size),
+        "--start-method",
+        "fork",
+        str(HERE / "sample.py"),
+        str(size * 10_000),
+        str(PROGRAMS),
+    ]
+    done = subprocess.run(
+        line,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"SYNCVAR_TRANSPORT": transport},
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert done.stdout.count(f"{PROGRAMS} programs") == size

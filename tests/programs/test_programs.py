@@ -61,7 +61,10 @@ def test_programs_visit_every_cell():
 
     class Visitor(Model):
         def everywhere(self, block, step, gone):
-            if step.kind in ("read", "write", "scatter") and self.variables[step.variable] is not None:
+            if (
+                step.kind in ("read", "write", "scatter")
+                and self.variables[step.variable] is not None
+            ):
                 variable = self.variables[step.variable]
                 context = context_of(variable.owner, block.strategy, block.place)
                 visited.add((variable.synchronization, variable.aggregation, context, step.kind))

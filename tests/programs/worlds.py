@@ -12,7 +12,9 @@ from syncvar.config import RuntimeConfig
 from syncvar.testing import run_ranks
 
 DEADLINE_S = 60.0
-CONFIG = RuntimeConfig(collective_timeout_s=DEADLINE_S, stall_warning_s=4.0, rendezvous_timeout_s=DEADLINE_S)
+CONFIG = RuntimeConfig(
+    collective_timeout_s=DEADLINE_S, stall_warning_s=4.0, rendezvous_timeout_s=DEADLINE_S
+)
 
 
 class World:
@@ -29,7 +31,14 @@ class World:
         self.thread.start()
 
     def _live(self):
-        run_ranks(self.size, self._replica, faults=self.faults, shared=self.shared, config=CONFIG, timeout_s=1_700.0)
+        run_ranks(
+            self.size,
+            self._replica,
+            faults=self.faults,
+            shared=self.shared,
+            config=CONFIG,
+            timeout_s=1_700.0,
+        )
 
     def _replica(self):
         replica = Replica()

@@ -19,20 +19,44 @@ from syncvar_launcher.messages import (
 )
 
 ORDER = {
-    "job": "1a2b", "generation": 0, "secret": b"s" * 32, "kind_of_target": "script", "target": "train.py", "args": ["--lr", "0.1"],
-    "cwd": "/data", "environ": {"A": "1"}, "start_method": "spawn", "arena_bytes": 1 << 40, "core_count": 2, "why_no_arena": "",
-    "hands_over": True, "is_clear": False, "has_totals": False, "servers": 0, "ranks": [{"rank": 3, "environ": {"B": "2"}, "cores": [0, 1], "has_input": False, "terminal": None}],
-}  # fmt: skip
+    "job": "1a2b",
+    "generation": 0,
+    "secret": b"s" * 32,
+    "kind_of_target": "script",
+    "target": "train.py",
+    "args": ["--lr", "0.1"],
+    "cwd": "/data",
+    "environ": {"A": "1"},
+    "start_method": "spawn",
+    "arena_bytes": 1 << 40,
+    "core_count": 2,
+    "why_no_arena": "",
+    "hands_over": True,
+    "is_clear": False,
+    "has_totals": False,
+    "servers": 0,
+    "ranks": [
+        {"rank": 3, "environ": {"B": "2"}, "cores": [0, 1], "has_input": False, "terminal": None}
+    ],
+}
 
 
 def test_messages_come_out_as_they_went_in_however_they_are_cut():
-    data = pack("output", rank=2, stream="out", data=b"\0\xff" * 10) + pack("end") + pack("abort", generation=None)
+    data = (
+        pack("output", rank=2, stream="out", data=b"\0\xff" * 10)
+        + pack("end")
+        + pack("abort", generation=None)
+    )
     wanted = [
-        {"kind": "output", "rank": 2, "stream": "out", "data": b"\0\xff" * 10}, {"kind": "end"}, {"kind": "abort", "generation": None},
-    ]  # fmt: skip
+        {"kind": "output", "rank": 2, "stream": "out", "data": b"\0\xff" * 10},
+        {"kind": "end"},
+        {"kind": "abort", "generation": None},
+    ]
     assert Reader().feed(data) == wanted
     reader = Reader()
-    assert [message for index in range(len(data)) for message in reader.feed(data[index : index + 1])] == wanted
+    assert [
+        message for index in range(len(data)) for message in reader.feed(data[index : index + 1])
+    ] == wanted
 
 
 def test_what_a_login_shell_prints_first_does_no_harm():
@@ -99,14 +123,31 @@ def test_an_order_is_read():
 @pytest.mark.parametrize(
     "change",
     [
-        {"job": 1}, {"generation": -1}, {"generation": True}, {"secret": "text"}, {"args": ["a", 1]}, {"environ": {"A": 1}},
-        {"environ": {"A": "1\0"}}, {"ranks": None}, {"ranks": [3]}, {"ranks": [{"rank": 3}]}, {"more": 1},
-        {"ranks": [{"rank": "3", "environ": {}, "cores": None, "has_input": False, "terminal": None}]},
-        {"ranks": [{"rank": 3, "environ": {}, "cores": None, "has_input": False, "terminal": [24]}]},
+        {"job": 1},
+        {"generation": -1},
+        {"generation": True},
+        {"secret": "text"},
+        {"args": ["a", 1]},
+        {"environ": {"A": 1}},
+        {"environ": {"A": "1\0"}},
+        {"ranks": None},
+        {"ranks": [3]},
+        {"ranks": [{"rank": 3}]},
+        {"more": 1},
+        {
+            "ranks": [
+                {"rank": "3", "environ": {}, "cores": None, "has_input": False, "terminal": None}
+            ]
+        },
+        {
+            "ranks": [
+                {"rank": 3, "environ": {}, "cores": None, "has_input": False, "terminal": [24]}
+            ]
+        },
         {"ranks": [{"rank": 3, "environ": {}, "cores": "0", "has_input": False, "terminal": None}]},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_an_order_that_is_none_is_refused(change):
     with pytest.raises(WireError):
         Order.read({**ORDER, **change})
@@ -120,11 +161,18 @@ def test_facts_of_a_host_are_taken_as_they_are_told():
 @pytest.mark.parametrize(
     "change",
     [
-        {"core_count": 10**9}, {"core_count": 0}, {"cores": ["0"]}, {"interfaces": [["eth0"]]}, {"interfaces": [["eth0", "x"]]}, {"python": 3},
-        {"reached_at": "here"}, {"more": 1}, {"protocol": True},
+        {"core_count": 10**9},
+        {"core_count": 0},
+        {"cores": ["0"]},
+        {"interfaces": [["eth0"]]},
+        {"interfaces": [["eth0", "x"]]},
+        {"python": 3},
+        {"reached_at": "here"},
+        {"more": 1},
+        {"protocol": True},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_facts_that_cannot_be_are_refused(change):
     facts = facts_of("module", "train", "/")
     with pytest.raises(WireError):

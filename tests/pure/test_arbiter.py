@@ -10,17 +10,31 @@ from syncvar.wire.arbiter import Report, find_deadlock, find_mismatch, stalls
 ALL = (0, 1, 2, 3, 4)
 
 
-def report(rank, group, members, call=0, *, entered=None, fingerprint=1, received=0.0, since=0.0, **more):
+def report(
+    rank, group, members, call=0, *, entered=None, fingerprint=1, received=0.0, since=0.0, **more
+):
     fields = {
-        "what": f"call of group {group}", "site": "a.py:1", "awaiting": (), "mismatch": False, "may_move": False,
-    } | more  # fmt: skip
+        "what": f"call of group {group}",
+        "site": "a.py:1",
+        "awaiting": (),
+        "mismatch": False,
+        "may_move": False,
+    } | more
     return Report(
-        rank=rank, group=group, members=tuple(members), call=call, ordinal=call + 1, fingerprint=fingerprint, since=since,
-        received=received, entered={group: call} | (entered or {}), **fields,
-    )  # fmt: skip
+        rank=rank,
+        group=group,
+        members=tuple(members),
+        call=call,
+        ordinal=call + 1,
+        fingerprint=fingerprint,
+        since=since,
+        received=received,
+        entered={group: call} | (entered or {}),
+        **fields,
+    )
 
 
-# -- mismatch -----------------------------------------------------------------------------------------------------
+# -- mismatch --------------------------------------------------------------------------------------
 
 
 def test_the_same_call_everywhere_is_no_mismatch():
@@ -28,7 +42,11 @@ def test_the_same_call_everywhere_is_no_mismatch():
 
 
 def test_two_fingerprints_at_one_call_are_a_mismatch_with_a_row_for_every_member():
-    reports = [report(0, 7, (0, 1, 2)), report(1, 7, (0, 1, 2), fingerprint=2, what="other"), report(2, 8, (2,))]
+    reports = [
+        report(0, 7, (0, 1, 2)),
+        report(1, 7, (0, 1, 2), fingerprint=2, what="other"),
+        report(2, 8, (2,)),
+    ]
     (verdict,) = find_mismatch(reports, 1.0)
     assert (verdict.group, verdict.call, verdict.members) == (7, 0, (0, 1, 2))
     assert set(verdict.table) == {0, 1, 2}
@@ -38,7 +56,10 @@ def test_two_fingerprints_at_one_call_are_a_mismatch_with_a_row_for_every_member
 
 def test_other_calls_and_other_groups_are_not_compared():
     members = (0, 1)
-    assert find_mismatch([report(0, 7, members, 0), report(1, 7, members, 1, fingerprint=2)], 9.0) == []
+    assert (
+        find_mismatch([report(0, 7, members, 0), report(1, 7, members, 1, fingerprint=2)], 9.0)
+        == []
+    )
     assert find_mismatch([report(0, 7, members), report(1, 8, members, fingerprint=2)], 9.0) == []
 
 
@@ -54,7 +75,7 @@ def test_one_rank_that_saw_a_strange_frame_is_enough():
     assert verdict.table == {0: "call of group 7 (call 1) at a.py:1", 1: "has not reported"}
 
 
-# -- deadlock -----------------------------------------------------------------------------------------------------
+# -- deadlock --------------------------------------------------------------------------------------
 
 
 def ring(length, **more):
@@ -78,7 +99,9 @@ def test_a_cycle_of_any_length_is_a_deadlock_in_whatever_order_it_is_reported(le
 def test_a_cycle_with_a_rank_that_has_not_reported_or_may_move_is_none(length, missing):
     reports = ring(length)
     assert find_deadlock([one for one in reports if one.rank != missing]) == []
-    reports[missing] = report(missing, 100 + missing, (missing, (missing + 1) % length), may_move=True)
+    reports[missing] = report(
+        missing, 100 + missing, (missing, (missing + 1) % length), may_move=True
+    )
     assert find_deadlock(reports) == []
 
 
@@ -109,7 +132,9 @@ def test_no_false_deadlock_in_any_state_of_ranks_that_can_still_finish():
     for _ in range(3000):
         size = draw.randint(2, 5)
         groups = [tuple(sorted(draw.sample(range(size), draw.randint(2, size)))) for _ in range(4)]
-        order = [draw.randrange(len(groups)) for _ in range(8)]  # one global order, so that all can finish
+        order = [
+            draw.randrange(len(groups)) for _ in range(8)
+        ]  # one global order, so that all can finish
         programs = [[group for group in order if rank in groups[group]] for rank in range(size)]
         place = [0] * size
         reports = {}
@@ -119,23 +144,33 @@ def test_no_false_deadlock_in_any_state_of_ranks_that_can_still_finish():
                 continue
             group = programs[rank][place[rank]]
             call = programs[rank][: place[rank]].count(group)
-            entered = {g: programs[rank][: place[rank] + 1].count(g) - 1 for g in range(len(groups))}
+            entered = {
+                g: programs[rank][: place[rank] + 1].count(g) - 1 for g in range(len(groups))
+            }
             reports[rank] = report(rank, group, groups[group], call, entered=entered)
-            there = all(programs[other][: place[other] + 1].count(group) > call for other in groups[group])
+            there = all(
+                programs[other][: place[other] + 1].count(group) > call for other in groups[group]
+            )
             if there and draw.random() < 0.9:
                 place[rank] += 1
                 reports.pop(rank)
             assert find_deadlock(list(reports.values())) == []
 
 
-# -- stalls -------------------------------------------------------------------------------------------------------
+# -- stalls ----------------------------------------------------------------------------------------
 
 
 def test_a_stall_says_who_waits_for_whom_since_when_and_where():
-    reports = [report(0, 7, (0, 1, 2)), report(1, 7, (0, 1, 2), since=4.0), report(2, 8, (2, 3), since=9.0)]
+    reports = [
+        report(0, 7, (0, 1, 2)),
+        report(1, 7, (0, 1, 2), since=4.0),
+        report(2, 8, (2, 3), since=9.0),
+    ]
     ((key, waited_s, sentence, late),) = stalls(reports, 12.0, 5.0)
     assert (key, waited_s, late) == ((7, 0), 12.0, [2])
-    assert sentence.startswith("ranks 0, 1 wait since 12 s in call of group 7 (call 1) at a.py:1 for rank 2, not there yet")
+    assert sentence.startswith(
+        "ranks 0, 1 wait since 12 s in call of group 7 (call 1) at a.py:1 for rank 2, not there yet"
+    )
     assert sentence.endswith("rank 2 waits in call of group 8 (call 1) at a.py:1")
 
 

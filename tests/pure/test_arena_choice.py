@@ -26,15 +26,24 @@ def test_shared_where_several_ranks_are_on_a_proven_processor(machine):
 
 def test_reasons():
     assert why_no_arena(chosen("-n", "1"), "x86_64", 1) == "a single rank sends nothing"
-    assert why_no_arena(chosen("-n", "2", SYNCVAR_TRANSPORT="zmq"), "x86_64", 2) == "SYNCVAR_TRANSPORT=zmq asks for it"
+    assert (
+        why_no_arena(chosen("-n", "2", SYNCVAR_TRANSPORT="zmq"), "x86_64", 2)
+        == "SYNCVAR_TRANSPORT=zmq asks for it"
+    )
     reason = why_no_arena(chosen("-n", "2"), "aarch64", 2)
-    assert reason.startswith("unix sockets; no arena because aarch64 may show stores to other cores in another order")
+    assert reason.startswith(
+        "unix sockets; no arena because aarch64 may show stores to other cores in another order"
+    )
 
 
 def test_a_size_too_small_for_the_ranks():
-    with pytest.raises(ConfigError, match="too small for 8 ranks on a host: they need at least 18874368"):
+    with pytest.raises(
+        ConfigError, match="too small for 8 ranks on a host: they need at least 18874368"
+    ):
         why_no_arena(chosen("-n", "8", SYNCVAR_ARENA_BYTES="16777216"), "x86_64", 8)
-    assert why_no_arena(chosen("-n", "8", SYNCVAR_ARENA_BYTES="16777216", SYNCVAR_TRANSPORT="zmq"), "x86_64", 8)
+    assert why_no_arena(
+        chosen("-n", "8", SYNCVAR_ARENA_BYTES="16777216", SYNCVAR_TRANSPORT="zmq"), "x86_64", 8
+    )
 
 
 @pytest.mark.parametrize("text", ["16777215", "0", "-1", "1e12", "256M"])
@@ -76,9 +85,14 @@ class Told:
 
 def test_hosts_of_other_processors_are_told_to_make_no_arena(tmp_path):
     facts = {"cores": [0, 1], "cpu_count": 2, "core_count": 2}
-    sites = [Site(Told(), name, 2, "10.0.0.1", {**facts, "processor": name}) for name in ("x86_64", "aarch64")]
+    sites = [
+        Site(Told(), name, 2, "10.0.0.1", {**facts, "processor": name})
+        for name in ("x86_64", "aarch64")
+    ]
     fleet = SimpleNamespace(sites=sites, secret=b"s" * 32)
-    agents = Agents(fleet, Job(chosen("-n", "4"), [], {}, fleet), None, tmp_path, "tcp://10.0.0.1:1", 0, 0)
+    agents = Agents(
+        fleet, Job(chosen("-n", "4"), [], {}, fleet), None, tmp_path, "tcp://10.0.0.1:1", 0, 0
+    )
     agents.begin()
     (first,), (second,) = (site.remote.orders for site in sites)
     assert first.why_no_arena == ""

@@ -36,7 +36,14 @@ def test_regions_are_equal_apart_and_inside(ranks, more):
 
 
 def test_the_abort_word_has_a_line_of_its_own():
-    words = {layout.MAGIC, layout.VERSION, layout.ARENA_BYTES, layout.LOCAL_WORLD_SIZE, layout.USABLE_CORES, layout.GENERATION}
+    words = {
+        layout.MAGIC,
+        layout.VERSION,
+        layout.ARENA_BYTES,
+        layout.LOCAL_WORLD_SIZE,
+        layout.USABLE_CORES,
+        layout.GENERATION,
+    }
     assert layout.ABORT * 8 == LINE_BYTES
     assert all(word * 8 // LINE_BYTES == 0 for word in words)
     assert len(words) == 6
@@ -45,7 +52,10 @@ def test_the_abort_word_has_a_line_of_its_own():
 
 @pytest.mark.parametrize(("arena_bytes", "ranks"), [(16 << 20, 8), (1 << 20, 1), (1 << 40, 0)])
 def test_too_little_is_refused(arena_bytes, ranks):
-    with pytest.raises(ConfigError, match=rf"arena_bytes \({arena_bytes}\) is too small for {ranks} ranks on a host"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"arena_bytes \({arena_bytes}\) is too small for {ranks} ranks on a host",
+    ):
         Layout(arena_bytes, ranks)
 
 
@@ -55,7 +65,15 @@ def test_the_smallest_setting_serves_seven_ranks():
 
 @pytest.mark.parametrize(
     ("count", "words"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (64 << 20, "64 MiB"), (1 << 40, "1 TiB"), (1 << 50, "1024 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (64 << 20, "64 MiB"),
+        (1 << 40, "1 TiB"),
+        (1 << 50, "1024 TiB"),
+    ],
 )
 def test_sizes_in_words(count, words):
     assert bytes_in_words(count) == words

@@ -9,8 +9,12 @@ from syncvar_launcher.forking import started_ahead
 
 @pytest.fixture
 def begin(tmp_path):
-    (tmp_path / "train.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = os.environ['OPENBLAS_NUM_THREADS'] = '1'\nimport numpy\n")
-    (tmp_path / "old.py").write_bytes(b"import os  # caf\xe9\nos.environ['OPENBLAS_CORETYPE'] = 'Haswell'; X_NPY_Y = 'NPY_DISABLE_CPU_FEATURES'\n")
+    (tmp_path / "train.py").write_text(
+        "import os\nos.environ['OMP_NUM_THREADS'] = os.environ['OPENBLAS_NUM_THREADS'] = '1'\nimport numpy\n"
+    )
+    (tmp_path / "old.py").write_bytes(
+        b"import os  # caf\xe9\nos.environ['OPENBLAS_CORETYPE'] = 'Haswell'; X_NPY_Y = 'NPY_DISABLE_CPU_FEATURES'\n"
+    )
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text("NUMPY_MADVISE_HUGEPAGE")
     (tmp_path / "package" / "part.py").write_text("NPY_PROMOTION_STATE")
@@ -34,11 +38,17 @@ def test_workers_of_a_script_are_forked_unless_something_speaks_against_it(begin
     [
         ({"workers": 1}, "one worker"),
         ({"kind": "command"}, "train.py is a program of its own"),
-        ({"target": "old.py"}, "old.py names NPY_DISABLE_CPU_FEATURES, OPENBLAS_CORETYPE, which NumPy reads only when it is imported"),
+        (
+            {"target": "old.py"},
+            "old.py names NPY_DISABLE_CPU_FEATURES, OPENBLAS_CORETYPE, which NumPy reads only when it is imported",
+        ),
         ({"target": "package"}, "package names NUMPY_MADVISE_HUGEPAGE"),
         ({"target": "package", "kind": "module"}, "package names NUMPY_MADVISE_HUGEPAGE"),
         ({"target": "package.part", "kind": "module"}, "package.part names NPY_PROMOTION_STATE"),
-        ({"PYTHONPROFILEIMPORTTIME": "1"}, "PYTHONPROFILEIMPORTTIME shows what each worker imports"),
+        (
+            {"PYTHONPROFILEIMPORTTIME": "1"},
+            "PYTHONPROFILEIMPORTTIME shows what each worker imports",
+        ),
         ({"method": "spawn"}, "--start-method spawn"),
     ],
     ids=str,
@@ -48,7 +58,9 @@ def test_workers_are_fresh_where_forked_ones_would_lack_something(begin, given, 
     assert not decided.is_forked
     assert decided.reason.startswith(why)
     assert str(decided) == f"fresh processes: {decided.reason}"
-    assert begin(**{**given, "method": "fork"}) == (True, "--start-method fork", False), "who asks for it gets it"
+    assert begin(**{**given, "method": "fork"}) == (True, "--start-method fork", False), (
+        "who asks for it gets it"
+    )
 
 
 def test_variables_that_can_be_set_later_are_not_read_once():

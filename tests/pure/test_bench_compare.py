@@ -20,7 +20,14 @@ def bench(monkeypatch):
     before = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("comparison", "values", "timing", "resnet50", "rows", "rows_worker"):
+        if name.partition(".")[0] in (
+            "comparison",
+            "values",
+            "timing",
+            "resnet50",
+            "rows",
+            "rows_worker",
+        ):
             del sys.modules[name]
 
 
@@ -57,7 +64,9 @@ def test_the_mean(bench):
     assert np.array_equal(ranks[0].expected(), np.mean([one.brought() for one in ranks], axis=0))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "float16", "float32", "float64", "int64"])
+@pytest.mark.parametrize(
+    "dtype", ["int8", "uint8", "int16", "float16", "float32", "float64", "int64"]
+)
 @pytest.mark.parametrize("world", [2, 4, 7])
 def test_every_dtype_holds_the_values_and_their_sums(bench, dtype, world):
     for one in everywhere(bench("values"), "all_reduce", world, 3000, dtype):
@@ -102,7 +111,14 @@ def test_a_wrong_element_is_found(bench):
 
 def row(ratio, **more):
     times = {"syncvar": (1, 1, 1), "openmpi": (0, ratio, 9), "torch": (0, 2 * ratio, 9)}
-    return {"collective": "all_reduce", "kind": "private", "workers": 2, "size": 1 << 20, "us": times, **more}
+    return {
+        "collective": "all_reduce",
+        "kind": "private",
+        "workers": 2,
+        "size": 1 << 20,
+        "us": times,
+        **more,
+    }
 
 
 def words(verdicts):
@@ -112,8 +128,16 @@ def words(verdicts):
 def test_a_ratio_is_judged_against_must_and_aim(bench):
     bounds = bench("comparison.bounds")
     found = [words(bounds.judge_rows([row(ratio)], "float32")) for ratio in (1.1, 1.2, 1.3, 2.0)]
-    assert found == [["MISSED", "MISSED"], ["reached", "MISSED"], ["reached", "reached"], ["aim", "aim"]], "all, and all but Intel MPI"
-    (all_of_them, all_but_one) = bounds.judge_rows([row(1.0, us={"syncvar": (1, 1, 1), "intelmpi": (0, 1.2, 9), "openmpi": (0, 2, 9)})], "float32")
+    assert found == [
+        ["MISSED", "MISSED"],
+        ["reached", "MISSED"],
+        ["reached", "reached"],
+        ["aim", "aim"],
+    ], "all, and all but Intel MPI"
+    (all_of_them, all_but_one) = bounds.judge_rows(
+        [row(1.0, us={"syncvar": (1, 1, 1), "intelmpi": (0, 1.2, 9), "openmpi": (0, 2, 9)})],
+        "float32",
+    )
     assert (all_of_them.value, all_but_one.value) == (1.2, 2.0)
     assert bounds.judge_rows([row(1.2)], "float64") == [], "the bounds are for float32"
 
@@ -128,18 +152,34 @@ def test_a_time_that_may_be_longer_is_judged_the_other_way(bench):
 def test_what_was_not_measured_is_said(bench):
     bounds = bench("comparison.bounds")
     verdicts = bounds.judge_rows([row(40, size=8)], "float32")
-    assert words(verdicts) == ["aim", "aim", "not measured", "reached"], "all, MPI, TensorFlow, gloo"
-    assert bounds.lines(verdicts)[-1] == "bounds: 3 of 4 reached, 2 of them the aim too; 0 missed, 1 not measured"
+    assert words(verdicts) == ["aim", "aim", "not measured", "reached"], (
+        "all, MPI, TensorFlow, gloo"
+    )
+    assert (
+        bounds.lines(verdicts)[-1]
+        == "bounds: 3 of 4 reached, 2 of them the aim too; 0 missed, 1 not measured"
+    )
     assert bounds.judge("launch mpirun", None, "launch").word == "not measured"
 
 
 def test_what_a_worker_script_is_told(bench):
     rounds = bench("comparison.rounds")
-    works = (rounds.Work("all_reduce", "private", (8, 64)), rounds.Work("all_reduce", "resident", (64, 128)))
+    works = (
+        rounds.Work("all_reduce", "private", (8, 64)),
+        rounds.Work("all_reduce", "resident", (64, 128)),
+    )
     plan = rounds.Plan(works, "float16", rounds.Effort(0.5, 1, 10))
     ends = ["--dtype", "float16", "--seconds", "0.5"]
-    assert plan.arguments("syncvar") == ["--measure", "all_reduce/private/8,64", "--measure", "all_reduce/resident/64,128", *ends]
-    assert plan.arguments("mpich") == ["--measure", "all_reduce/private/8,64,128", *ends], "each size once"
+    assert plan.arguments("syncvar") == [
+        "--measure",
+        "all_reduce/private/8,64",
+        "--measure",
+        "all_reduce/resident/64,128",
+        *ends,
+    ]
+    assert plan.arguments("mpich") == ["--measure", "all_reduce/private/8,64,128", *ends], (
+        "each size once"
+    )
     limited = rounds.Plan(works, "float16", rounds.Effort(0.5, 1, 10), {"tensorflow": 64})
     assert limited.arguments("tensorflow") == ["--measure", "all_reduce/private/8,64", *ends]
     assert limited.arguments("mpich") == plan.arguments("mpich")
@@ -173,19 +213,54 @@ def test_the_parameters_of_resnet_50(bench):
     assert len({tensor["name"] for tensor in tensors}) == 161
 
 
-def test_what_is_written_every_day_is_told_beside_the_fastest_and_as_a_multiple_within_one_run(bench, monkeypatch):
-    everyday, rounds, part = bench("comparison.everyday"), bench("comparison.rounds"), bench("comparison.part")
+def test_what_is_written_every_day_is_told_beside_the_fastest_and_as_a_multiple_within_one_run(
+    bench, monkeypatch
+):
+    everyday, rounds, part = (
+        bench("comparison.everyday"),
+        bench("comparison.rounds"),
+        bench("comparison.part"),
+    )
 
     def runs(**us):
-        return [{"results": [{"row": row, "size": 8, "us": times * time} for row, time in us.items()], "refused": {}} for times in (1, 10, 2)]
+        return [
+            {
+                "results": [
+                    {"row": row, "size": 8, "us": times * time} for row, time in us.items()
+                ],
+                "refused": {},
+            }
+            for times in (1, 10, 2)
+        ]
 
-    ours = runs(**{everyday.PLAIN: 3.0, "sv.all_reduce(1.0)": 7.5, "sv.barrier()": 2.0, everyday.WRITE: 3.5, everyday.STEP: 6.0})
-    theirs = {"openmpi": runs(**{everyday.PLAIN: 6.0, "sv.barrier()": 1.7}), "intelmpi": runs(**{"sv.barrier()": 1.8}), "torch": []}
+    ours = runs(
+        **{
+            everyday.PLAIN: 3.0,
+            "sv.all_reduce(1.0)": 7.5,
+            "sv.barrier()": 2.0,
+            everyday.WRITE: 3.5,
+            everyday.STEP: 6.0,
+        }
+    )
+    theirs = {
+        "openmpi": runs(**{everyday.PLAIN: 6.0, "sv.barrier()": 1.7}),
+        "intelmpi": runs(**{"sv.barrier()": 1.8}),
+        "torch": [],
+    }
     libraries = bench("comparison.libraries")
-    present = {name: libraries.library(name, "", Path("none")) for name in ("syncvar", "tensorflow", *theirs)}
+    present = {
+        name: libraries.library(name, "", Path("none"))
+        for name in ("syncvar", "tensorflow", *theirs)
+    }
     setting = part.Setting(present, (2,), rounds.Effort(0.1, 3, 10), 64)
     started = []
-    monkeypatch.setattr(everyday, "interleave", lambda what, turns, _: started.extend(turns) or rounds.Found({"syncvar": ours, **theirs}, {"torch": "broken"}))
+    monkeypatch.setattr(
+        everyday,
+        "interleave",
+        lambda what, turns, _: (
+            started.extend(turns) or rounds.Found({"syncvar": ours, **theirs}, {"torch": "broken"})
+        ),
+    )
     made = everyday.everyday(setting)
     assert started == ["syncvar", "openmpi", "intelmpi", "torch"]
     assert not made.failed
@@ -196,7 +271,11 @@ def test_what_is_written_every_day_is_told_beside_the_fastest_and_as_a_multiple_
     lines = "\n".join(made.lines)
     assert re.search(r"Open MPI +2\.00 +1\.00 +8 B  sv\.all_reduce\(x\)\n", lines), lines
     assert "torch: broken" in lines
-    monkeypatch.setattr(everyday, "interleave", lambda *_: rounds.Found({"syncvar": [], "openmpi": []}, {"syncvar": "broken"}))
+    monkeypatch.setattr(
+        everyday,
+        "interleave",
+        lambda *_: rounds.Found({"syncvar": [], "openmpi": []}, {"syncvar": "broken"}),
+    )
     made = everyday.everyday(setting)
     assert made.failed
     assert set(words(made.verdicts)) == {"not measured"}
@@ -221,7 +300,10 @@ def test_every_row_says_what_its_texts_mean(bench):
 
 def test_plain_variables_are_compared_as_those_in_run(bench):
     bounds, table = bench("comparison.bounds"), bench("comparison.table")
-    assert table.rivals_of("plain variable", ["torch", "mpich", "intelmpi"]) == ["mpich", "intelmpi"]
+    assert table.rivals_of("plain variable", ["torch", "mpich", "intelmpi"]) == [
+        "mpich",
+        "intelmpi",
+    ]
     for kind in ("variable", "plain variable"):
         assert kind in table.COLLECTIVES["all_reduce"]
         assert words(bounds.judge_rows([row(1.2, kind=kind)], "float32")) == ["MISSED"]
@@ -230,10 +312,18 @@ def test_plain_variables_are_compared_as_those_in_run(bench):
 def test_intel_mpi_is_started_from_its_own_environment(bench, tmp_path):
     libraries = importlib.import_module("comparison.libraries")
     one = libraries.library("intelmpi", "", tmp_path)
-    assert one.start(3) == [f"{tmp_path}/intelmpi/bin/mpiexec.hydra", "-n", "3", f"{tmp_path}/intelmpi/bin/python"]
+    assert one.start(3) == [
+        f"{tmp_path}/intelmpi/bin/mpiexec.hydra",
+        "-n",
+        "3",
+        f"{tmp_path}/intelmpi/bin/python",
+    ]
     assert one.environment(3)["LD_LIBRARY_PATH"] == f"{tmp_path}/intelmpi/lib"
     told = one.started_as(3)
-    assert told == "I_MPI_ROOT=ENV LD_LIBRARY_PATH=ENV/lib I_MPI_FABRICS=shm ENV/bin/mpiexec.hydra -n 3 python peer_mpi.py"
+    assert (
+        told
+        == "I_MPI_ROOT=ENV LD_LIBRARY_PATH=ENV/lib I_MPI_FABRICS=shm ENV/bin/mpiexec.hydra -n 3 python peer_mpi.py"
+    )
     assert one.probe() == (None, "not set up, see --setup")
 
 
@@ -249,7 +339,9 @@ def test_where_there_can_be_no_hosts_their_parts_say_why(bench, monkeypatch):
     testbed = importlib.import_module("testbed")
     monkeypatch.setattr(testbed, "why_none", lambda: "only root may")
     library = bench("comparison.libraries").library("syncvar", sys.executable, Path("none"))
-    setting = part.Setting({"syncvar": library}, (2,), bench("comparison.rounds").Effort(0.1, 1, 10.0), 2)
+    setting = part.Setting(
+        {"syncvar": library}, (2,), bench("comparison.rounds").Effort(0.1, 1, 10.0), 2
+    )
     for name, function in (("hosts", "hosts"), ("starting", "launch_over_hosts")):
         found = getattr(bench(f"comparison.{name}"), function)(setting)
         assert "not measured: only root may" in found.lines[-1]
@@ -261,21 +353,61 @@ def test_where_there_can_be_no_hosts_their_parts_say_why(bench, monkeypatch):
 def test_the_page_of_a_run_marks_what_misses_its_bound(bench):
     bounds, page = bench("comparison.bounds"), bench("comparison.page")
     rows = [
-        {"workers": 2, "collective": "all_reduce", "kind": "private", "size": 8, "us": {"mpich": [1, 1, 1], "syncvar": [2, 2, 2]}, "ratio": 0.5},
-        {"workers": 2, "collective": "broadcast", "kind": "private", "size": 65536, "us": {"mpich": [9, 9, 9], "syncvar": [3, 3, 3]}, "ratio": 3.0},
-        {"workers": 2, "collective": "scan", "kind": "private", "size": 8, "us": {"syncvar": [3, 3, 3]}},
+        {
+            "workers": 2,
+            "collective": "all_reduce",
+            "kind": "private",
+            "size": 8,
+            "us": {"mpich": [1, 1, 1], "syncvar": [2, 2, 2]},
+            "ratio": 0.5,
+        },
+        {
+            "workers": 2,
+            "collective": "broadcast",
+            "kind": "private",
+            "size": 65536,
+            "us": {"mpich": [9, 9, 9], "syncvar": [3, 3, 3]},
+            "ratio": 3.0,
+        },
+        {
+            "workers": 2,
+            "collective": "scan",
+            "kind": "private",
+            "size": 8,
+            "us": {"syncvar": [3, 3, 3]},
+        },
     ]
-    everyday = [{"group": "calls", "row": "sv.barrier()", "size": 8, "us": {"syncvar": [1, 1234.4, 1]}, "ratio": 0.7, "times": [1, 1.5, 1]}]
+    everyday = [
+        {
+            "group": "calls",
+            "row": "sv.barrier()",
+            "size": 8,
+            "us": {"syncvar": [1, 1234.4, 1]},
+            "ratio": 0.7,
+            "times": [1, 1.5, 1],
+        }
+    ]
     found = bounds.judge_rows(rows[:2], "float32")
-    found.append(bounds.Verdict("sv.barrier(), 8 B, 2 workers, against best peer", 0.7, bounds.Bound(0.8)))
+    found.append(
+        bounds.Verdict("sv.barrier(), 8 B, 2 workers, against best peer", 0.7, bounds.Bound(0.8))
+    )
     found.append(bounds.judge("import", 70.0, "import of syncvar"))
     told = [{**one._asdict(), "bound": one.bound._asdict(), "verdict": one.word} for one in found]
-    lines = page.page({"comparison": [{"rows": rows}], "everyday": [{"workers": 2, "rows": everyday}], "bounds": told})
+    lines = page.page(
+        {
+            "comparison": [{"rows": rows}],
+            "everyday": [{"workers": 2, "rows": everyday}],
+            "bounds": told,
+        }
+    )
     assert "| 2 workers, ordinary arrays, `out=` given | 0.50 (2) † |" in lines
     assert "| broadcast, 2 workers | 3.00 (3) |" in lines
     assert "| `sv.barrier()` | 8 B | 1 234 | 1.50 | 0.70 † |" in lines
     assert "| import of syncvar | 70 † | <= 60 ms |" in lines
     missed = sum(one.word == "MISSED" for one in found)
     assert missed >= 3
-    assert lines[-1] == f"Of {len(found)} bounds {len(found) - missed - 2} were reached, {missed} missed, 2 not measured."
+    assert (
+        lines[-1]
+        == f"Of {len(found)} bounds {len(found) - missed - 2} were reached, {missed} missed, 2 not measured."
+    )
     assert page.page({}) == []

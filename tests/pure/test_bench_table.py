@@ -23,15 +23,28 @@ def chosen(*arguments):
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
-        ("0", 0), ("8", 8), ("4K", 4096), ("4k", 4096), ("64M", 1 << 26), ("1G", 1 << 30), ("2T", 2 << 40), ("64MB", 1 << 26),
-        ("64MiB", 1 << 26), ("64mib", 1 << 26), ("1.5K", 1536), (" 16 ", 16), ("100B", 100),
+        ("0", 0),
+        ("8", 8),
+        ("4K", 4096),
+        ("4k", 4096),
+        ("64M", 1 << 26),
+        ("1G", 1 << 30),
+        ("2T", 2 << 40),
+        ("64MB", 1 << 26),
+        ("64MiB", 1 << 26),
+        ("64mib", 1 << 26),
+        ("1.5K", 1536),
+        (" 16 ", 16),
+        ("100B", 100),
     ],
-)  # fmt: skip
+)
 def test_a_size(text, nbytes):
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "K", "-8", "8X", "8 8", "1e3", "0.3", "1.0001K", "0x10", "8iK", "٨"])
+@pytest.mark.parametrize(
+    "text", ["", "K", "-8", "8X", "8 8", "1e3", "0.3", "1.0001K", "0x10", "8iK", "٨"]
+)
 def test_no_size(text):
     if text == "٨":  # digits of other scripts are numbers to Python, and to us
         assert parse_size(text) == 8
@@ -49,7 +62,17 @@ def test_sizes_end_at_the_last_that_is_not_larger():
     assert sizes(8, 64 << 20, factor=2)[-1] == 64 << 20
 
 
-@pytest.mark.parametrize("wrong", [{"factor": 1}, {"factor": 0.5}, {"factor": float("nan")}, {"step": 0}, {"step": -1}, {"factor": 2, "step": 8}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"factor": 1},
+        {"factor": 0.5},
+        {"factor": float("nan")},
+        {"step": 0},
+        {"step": -1},
+        {"factor": 2, "step": 8},
+    ],
+)
 def test_sizes_that_never_get_there(wrong):
     with pytest.raises(ConfigError):
         sizes(8, 64, **wrong)
@@ -63,10 +86,17 @@ def test_the_first_size_is_not_larger_than_the_last():
 @pytest.mark.parametrize(
     ("name", "on_two", "on_eight"),
     [
-        ("all_reduce", 1.0, 1.75), ("reduce_scatter", 0.5, 0.875), ("all_gather", 0.5, 0.875), ("all_to_all", 0.5, 0.875),
-        ("gather", 0.5, 0.875), ("scatter", 0.5, 0.875), ("broadcast", 1, 1), ("reduce", 1, 1), ("send_recv", 1, 1),
+        ("all_reduce", 1.0, 1.75),
+        ("reduce_scatter", 0.5, 0.875),
+        ("all_gather", 0.5, 0.875),
+        ("all_to_all", 0.5, 0.875),
+        ("gather", 0.5, 0.875),
+        ("scatter", 0.5, 0.875),
+        ("broadcast", 1, 1),
+        ("reduce", 1, 1),
+        ("send_recv", 1, 1),
     ],
-)  # fmt: skip
+)
 def test_factors_of_the_bus_bandwidth(name, on_two, on_eight):
     factor = BUS_FACTORS[COLLECTIVES[name].bus]
     assert factor(2) == on_two
@@ -91,10 +121,32 @@ UNCHECKED = Half(1.5, 0.0, 0.0, None, (1.5, 1.5, 1.5, 1.5), 20)
 def test_the_heads_stand_above_the_columns():
     above, names, units = header(predicted=True).split("\n")
     row = line(Row(1 << 20, 1 << 18, "float32", "sum", -1, HALF, WRONG, 100.0), predicted=True)
-    assert names.split() == ["#", "size", "count", "type", "redop", "root", *(["time", "algbw", "busbw", "#wrong"] * 2), "model"]
+    assert names.split() == [
+        "#",
+        "size",
+        "count",
+        "type",
+        "redop",
+        "root",
+        *(["time", "algbw", "busbw", "#wrong"] * 2),
+        "model",
+    ]
     assert row.split() == [
-        "1048576", "262144", "float32", "sum", "-1", "123.46", "12.35", "6.17", "0", "12.00", "2.00", "1.00", "17", "100.00",
-    ]  # fmt: skip
+        "1048576",
+        "262144",
+        "float32",
+        "sum",
+        "-1",
+        "123.46",
+        "12.35",
+        "6.17",
+        "0",
+        "12.00",
+        "2.00",
+        "1.00",
+        "17",
+        "100.00",
+    ]
     assert len(row) == len(names) == len(units)
     assert above.split() == ["#", "out-of-place", "in-place"]
 
@@ -105,7 +157,9 @@ def test_what_was_not_measured_has_no_number():
     assert len(line(Row(8, 2, "float32", "none", 0, HALF, WRONG))) == len(row)
 
 
-@pytest.mark.parametrize("value", [0.0, 0.001, 9.994, 99.99, 9999.4, 12345.6, 99999.9, 1234567.0, 1.2e9, 3.4e15])
+@pytest.mark.parametrize(
+    "value", [0.0, 0.001, 9.994, 99.99, 9999.4, 12345.6, 99999.9, 1234567.0, 1.2e9, 3.4e15]
+)
 @pytest.mark.parametrize("width", [6, 7])
 def test_a_number_fits_its_column(value, width):
     text = fixed(value, width)
@@ -114,7 +168,10 @@ def test_a_number_fits_its_column(value, width):
 
 
 def test_the_summary():
-    rows = [Row(8, 2, "float32", "sum", -1, HALF, WRONG), Row(8, 2, "float32", "sum", -1, UNCHECKED)]
+    rows = [
+        Row(8, 2, "float32", "sum", -1, HALF, WRONG),
+        Row(8, 2, "float32", "sum", -1, UNCHECKED),
+    ]
     wrong, average = summary(rows)
     assert wrong == 17
     assert average == pytest.approx((6.1728 + 1 + 0) / 3)
@@ -122,11 +179,18 @@ def test_the_summary():
 
 def test_names_of_dtypes_and_ops():
     assert planned(chosen("all_reduce", "-d", "float,double,half", "-o", "avg")).kinds == (
-        ("float32", "mean"), ("float64", "mean"), ("float16", "mean"),
-    )  # fmt: skip
+        ("float32", "mean"),
+        ("float64", "mean"),
+        ("float16", "mean"),
+    )
     assert ("bool", "max") in planned(chosen("all_reduce", "-d", "all", "-o", "all")).kinds
     assert planned(chosen("broadcast", "-d", "int8")).kinds == (("int8", ""),)
-    assert planned(chosen("all_reduce", "-b", "8", "-e", "4K", "-f", "8")).sizes == (8, 64, 512, 4096)
+    assert planned(chosen("all_reduce", "-b", "8", "-e", "4K", "-f", "8")).sizes == (
+        8,
+        64,
+        512,
+        4096,
+    )
     assert planned(chosen("barrier")).sizes == (0,)
     assert planned(chosen("sendrecv")).collective.name == "send_recv"
 
@@ -145,7 +209,10 @@ def test_names_of_dtypes_and_ops():
         (["all_reduce", "-b", "8Q"], "a size is"),
         (["all_reduce", "-b", "64", "-e", "8"], "larger"),
         (["broadcast", "--reproducible"], "for all_reduce"),
-        (["broadcast", "--algorithm", "owners"], "broadcast has no algorithm 'owners'; it has direct"),
+        (
+            ["broadcast", "--algorithm", "owners"],
+            "broadcast has no algorithm 'owners'; it has direct",
+        ),
     ],
 )
 def test_options_that_are_refused(arguments, words):
@@ -155,12 +222,17 @@ def test_options_that_are_refused(arguments, words):
 
 @pytest.mark.parametrize("start", [LINKS, ARENA])
 @pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "all_gather", "all_to_all", "scatter", "exscan"])
+@pytest.mark.parametrize(
+    "collective", ["all_reduce", "broadcast", "all_gather", "all_to_all", "scatter", "exscan"]
+)
 def test_the_constants_behind_two_times_are_found(collective, size, start):
     behind = replace(
-        start, latency=start.latency * 0.3, per_byte=start.per_byte * 4, per_reduced_byte=start.per_reduced_byte * 4,
+        start,
+        latency=start.latency * 0.3,
+        per_byte=start.per_byte * 4,
+        per_reduced_byte=start.per_reduced_byte * 4,
         per_copied_byte=start.per_copied_byte * 4,
-    )  # fmt: skip
+    )
 
     def predictor(count):
         chosen = choose(collective, count * 4, size, shared=start.shared).algorithm

@@ -65,7 +65,9 @@ def test_too_few_cores_for_cores_per_worker_names_numbers_and_remedy(mode):
 def test_remedy_offers_no_zero_cores():
     with pytest.raises(ConfigError, match="use at most 2 workers, or"):
         plan_binding(4, range(2), 2, "cores", 1)
-    with pytest.raises(ConfigError, match="use --cores-per-worker 2, or leave --cores-per-worker out"):
+    with pytest.raises(
+        ConfigError, match="use --cores-per-worker 2, or leave --cores-per-worker out"
+    ):
         plan_binding(1, range(2), 2, "cores", 9)
     with pytest.raises(ConfigError, match="lets us use 2: leave --cores-per-worker out"):
         plan_binding(4, range(2), 2, "cores", 9)

@@ -66,10 +66,16 @@ def test_what_a_rank_that_leaves_tells_is_always_short_enough():
         for block in range(20):
             book.blocks(group).append(CallBlock((0, 1), block, block + 1))
     skipped = book.skipped()
-    counts = pack_counts(SentCount(2**63 + tag, 1, 2**31 - 1, 2**40, "x" * 200) for tag in range(STREAMS_MAX))
-    message = parse_message(pack_message("leaving", entered=book.entered(), skipped=skipped, **counts))
+    counts = pack_counts(
+        SentCount(2**63 + tag, 1, 2**31 - 1, 2**40, "x" * 200) for tag in range(STREAMS_MAX)
+    )
+    message = parse_message(
+        pack_message("leaving", entered=book.entered(), skipped=skipped, **counts)
+    )
     assert (message["skipped"], len(message["sent"])) == (skipped, 4 * STREAMS_MAX)
-    assert len({skipped[place] for place in range(0, len(skipped), 3)}) == len(skipped) // 3 == 1_300
+    assert (
+        len({skipped[place] for place in range(0, len(skipped), 3)}) == len(skipped) // 3 == 1_300
+    )
     assert set(skipped[1::3]) == {19}
     few = CallLedger({}, CallNumbers())
     few.blocks(7).extend([CallBlock((0, 1), 3, 9), CallBlock((0, 1), 12, 19)])

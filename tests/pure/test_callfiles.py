@@ -38,12 +38,17 @@ def test_results_arrive_whole_and_are_taken_once(folders, data):
     for name, part, is_last in result_parts(there):
         assert len(part) <= 4
         keep_result(environ, name, part, is_last=is_last)
-    assert {path.name: path.read_bytes() for path in here.iterdir()} == {"result.0": data, "of.2": b""}
+    assert {path.name: path.read_bytes() for path in here.iterdir()} == {
+        "result.0": data,
+        "of.2": b"",
+    }
     assert list(result_parts(there)) == []
     assert [path.name for path in there.iterdir()] == ["result.1.part"]
 
 
-@pytest.mark.parametrize("name", ["../x", "result.1/../../x", "outcome", "result.", "result.1.part", ""])
+@pytest.mark.parametrize(
+    "name", ["../x", "result.1/../../x", "outcome", "result.", "result.1.part", ""]
+)
 def test_only_results_are_kept(folders, name):
     _, here = folders
     with pytest.raises(WireError):

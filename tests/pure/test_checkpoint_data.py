@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from syncvar.checkpoint.agreement import Brought, entries_of, failure_of, lay_out, raise_failures
 from syncvar.checkpoint.manifest import Entry, Label, Manifest, Piece, Shard, Stored, digest_of
-from syncvar.checkpoint.naming import checked_path, is_left_over, is_shard, shard_name, step_name, step_of
+from syncvar.checkpoint.naming import (
+    checked_path,
+    is_left_over,
+    is_shard,
+    shard_name,
+    step_name,
+    step_of,
+)
 from syncvar.checkpoint.retention import Kept, best_of, superfluous
 from syncvar.checkpoint.sharing import shares
 from syncvar.checkpoint.tensors import CODES, header_bytes, header_length, itemsize_of, parse_header
@@ -21,12 +28,18 @@ IDENTITY = "00112233aabbccdd"
 DIGEST = "0" * 32
 
 
-# -- names --------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name",
-    ["../" + shard_name(IDENTITY, 0, 1), "/" + shard_name(IDENTITY, 0, 1), shard_name(IDENTITY, 0, 1) + "\n", "shard-.safetensors", ""],
+    [
+        "../" + shard_name(IDENTITY, 0, 1),
+        "/" + shard_name(IDENTITY, 0, 1),
+        shard_name(IDENTITY, 0, 1) + "\n",
+        "shard-.safetensors",
+        "",
+    ],
 )
 def test_only_our_own_names_are_shards(name):
     assert not is_shard(name)
@@ -35,9 +48,16 @@ def test_only_our_own_names_are_shards(name):
 
 def test_what_is_left_over():
     committed, other = shard_name(IDENTITY, 1, 2), shard_name("f" * 16, 1, 2)
-    assert [is_left_over(name, IDENTITY) for name in (committed, other, "manifest.json", "weights.npz", "lock.json")] == [
-        False, True, False, False, False,
-    ]  # fmt: skip
+    assert [
+        is_left_over(name, IDENTITY)
+        for name in (committed, other, "manifest.json", "weights.npz", "lock.json")
+    ] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert is_left_over(committed, None)
     assert is_left_over(committed + ".tmp-" + IDENTITY, IDENTITY)
     assert not is_left_over("notes.tmp-" + IDENTITY, IDENTITY), "somebody else's file"
@@ -62,7 +82,7 @@ def test_a_path_that_is_none(path):
         checked_path(path)
 
 
-# -- shards -------------------------------------------------------------------------------------------------------
+# -- shards ----------------------------------------------------------------------------------------
 
 
 def test_every_dtype_that_can_travel_can_be_saved():
@@ -81,7 +101,9 @@ def test_a_header_is_read_as_it_was_written(arrays):
     arrays.pop("__metadata__", None)
     described = [(name, dtype, shape) for name, (dtype, shape) in arrays.items()]
     header, tensors = header_bytes(described, {"rank": "0"})
-    total = len(header) + sum(math.prod(shape) * itemsize_of(dtype) for _, dtype, shape in described)
+    total = len(header) + sum(
+        math.prod(shape) * itemsize_of(dtype) for _, dtype, shape in described
+    )
     assert header_length(header[:8], total) == len(header)
     read, metadata = parse_header(header, total)
     assert read == {tensor.name: tensor for tensor in tensors}
@@ -102,16 +124,31 @@ def _header(body, extra=0):
         (b"[" * 100_000, 0, "no JSON"),
         (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{}}', 1, "key twice"),
         ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}, 2, "hole"),
-        ({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "b": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}}, 3, "overlap"),
+        (
+            {
+                "a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]},
+                "b": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]},
+            },
+            3,
+            "overlap",
+        ),
         ({"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, 1, "end at byte"),
-        ({"a": {"dtype": "U8", "shape": [1 << 61, 1 << 61], "data_offsets": [0, 4]}}, 4, "does not take"),
+        (
+            {"a": {"dtype": "U8", "shape": [1 << 61, 1 << 61], "data_offsets": [0, 4]}},
+            4,
+            "does not take",
+        ),
         ({"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}, 1, "wrong dtype"),
         ({"a": {"dtype": "O", "shape": [1], "data_offsets": [0, 8]}}, 8, "wrong dtype"),
         ({"a": {"dtype": "U8", "shape": [True], "data_offsets": [0, 1]}}, 1, "wrong dtype"),
-        ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1], "code": "x"}}, 1, "not described"),
+        (
+            {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1], "code": "x"}},
+            1,
+            "not described",
+        ),
         ({"__metadata__": {"a": 1}}, 0, "metadata"),
     ],
-)  # fmt: skip
+)
 def test_a_header_that_lies(body, extra, words):
     data, nbytes = _header(body, extra)
     with pytest.raises(CheckpointError, match=words):
@@ -124,20 +161,28 @@ def test_a_header_that_claims_too_much(length):
         header_length(length.to_bytes(8, "little"), 100)
 
 
-# -- manifests ----------------------------------------------------------------------------------------------------
+# -- manifests -------------------------------------------------------------------------------------
 
 
 def manifest():
     value = Stored("float32", (3,), (Piece(0, 0, 2, DIGEST), Piece(1, 2, 3, DIGEST)))
     copies = {0: Stored("int8", (), (Piece(0, 0, 1, DIGEST),)), 1: Stored("bool", (0, 4), ())}
-    entries = {"w": Entry("variable", "ON_WRITE SUM", 2, value), "a/b": Entry("variable", "NONE NONE", 2, None, copies)}
-    return Manifest(IDENTITY, 2, Label(7, 0.5, 3), {0: Shard(100, DIGEST), 1: Shard(90, DIGEST)}, entries)
+    entries = {
+        "w": Entry("variable", "ON_WRITE SUM", 2, value),
+        "a/b": Entry("variable", "NONE NONE", 2, None, copies),
+    }
+    return Manifest(
+        IDENTITY, 2, Label(7, 0.5, 3), {0: Shard(100, DIGEST), 1: Shard(90, DIGEST)}, entries
+    )
 
 
 def test_a_manifest_is_read_as_it_was_written():
     data = manifest().to_bytes()
     assert Manifest.from_bytes(data) == manifest()
-    assert json.loads(data)["shards"]["1"]["file"] == "shard-00112233aabbccdd-00001-of-00002.safetensors"
+    assert (
+        json.loads(data)["shards"]["1"]["file"]
+        == "shard-00112233aabbccdd-00001-of-00002.safetensors"
+    )
     assert list(json.loads(data)) == sorted(json.loads(data))
 
 
@@ -202,18 +247,44 @@ def test_sealed_gives_what_can_be_read():
         ({"entries__w__value__pieces": [[0, 0, 3]]}, "not of the right form"),
         ({"entries__w__value__pieces": [[0, 0, 3, "x" * 32]]}, "hexadecimal"),
         ({"entries__w__value__pieces": [[9, 0, 3, DIGEST]]}, "does not fit"),
-        ({"entries__w__copies": {"0": {"dtype": "bool", "shape": [0], "pieces": []}}}, "a value or copies"),
-        ({"entries__a_b__copies": {"2": {"dtype": "bool", "shape": [0], "pieces": []}}}, "more than 2 replicas"),
+        (
+            {"entries__w__copies": {"0": {"dtype": "bool", "shape": [0], "pieces": []}}},
+            "a value or copies",
+        ),
+        (
+            {"entries__a_b__copies": {"2": {"dtype": "bool", "shape": [0], "pieces": []}}},
+            "more than 2 replicas",
+        ),
         ({"entries": {"x": {}}}, "not of the right form"),
     ],
-)  # fmt: skip
+)
 def test_a_manifest_that_lies(changes, words):
     with pytest.raises(CheckpointError, match=words):
         Manifest.from_bytes(sealed(**changes))
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)), st.sampled_from(["identity", "world_size", "step", "metric", "shards", "entries", "entries__w", "entries__w__value", "entries__a_b__copies"]))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+        ),
+    ),
+    st.sampled_from(
+        [
+            "identity",
+            "world_size",
+            "step",
+            "metric",
+            "shards",
+            "entries",
+            "entries__w",
+            "entries__w__value",
+            "entries__a_b__copies",
+        ]
+    ),
+)
 def test_anything_in_a_manifest_is_an_error_or_a_manifest(junk, where):
     with contextlib.suppress(CheckpointError):
         Manifest.from_bytes(sealed(**{where: junk})).check()
@@ -230,25 +301,34 @@ def test_which_copy_a_replica_takes():
     entry = Entry("variable", "NONE NONE", 3, None, copies)
 
     def taken(policy, replicas, own=True):
-        found = [entry.choose("v", replica, replicas, policy, own=own) for replica in range(replicas)]
+        found = [
+            entry.choose("v", replica, replicas, policy, own=own) for replica in range(replicas)
+        ]
         return [None if one is None else one.shape[0] for one in found]
 
     assert taken("same_rank_or_initial", 5) == [0, 1, 2, None, None]
     assert taken("same_rank_or_initial", 2) == [0, 1]
     assert taken("cycle", 5) == [0, 1, 2, 0, 1]
     assert taken("error", 3) == [0, 1, 2]
-    assert taken("error", 5, own=False) == [0] * 5, "a variable of one value takes replica 0's, whatever the policy"
+    assert taken("error", 5, own=False) == [0] * 5, (
+        "a variable of one value takes replica 0's, whatever the policy"
+    )
     with pytest.raises(CheckpointError, match=r"saved by 3 replicas.*restored by 2"):
         taken("error", 2)
 
 
-# -- who writes what ----------------------------------------------------------------------------------------------
+# -- who writes what -------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([1, 2, 4, 8, 16])), max_size=8), st.integers(1, 9))
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.sampled_from([1, 2, 4, 8, 16])), max_size=8),
+    st.integers(1, 9),
+)
 def test_the_shares_cover_everything_once_and_evenly(sizes, count):
-    values = [(str(number), elements, itemsize) for number, (elements, itemsize) in enumerate(sizes)]
+    values = [
+        (str(number), elements, itemsize) for number, (elements, itemsize) in enumerate(sizes)
+    ]
     parts = shares(values, list(range(count)))
     nbytes = [0] * count
     for key, elements, itemsize in values:
@@ -262,25 +342,53 @@ def test_the_shares_cover_everything_once_and_evenly(sizes, count):
 
 
 def brought(**changes):
-    base = {"kind": "variable", "mode": "ON_WRITE SUM", "dtype": "float32", "shape": (4,), "replica": 0, "members": (0, 1), "own": False}
+    base = {
+        "kind": "variable",
+        "mode": "ON_WRITE SUM",
+        "dtype": "float32",
+        "shape": (4,),
+        "replica": 0,
+        "members": (0, 1),
+        "own": False,
+    }
     return Brought(**(base | changes))
 
 
 def test_entries_follow_the_layout():
     everyone = [
-        {"w": brought(), "n": brought(own=True, shape=(1,)), "s": brought(kind="state", own=None, digest="a", dtype="uint8", shape=(2,))},
-        {"w": brought(replica=1), "s": brought(kind="state", own=None, digest="b", dtype="uint8", shape=(3,), replica=1)},
-    ]  # fmt: skip
+        {
+            "w": brought(),
+            "n": brought(own=True, shape=(1,)),
+            "s": brought(kind="state", own=None, digest="a", dtype="uint8", shape=(2,)),
+        },
+        {
+            "w": brought(replica=1),
+            "s": brought(kind="state", own=None, digest="b", dtype="uint8", shape=(3,), replica=1),
+        },
+    ]
     layout = lay_out(everyone, (4, 7))
     assert layout.own == {"n", "s"}, "one has it, and states that differ"
-    made = entries_of(layout, [{"w": "a" * 32, "n": "b" * 32, "s": "c" * 32}, {"w": "d" * 32, "s": "e" * 32}])
+    made = entries_of(
+        layout, [{"w": "a" * 32, "n": "b" * 32, "s": "c" * 32}, {"w": "d" * 32, "s": "e" * 32}]
+    )
     assert [piece[:3] for piece in made["w"].value.pieces] == [(0, 0, 2), (1, 2, 4)]
-    assert {replica: stored.shape for replica, stored in made["s"].copies.items()} == {0: (2,), 1: (3,)}
+    assert {replica: stored.shape for replica, stored in made["s"].copies.items()} == {
+        0: (2,),
+        1: (3,),
+    }
     assert set(made["n"].copies) == {0}
 
 
 @pytest.mark.parametrize(
-    "changes", [{"shape": (5,)}, {"dtype": "int8"}, {"mode": "ON_READ SUM"}, {"kind": "state"}, {"own": True}, {"members": (1,)}]
+    "changes",
+    [
+        {"shape": (5,)},
+        {"dtype": "int8"},
+        {"mode": "ON_READ SUM"},
+        {"kind": "state"},
+        {"own": True},
+        {"members": (1,)},
+    ],
 )
 def test_ranks_that_save_different_things(changes):
     with pytest.raises(MismatchError, match="'w'") as caught:
@@ -294,7 +402,9 @@ def test_a_rank_without_a_value_that_all_have():
     assert caught.value.table[7] == "has nothing of this name"
 
 
-@pytest.mark.parametrize("error", [NotFound("no"), CheckpointError("full"), Corrupt("w", "1", "2", "there")])
+@pytest.mark.parametrize(
+    "error", [NotFound("no"), CheckpointError("full"), Corrupt("w", "1", "2", "there")]
+)
 def test_a_failure_is_of_its_kind_on_every_rank(error):
     failures = {3: failure_of(error)}
     with pytest.raises(type(error)) as own:
@@ -307,11 +417,14 @@ def test_a_failure_is_of_its_kind_on_every_rank(error):
     raise_failures({}, None, "")
 
 
-# -- what stays ---------------------------------------------------------------------------------------------------
+# -- what stays ------------------------------------------------------------------------------------
 
 
 def test_the_latest_and_the_best_stay():
-    kept = [Kept(step, metric) for step, metric in [(4, 0.5), (1, 0.9), (2, float("nan")), (3, None), (5, 0.7)]]
+    kept = [
+        Kept(step, metric)
+        for step, metric in [(4, 0.5), (1, 0.9), (2, float("nan")), (3, None), (5, 0.7)]
+    ]
     assert [one.step for one in superfluous(kept, 2, None)] == [1, 2, 3]
     assert [one.step for one in superfluous(kept, 2, "max")] == [2, 3]
     assert [one.step for one in superfluous(kept, 1, "min")] == [1, 2, 3]

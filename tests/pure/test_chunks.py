@@ -25,11 +25,14 @@ def test_even_chunks_cover_the_buffer_in_order_and_differ_by_one_at_most(count, 
 def test_consecutive_chunks_have_the_given_counts_and_touch_each_other(counts):
     chunks = consecutive_chunks(counts)
     assert [chunk.count for chunk in chunks] == counts
-    assert [chunk.start for chunk in chunks] == [sum(counts[:index]) for index in range(len(counts))]
+    assert [chunk.start for chunk in chunks] == [
+        sum(counts[:index]) for index in range(len(counts))
+    ]
 
 
 @pytest.mark.parametrize(
-    "make", [lambda buffer: even_chunks(5, 2, buffer), lambda buffer: consecutive_chunks([3, 2], buffer)]
+    "make",
+    [lambda buffer: even_chunks(5, 2, buffer), lambda buffer: consecutive_chunks([3, 2], buffer)],
 )
 def test_chunks_lie_in_the_buffer_that_was_asked_for(make):
     assert make(Buffer.SCRATCH) == [Chunk(0, 3, Buffer.SCRATCH), Chunk(3, 5, Buffer.SCRATCH)]

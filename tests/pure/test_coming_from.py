@@ -24,10 +24,18 @@ def test_a_spelling_runs(spelling, tmp_path):
         w = sv.Variable(np.zeros(4, np.float32), aggregation=sv.VariableAggregation.MEAN)
     ckpt = sv.Checkpoint(w=w)
     names = {
-        "sv": sv, "strategy": strategy, "w": w, "ckpt": ckpt, "path": tmp_path / "saved",
-        "x": np.ones(4, np.float32), "grads": [np.ones(4, np.float32)], "weights": [w],
-        "step": lambda x: x + 1, "fn": lambda: None, "np": np,
-    }  # fmt: skip
+        "sv": sv,
+        "strategy": strategy,
+        "w": w,
+        "ckpt": ckpt,
+        "path": tmp_path / "saved",
+        "x": np.ones(4, np.float32),
+        "grads": [np.ones(4, np.float32)],
+        "weights": [w],
+        "step": lambda x: x + 1,
+        "fn": lambda: None,
+        "np": np,
+    }
     result = eval(compile(ast.parse(spelling, mode="eval"), spelling, "eval"), names)
     if spelling.startswith("sv.all_reduce(grads"):
         assert isinstance(result, list)

@@ -21,7 +21,15 @@ def test_every_knob_has_words_a_unit_in_its_name_and_a_default_that_passes(name)
     assert len(item.text) > 10
     unit = item.unit
     assert unit in ("s", "B", "runs", "path", "list", "")
-    assert not unit or name.endswith({"s": "_s", "B": "_bytes", "runs": "_every", "path": ("trace", "auto_log", "auto_replay"), "list": "algorithm"}[unit])
+    assert not unit or name.endswith(
+        {
+            "s": "_s",
+            "B": "_bytes",
+            "runs": "_every",
+            "path": ("trace", "auto_log", "auto_replay"),
+            "list": "algorithm",
+        }[unit]
+    )
     assert bool(unit) != bool(item.choices)
     RuntimeConfig(**{name: item.default})
 
@@ -71,7 +79,9 @@ def test_a_text_that_cannot_be_read_is_refused_by_name(name, text):
 
 def test_a_choice_is_one_of_those_there_are():
     assert RuntimeConfig.from_mapping({"SYNCVAR_TRANSPORT": "zmq"}).transport == "zmq"
-    with pytest.raises(ConfigError, match="transport must be one of auto, zmq, mpi, mpi-only, not 'carrier pigeon'"):
+    with pytest.raises(
+        ConfigError, match="transport must be one of auto, zmq, mpi, mpi-only, not 'carrier pigeon'"
+    ):
         RuntimeConfig(transport="carrier pigeon")
 
 
@@ -82,7 +92,9 @@ def test_a_path_is_a_text():
 
 
 def test_variables_lie_over_the_base_and_unknown_settings_get_a_hint():
-    config = RuntimeConfig.from_mapping({"SYNCVAR_TERM_GRACE_S": "3"}, {"term_grace_s": 1.0, "abort_grace_s": 2.5})
+    config = RuntimeConfig.from_mapping(
+        {"SYNCVAR_TERM_GRACE_S": "3"}, {"term_grace_s": 1.0, "abort_grace_s": 2.5}
+    )
     assert (config.term_grace_s, config.abort_grace_s) == (3.0, 2.5)
     with pytest.raises(ConfigError, match="did you mean term_grace_s"):
         RuntimeConfig.from_mapping({}, {"term_grac_s": 1.0})
@@ -95,7 +107,9 @@ def test_the_variables_for_a_worker_give_the_same_settings_back(data):
     for name in data.draw(st.lists(st.sampled_from(NUMBERS), unique=True)):
         low = max(KNOBS[name].low, 0)
         values[name] = data.draw(
-            st.integers(int(low), 1 << 40) if name in WHOLE else st.floats(low, 1e9) | st.just(math.inf)
+            st.integers(int(low), 1 << 40)
+            if name in WHOLE
+            else st.floats(low, 1e9) | st.just(math.inf)
         )
     config = RuntimeConfig(**values)
     assert RuntimeConfig.from_mapping(config.to_mapping()) == config
@@ -105,8 +119,14 @@ def test_the_variables_for_a_worker_give_the_same_settings_back(data):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"heartbeat_interval_s": 6.0}, "heartbeat_interval_s .6. must not exceed suspect_after_s .5."),
-        ({"heartbeat_interval_s": 20.0, "suspect_after_s": math.inf}, "must not exceed lost_after_s .15."),
+        (
+            {"heartbeat_interval_s": 6.0},
+            "heartbeat_interval_s .6. must not exceed suspect_after_s .5.",
+        ),
+        (
+            {"heartbeat_interval_s": 20.0, "suspect_after_s": math.inf},
+            "must not exceed lost_after_s .15.",
+        ),
         ({"suspect_after_s": 20.0}, "suspect_after_s .20. must not exceed lost_after_s .15."),
     ],
 )

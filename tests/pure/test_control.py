@@ -13,31 +13,77 @@ from syncvar.wire import CONTROL_NBYTES_MAX, pack_message, parse_message
 
 GOOD = {
     "join": {
-        "rank": 0, "job": "j", "generation": 0, "address": "ipc:///x", "pid": 1, "host": "h",
+        "rank": 0,
+        "job": "j",
+        "generation": 0,
+        "address": "ipc:///x",
+        "pid": 1,
+        "host": "h",
         "about": {"protocol": 1, "byte_order": "little"},
     },
     "report": {
-        "group": (1 << 64) - 1, "members": [0, 1], "call": 7, "ordinal": 3, "fingerprint": (1 << 64) - 1, "what": "w", "site": "s",
-        "awaiting": [1], "waited_s": 0.5, "mismatch": False, "may_move": True, "entered": {0: 7, (1 << 64) - 1: 3},
+        "group": (1 << 64) - 1,
+        "members": [0, 1],
+        "call": 7,
+        "ordinal": 3,
+        "fingerprint": (1 << 64) - 1,
+        "what": "w",
+        "site": "s",
+        "awaiting": [1],
+        "waited_s": 0.5,
+        "mismatch": False,
+        "may_move": True,
+        "entered": {0: 7, (1 << 64) - 1: 3},
     },
     "resumed": {"group": 0, "call": 1},
     "poison": {"group": 0, "members": [0, 1], "call": 1, "what": "w", "reason": "r"},
     "left_run": {"group": 0, "members": [0, 1], "call": 1, "epoch_end": 9, "reason": "r"},
     "broke": {"kind_of_break": "deadline", "reason": "r", "group": 0, "call": 1, "missing": [1]},
-    "leaving": {"entered": {0: 4}, "skipped": [0, 4, 9], "sent": [7, 1, 6, 2], "sites": {7: "a.py:1"}},
-    "roll": {"generation": 0, "addresses": {0: "a", 1: "b"}, "hosts": {0: "h", 1: "h"}, "places": {0: 0, 1: 0}, "without_arena": {1: "no memfd"}},
+    "leaving": {
+        "entered": {0: 4},
+        "skipped": [0, 4, 9],
+        "sent": [7, 1, 6, 2],
+        "sites": {7: "a.py:1"},
+    },
+    "roll": {
+        "generation": 0,
+        "addresses": {0: "a", 1: "b"},
+        "hosts": {0: "h", 1: "h"},
+        "places": {0: 0, 1: 0},
+        "without_arena": {1: "no memfd"},
+    },
     "refused": {"error": "RendezvousError", "reason": "r", "missing": []},
     "abort": {
-        "rank": 1, "host": "h", "reason": "signal 9", "kind_of_break": "lost", "group": -1, "call": -1, "missing": [],
+        "rank": 1,
+        "host": "h",
+        "reason": "signal 9",
+        "kind_of_break": "lost",
+        "group": -1,
+        "call": -1,
+        "missing": [],
     },
     "left": {"rank": 1, "entered": {0: 4}, "skipped": [0, 4, 9]},
-    "verdict": {"group": 0, "call": 1, "last_call": 2, "text": "t", "table": {0: "what", 1: "else"}, "waits": True},
-}  # fmt: skip
+    "verdict": {
+        "group": 0,
+        "call": 1,
+        "last_call": 2,
+        "text": "t",
+        "table": {0: "what", 1: "else"},
+        "waits": True,
+    },
+}
 FIELDS = [(kind, field) for kind, fields in GOOD.items() for field in fields]
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text(max_size=8) | st.binary(max_size=8),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text(max_size=4) | st.integers(0, 9), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=4) | st.integers(0, 9), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 
@@ -70,7 +116,9 @@ def test_a_missing_field_is_refused():
 
 
 def test_a_field_of_another_type_is_refused():
-    for (kind, field), wrong in itertools.product(FIELDS, [None, b"x", [b"x"], {"x": b"x"}, [[1]], {1: [1]}, {1: {2: 3}}, True]):
+    for (kind, field), wrong in itertools.product(
+        FIELDS, [None, b"x", [b"x"], {"x": b"x"}, [[1]], {1: [1]}, {1: {2: 3}}, True]
+    ):
         if isinstance(wrong, bool) and isinstance(GOOD[kind][field], bool):
             continue  # that is its type
         assert field in refusal_of(kind, GOOD[kind] | {field: wrong}), (kind, field, wrong)
@@ -99,7 +147,18 @@ def test_what_lists_and_maps_hold_is_checked_too(kind, field, wrong):
         parse_message(pack_message(kind, **GOOD[kind] | {field: wrong}))
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc0", b"\x90", b"\x80", b"\x81\xa4kind\x01", b"\x81\xa4kind\xa4nope", b"\x81\xa4kind\x90"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc0",
+        b"\x90",
+        b"\x80",
+        b"\x81\xa4kind\x01",
+        b"\x81\xa4kind\xa4nope",
+        b"\x81\xa4kind\x90",
+    ],
+)
 def test_what_is_no_map_of_a_known_kind_is_refused(data):
     with pytest.raises(WireError):
         parse_message(data)

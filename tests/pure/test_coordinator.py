@@ -17,7 +17,14 @@ def made(world_size=3):
 def join(coordinator, rank, now=0.0, generation=0, job="j", **about):
     fields = {"protocol": 1, "byte_order": "little"} | about
     message = pack_message(
-        "join", rank=rank, job=job, generation=generation, address=f"a{rank}", pid=10 + rank, host="box", about=fields
+        "join",
+        rank=rank,
+        job=job,
+        generation=generation,
+        address=f"a{rank}",
+        pid=10 + rank,
+        host="box",
+        about=fields,
     )
     return coordinator.join(parse_message(message), now)
 
@@ -44,16 +51,26 @@ def told(actions):
 
 def report(**more):
     return {
-        "group": 0, "members": [0, 1, 2], "call": 4, "ordinal": 4, "fingerprint": 1, "what": "barrier", "site": "a.py:1", "awaiting": [1],
-        "waited_s": 0.1, "mismatch": False, "may_move": False, "entered": {0: 4},
-    } | more  # fmt: skip
+        "group": 0,
+        "members": [0, 1, 2],
+        "call": 4,
+        "ordinal": 4,
+        "fingerprint": 1,
+        "what": "barrier",
+        "site": "a.py:1",
+        "awaiting": [1],
+        "waited_s": 0.1,
+        "mismatch": False,
+        "may_move": False,
+        "entered": {0: 4},
+    } | more
 
 
 def kinds(messages):
     return {rank: [one["kind"] for one in those] for rank, those in messages.items()}
 
 
-# -- joining ------------------------------------------------------------------------------------------------------
+# -- joining ---------------------------------------------------------------------------------------
 
 
 def test_everybody_gets_the_roll_when_the_last_has_joined():
@@ -103,10 +120,17 @@ def test_what_ranks_had_better_have_alike_is_said_once():
     coordinator = made(2)
     join(coordinator, 0, numpy="1.26")
     actions = join(coordinator, 1, numpy="2.1")[1]
-    assert [action.text for action in actions if isinstance(action, Say)] == ["the ranks differ: NumPy '1.26' (rank 0), '2.1' (rank 1)"]
-    assert kinds(told(action for action in actions if isinstance(action, Tell))) == {0: ["roll"], 1: ["roll"]}
+    assert [action.text for action in actions if isinstance(action, Say)] == [
+        "the ranks differ: NumPy '1.26' (rank 0), '2.1' (rank 1)"
+    ]
+    assert kinds(told(action for action in actions if isinstance(action, Tell))) == {
+        0: ["roll"],
+        1: ["roll"],
+    }
     join(coordinator, 0, generation=1, numpy="1.26")
-    assert not [one for one in join(coordinator, 1, generation=1, numpy="2.1")[1] if isinstance(one, Say)]
+    assert not [
+        one for one in join(coordinator, 1, generation=1, numpy="2.1")[1] if isinstance(one, Say)
+    ]
 
 
 @pytest.mark.parametrize("generation", [0, 2, 5])
@@ -134,14 +158,18 @@ def test_the_missing_are_named_then_the_meeting_fails_for_launcher_and_ranks():
     assert coordinator.tick(31.0) == []
 
 
-# -- ends ---------------------------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_ended_badly_is_told_to_all_others_once():
     coordinator = joined()
     messages = told(coordinator.ended(1, "signal 9", 1.0))
     assert kinds(messages) == {0: ["abort"], 2: ["abort"]}
-    assert (messages[0][0]["rank"], messages[0][0]["host"], messages[0][0]["reason"]) == (1, "box", "signal 9")
+    assert (messages[0][0]["rank"], messages[0][0]["host"], messages[0][0]["reason"]) == (
+        1,
+        "box",
+        "signal 9",
+    )
     assert coordinator.ended(1, "signal 9", 2.0) == []
 
 
@@ -149,8 +177,12 @@ def test_a_rank_that_says_how_it_fails_is_told_to_all_others_once():
     coordinator = joined()
     messages = say(coordinator, 1, "failed", reason="uncaught ValueError: no data")
     assert sorted(messages) == [0, 2]
-    assert all(one["kind"] == "abort" and one["rank"] == 1 for each in messages.values() for one in each)
-    assert {one["reason"] for each in messages.values() for one in each} == {"uncaught ValueError: no data"}
+    assert all(
+        one["kind"] == "abort" and one["rank"] == 1 for each in messages.values() for one in each
+    )
+    assert {one["reason"] for each in messages.values() for one in each} == {
+        "uncaught ValueError: no data"
+    }
     assert not coordinator.ended(1, "its process ended without leaving", 2.0)
 
 
@@ -164,7 +196,10 @@ def test_a_rank_that_waits_for_the_next_generation_hears_of_a_loss_too():
 
 def test_a_rank_that_leaves_is_told_to_those_who_have_not_left():
     coordinator = joined()
-    assert kinds(say(coordinator, 0, "leaving", entered={0: 4}, skipped=[], sent=[], sites={})) == {1: ["left"], 2: ["left"]}
+    assert kinds(say(coordinator, 0, "leaving", entered={0: 4}, skipped=[], sent=[], sites={})) == {
+        1: ["left"],
+        2: ["left"],
+    }
     messages = say(coordinator, 1, "leaving", entered={0: 4, 9: 2}, skipped=[], sent=[], sites={})
     assert kinds(messages) == {2: ["left"]}
     assert (messages[2][0]["rank"], messages[2][0]["entered"]) == (1, {0: 4, 9: 2})
@@ -186,7 +221,13 @@ def test_the_next_generation_begins_when_all_have_left_and_joined_anew():
 
 
 def test_a_missed_deadline_is_told_to_the_others_with_its_call():
-    fields = {"kind_of_break": "deadline", "reason": "gave up", "group": 5, "call": 7, "missing": [2]}
+    fields = {
+        "kind_of_break": "deadline",
+        "reason": "gave up",
+        "group": 5,
+        "call": 7,
+        "missing": [2],
+    }
     messages = say(joined(), 0, "broke", **fields)
     assert kinds(messages) == {1: ["abort"], 2: ["abort"]}
     assert {name: messages[1][0][name] for name in fields} == fields
@@ -194,13 +235,19 @@ def test_a_missed_deadline_is_told_to_the_others_with_its_call():
 
 
 def test_a_lost_link_accuses_the_lost_and_not_the_messenger():
-    fields = {"kind_of_break": "lost", "reason": "it closed the connection", "group": -1, "call": -1, "missing": [2]}
+    fields = {
+        "kind_of_break": "lost",
+        "reason": "it closed the connection",
+        "group": -1,
+        "call": -1,
+        "missing": [2],
+    }
     messages = say(joined(4), 0, "broke", **fields)
     assert kinds(messages) == {1: ["abort"], 3: ["abort"]}
     assert messages[1][0]["rank"] == 2
 
 
-# -- verdicts -----------------------------------------------------------------------------------------------------
+# -- verdicts --------------------------------------------------------------------------------------
 
 
 def test_ranks_at_one_call_with_different_fingerprints_all_get_the_verdict():
@@ -233,7 +280,13 @@ def test_a_rank_that_goes_on_takes_its_report_back():
 def test_poison_is_told_to_the_members_with_what_the_others_do():
     coordinator = joined()
     say(coordinator, 2, "report", **report(members=[0, 2]))
-    fields = {"group": 0, "members": [0, 2], "call": 4, "what": "all_reduce", "reason": "ConfigError: op"}
+    fields = {
+        "group": 0,
+        "members": [0, 2],
+        "call": 4,
+        "what": "all_reduce",
+        "reason": "ConfigError: op",
+    }
     messages = say(coordinator, 0, "poison", **fields)
     assert kinds(messages) == {2: ["verdict"]}
     verdict = messages[2][0]
@@ -243,13 +296,27 @@ def test_poison_is_told_to_the_members_with_what_the_others_do():
 
 
 def test_a_left_block_dooms_the_calls_up_to_its_end():
-    messages = say(joined(), 1, "left_run", group=0, members=[0, 1, 2], call=6, epoch_end=99, reason="KeyError: 'x'")
+    messages = say(
+        joined(),
+        1,
+        "left_run",
+        group=0,
+        members=[0, 1, 2],
+        call=6,
+        epoch_end=99,
+        reason="KeyError: 'x'",
+    )
     assert kinds(messages) == {0: ["verdict"], 2: ["verdict"]}
     assert (messages[0][0]["call"], messages[0][0]["last_call"]) == (7, 99)
     assert "KeyError" in messages[0][0]["text"]
 
 
-HERE = {"last": "barrier (call 3)", "age_s": 11.6, "is_over": True, "stack": "in user code, a.py:9 < a.py:1"}
+HERE = {
+    "last": "barrier (call 3)",
+    "age_s": 11.6,
+    "is_over": True,
+    "stack": "in user code, a.py:9 < a.py:1",
+}
 WAITS = "rank 0 waits since {} s in barrier (call 4) at a.py:1 for ranks 1, 2, not there yet"
 
 
@@ -266,14 +333,16 @@ def test_a_stall_names_what_the_late_ranks_did_last_and_where_they_are():
     assert coordinator.tick(10.1) == [], "the other one may answer yet"
     say(coordinator, 2, "here", now=10.2, **HERE | {"last": "", "stack": ""})
     assert sentences(coordinator.tick(10.2)) == [
-        WAITS.format(10) + "; rank 1: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1; rank 2: no call yet"
+        WAITS.format(10)
+        + "; rank 1: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1; rank 2: no call yet"
     ]
     assert coordinator.tick(50.0) == []
     assert kinds(told(coordinator.tick(60.0))) == {1: ["are_you_there"], 2: ["are_you_there"]}
     for rank in (1, 2):
         say(coordinator, rank, "here", now=60.0, **HERE | {"is_over": False, "age_s": 3.0})
     assert sentences(coordinator.tick(60.0)) == [
-        WAITS.format(60) + "; ranks 1, 2: last call barrier (call 3), under way since 3 s, now in user code, a.py:9 < a.py:1"
+        WAITS.format(60)
+        + "; ranks 1, 2: last call barrier (call 3), under way since 3 s, now in user code, a.py:9 < a.py:1"
     ]
 
 
@@ -292,14 +361,18 @@ def test_a_stall_is_said_after_10_60_and_300_seconds():
 def test_a_late_rank_that_reports_a_call_of_its_own_is_not_told_of_twice():
     coordinator = joined()
     say(coordinator, 0, "report", now=0.0, **report())
-    elsewhere = report(group=7, members=[1, 2], what="gather", site="b.py:2", entered={7: 4}, may_move=True)
+    elsewhere = report(
+        group=7, members=[1, 2], what="gather", site="b.py:2", entered={7: 4}, may_move=True
+    )
     say(coordinator, 1, "report", now=0.0, **elsewhere)
     coordinator.tick(10.0)
     for rank in (1, 2):
         say(coordinator, rank, "here", now=10.0, **HERE)
     first, second = sentences(coordinator.tick(10.0))
     assert first.count("rank 1 ") == 1
-    assert first.endswith("; rank 1 waits in gather (call 4) at b.py:2; rank 2: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1")
+    assert first.endswith(
+        "; rank 1 waits in gather (call 4) at b.py:2; rank 2: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1"
+    )
     assert second.startswith("rank 1 waits since 10 s in gather")
 
 
@@ -311,10 +384,16 @@ def test_who_is_waited_for_is_asked_and_who_does_not_answer_is_told_of():
     assert coordinator.tick(10.9) == []
     *said, mute = coordinator.tick(11.0)
     assert mute == Mute(1, 1.0)
-    assert sentences(said) == [WAITS.format(11) + "; rank 2: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1"]
+    assert sentences(said) == [
+        WAITS.format(11)
+        + "; rank 2: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1"
+    ]
     assert coordinator.tick(12.0) == []
     coordinator.stalls.mute(1, "it sleeps")
-    assert [coordinator.position(rank) for rank in (1, 2)] == ["not waiting in any call; it sleeps", "not waiting in any call"]
+    assert [coordinator.position(rank) for rank in (1, 2)] == [
+        "not waiting in any call; it sleeps",
+        "not waiting in any call",
+    ]
     say(coordinator, 1, "here", **HERE)
     assert coordinator.position(1) == "not waiting in any call"
 

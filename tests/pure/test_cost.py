@@ -22,7 +22,11 @@ from syncvar.plans import (
     unsuited,
 )
 
-A, B, G = 1000.0, 1.0, 0.25  # latency, per byte, per reduced byte: of a size that keeps the terms apart
+A, B, G = (
+    1000.0,
+    1.0,
+    0.25,
+)  # latency, per byte, per reduced byte: of a size that keeps the terms apart
 MODEL = CostModel(latency=A, per_byte=B, per_reduced_byte=G, per_copied_byte=0.0)
 POWERS = [1, 2, 4, 8, 16]
 OTHERS = [3, 5, 6, 7, 9, 12, 17]
@@ -46,19 +50,29 @@ def pieces_of_two_trees(n, m, gamma):
 
 # Of n ranks and m bytes in all: exact for powers of two.
 EXACT = {
-    ("all_reduce", "direct"): lambda n, m: (n - 1) * (A + m * B + m * G),  # Chan et al. 2007, linear
+    ("all_reduce", "direct"): lambda n, m: (
+        (n - 1) * (A + m * B + m * G)
+    ),  # Chan et al. 2007, linear
     ("all_reduce", "owners"): ring_like,
-    ("all_reduce", "tree"): lambda n, m: depth(n) * (2 * A + 2 * m * B + m * G),  # Thakur et al. 2005, 4.2 and 4.4
-    ("all_reduce", "doubling"): lambda n, m: depth(n) * (A + m * B + m * G),  # Thakur et al. 2005, 4.5
-    ("all_reduce", "halving"): lambda n, m: 2 * depth(n) * A  # Rabenseifner 2004
-    + 2 * (n - 1) / n * m * B
-    + (n - 1) / n * m * G,
+    ("all_reduce", "tree"): lambda n, m: (
+        depth(n) * (2 * A + 2 * m * B + m * G)
+    ),  # Thakur et al. 2005, 4.2 and 4.4
+    ("all_reduce", "doubling"): lambda n, m: (
+        depth(n) * (A + m * B + m * G)
+    ),  # Thakur et al. 2005, 4.5
+    ("all_reduce", "halving"): lambda n, m: (
+        2 * depth(n) * A  # Rabenseifner 2004
+        + 2 * (n - 1) / n * m * B
+        + (n - 1) / n * m * G
+    ),
     ("all_reduce", "ring"): ring_like,  # Patarasuk and Yuan 2009
     ("all_reduce", "reproducible"): ring_like,
     ("all_gather", "direct"): lambda n, m: (n - 1) * A + (n - 1) / n * m * B,
     ("all_gather", "ring"): lambda n, m: (n - 1) * A + (n - 1) / n * m * B,
     ("all_gather", "doubling"): lambda n, m: depth(n) * A + (n - 1) / n * m * B,
-    ("all_gather", "dissemination"): lambda n, m: depth(n) * A + (n - 1) / n * m * B,  # Bruck et al. 1997
+    ("all_gather", "dissemination"): lambda n, m: (
+        depth(n) * A + (n - 1) / n * m * B
+    ),  # Bruck et al. 1997
     ("broadcast", "direct"): lambda n, m: (n - 1) * (A + m * B),
     ("broadcast", "tree"): lambda n, m: depth(n) * (A + m * B),
     ("broadcast", "chain"): lambda n, m: (n - 2 + PIECES) * (A + m / PIECES * B) if n > 1 else 0,
@@ -71,7 +85,9 @@ EXACT = {
     ("reduce_scatter", "direct"): lambda n, m: (n - 1) * A + (n - 1) / n * m * (B + G),
     ("reduce_scatter", "pairwise"): lambda n, m: (n - 1) * A + (n - 1) / n * m * (B + G),
     ("reduce_scatter", "ring"): lambda n, m: (n - 1) * A + (n - 1) / n * m * (B + G),
-    ("all_to_all", "direct"): lambda n, m: (n - 1) * A + (n - 1) / n * m * B,  # m bytes of each rank
+    ("all_to_all", "direct"): lambda n, m: (
+        (n - 1) * A + (n - 1) / n * m * B
+    ),  # m bytes of each rank
     ("all_to_all", "pairwise"): lambda n, m: (n - 1) * A + (n - 1) / n * m * B,
     ("all_to_all", "bruck"): lambda n, m: depth(n) * (A + m / 2 * B),
     ("scan", "direct"): lambda n, m: (n - 1) * (A + m * B + m * G),
@@ -84,11 +100,15 @@ EXACT = {
 
 # Never more than this; what the paper counts and the plan can avoid, or a schedule that is not full in every round.
 AT_MOST = {
-    ("all_reduce", "double_tree"): lambda n, m: pieces_of_two_trees(n, m, G) + pieces_of_two_trees(n, m, 0),
+    ("all_reduce", "double_tree"): lambda n, m: (
+        pieces_of_two_trees(n, m, G) + pieces_of_two_trees(n, m, 0)
+    ),
     ("broadcast", "double_tree"): lambda n, m: pieces_of_two_trees(n, m, 0),
     ("reduce", "double_tree"): lambda n, m: pieces_of_two_trees(n, m, G),
     ("broadcast", "scatter_gather"): lambda n, m: (depth(n) + n - 1) * A + 2 * (n - 1) / n * m * B,
-    ("reduce", "owners"): lambda n, m: 2 * (n - 1) * A + 2 * (n - 1) / n * m * B + (n - 1) / n * m * G,
+    ("reduce", "owners"): lambda n, m: (
+        2 * (n - 1) * A + 2 * (n - 1) / n * m * B + (n - 1) / n * m * G
+    ),
     ("scan", "doubling"): lambda n, m: depth(n) * (A + m * B + 2 * m * G),  # MPICH
     ("exscan", "doubling"): lambda n, m: depth(n) * (A + m * B + 2 * m * G),
 }
@@ -98,12 +118,16 @@ FOLDING = {("all_reduce", "doubling"), ("all_reduce", "halving")}
 
 
 def seconds(collective, algorithm, n):
-    count = {"all_reduce": n, "broadcast": n, "reduce": n, "scan": n, "exscan": n}.get(collective, 1) * BLOCK
+    count = {"all_reduce": n, "broadcast": n, "reduce": n, "scan": n, "exscan": n}.get(
+        collective, 1
+    ) * BLOCK
     return predicted_seconds(build_all(collective, algorithm, n, count=count), 1, MODEL)
 
 
 def test_every_algorithm_has_a_formula():
-    pairs = {(collective, algorithm) for collective, names in ALGORITHMS.items() for algorithm in names}
+    pairs = {
+        (collective, algorithm) for collective, names in ALGORITHMS.items() for algorithm in names
+    }
     assert EXACT.keys() | AT_MOST.keys() == pairs
     assert not EXACT.keys() & AT_MOST.keys()
 
@@ -137,7 +161,8 @@ def test_other_numbers_of_ranks_stay_within_the_formula(pair):
 
 def one(*rounds_of_ranks):
     return [
-        Plan("test", "test", rank, len(rounds_of_ranks), 9, 9, tuple(rounds)) for rank, rounds in enumerate(rounds_of_ranks)
+        Plan("test", "test", rank, len(rounds_of_ranks), 9, 9, tuple(rounds))
+        for rank, rounds in enumerate(rounds_of_ranks)
     ]
 
 
@@ -161,7 +186,9 @@ def test_reductions_and_copies_count():
     model = CostModel(0.0, 0.0, 2.0, 3.0)
     reducing = [(Send(1, Chunk(0, 4)),)], [(RecvReduce(0, Chunk(0, 4), incoming_left=True),)]
     assert predicted_seconds(one(*reducing), 1, model) == 8
-    assert predicted_seconds(one([(Copy(Chunk(0, 4), Chunk(0, 4, Buffer.SCRATCH)),)]), 1, model) == 12
+    assert (
+        predicted_seconds(one([(Copy(Chunk(0, 4), Chunk(0, 4, Buffer.SCRATCH)),)]), 1, model) == 12
+    )
 
 
 def test_shared_memory_publishes_once_what_several_take():

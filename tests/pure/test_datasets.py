@@ -33,10 +33,13 @@ class Pair(NamedTuple):
     x: Any
     y: Any
 
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("shuffle"), st.integers(0, 3)),
-        st.integers(1, 4).flatmap(lambda n: st.tuples(st.just("shard"), st.just(n), st.integers(0, n - 1))),
+        st.integers(1, 4).flatmap(
+            lambda n: st.tuples(st.just("shard"), st.just(n), st.integers(0, n - 1))
+        ),
         st.tuples(st.just("batch"), st.integers(1, 4), st.booleans()),
         st.tuples(st.just("map")),
         st.tuples(st.just("repeat"), st.integers(1, 3)),
@@ -64,7 +67,11 @@ def model(rows, steps, epoch):
         return list(range(rows))
     *before, (name, *given_) = steps
     if name == "repeat":
-        return [x for number in range(given_[0]) for x in model(rows, before, epoch * given_[0] + number)]
+        return [
+            x
+            for number in range(given_[0])
+            for x in model(rows, before, epoch * given_[0] + number)
+        ]
     inner = model(rows, before, epoch)
     if name == "shuffle":
         return [inner[place] for place in permutation(len(inner), given_[0], epoch)]
@@ -73,7 +80,11 @@ def model(rows, steps, epoch):
     if name == "map":
         return [(np.asarray(x) + 1000).tolist() for x in inner]
     size, drop = given_
-    return [inner[at : at + size] for at in range(0, len(inner), size) if not drop or at + size <= len(inner)]
+    return [
+        inner[at : at + size]
+        for at in range(0, len(inner), size)
+        if not drop or at + size <= len(inner)
+    ]
 
 
 def has_ragged_batches(steps):
@@ -99,15 +110,24 @@ def test_any_pipeline_over_any_source_from_any_position(rows, steps, epoch, posi
         assert [np.asarray(x).tolist() for x in dataset.at(epoch)] == expected
         assert [np.asarray(x).tolist() for x in dataset.at(epoch, position)] == expected[position:]
     assert len(indexed) == len(expected)
-    assert indexed.seed == stream.seed == ",".join(str(step[1]) for step in steps if step[0] == "shuffle")
+    assert (
+        indexed.seed
+        == stream.seed
+        == ",".join(str(step[1]) for step in steps if step[0] == "shuffle")
+    )
 
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 7), position=st.integers(0, 40), epoch=st.integers(0, 2))
 def test_repeating_without_end(rows, position, epoch):
-    for dataset in (from_arrays(np.arange(rows), batch_size=None), from_generator(lambda: range(rows))):
+    for dataset in (
+        from_arrays(np.arange(rows), batch_size=None),
+        from_generator(lambda: range(rows)),
+    ):
         endless = dataset.shuffle(seed=5).repeat()
-        expected = [x for number in range(12) for x in model(rows, [("shuffle", 5)], epoch + number)]
+        expected = [
+            x for number in range(12) for x in model(rows, [("shuffle", 5)], epoch + number)
+        ]
         found = [int(x) for _, x in zip(range(10), endless.at(epoch, position), strict=False)]
         if len(expected) >= position + 10:
             assert found == expected[position : position + 10]
@@ -154,7 +174,9 @@ def test_a_position_is_saved_and_loaded():
     def dataset(seed=3):
         return from_arrays(np.arange(20), batch_size=3, shuffle=True, seed=seed)
 
-    whole = [[batch.tolist() for batch in epoch] for one in [dataset()] for epoch in (one, one, one)]
+    whole = [
+        [batch.tolist() for batch in epoch] for one in [dataset()] for epoch in (one, one, one)
+    ]
     reading = dataset()
     list(reading)
     iterator = iter(reading)
@@ -192,9 +214,15 @@ def test_what_a_map_sees():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: from_arrays(np.arange(3), batch_size=0), "the batch size must be an integer of at least 1, not 0"),
+        (
+            lambda: from_arrays(np.arange(3), batch_size=0),
+            "the batch size must be an integer of at least 1, not 0",
+        ),
         (lambda: from_arrays(np.arange(3), batch_size=2.0), "batch size"),
-        (lambda: from_arrays(np.arange(3), batch_size=1, shuffle=1), "shuffle must be True or False"),
+        (
+            lambda: from_arrays(np.arange(3), batch_size=1, shuffle=1),
+            "shuffle must be True or False",
+        ),
         (lambda: from_arrays(np.arange(3), batch_size=1, seed=-1), "seed must be"),
         (lambda: from_arrays(3.0, batch_size=1), "no first axis"),
         (lambda: from_arrays({}, batch_size=1), "without any array"),
@@ -207,13 +235,28 @@ def test_what_a_map_sees():
         (lambda: from_generator(list).repeat(0), "times"),
         (lambda: from_generator(list).prefetch(0), "size"),
         (lambda: from_generator(list).shuffle(seed="a"), "seed"),
-        (lambda: from_generator(list).shuffle(1000), r"no buffer whose size could be 1000.*write dataset.shuffle\(\)"),
-        (lambda: from_generator(list).shuffle(buffer_size=7), "no buffer whose size could be 7.*another order$"),
-        (lambda: from_generator(list).repeat().shuffle(7), "could be 7.*another order, and before repeat, which has no end$"),
+        (
+            lambda: from_generator(list).shuffle(1000),
+            r"no buffer whose size could be 1000.*write dataset.shuffle\(\)",
+        ),
+        (
+            lambda: from_generator(list).shuffle(buffer_size=7),
+            "no buffer whose size could be 7.*another order$",
+        ),
+        (
+            lambda: from_generator(list).repeat().shuffle(7),
+            "could be 7.*another order, and before repeat, which has no end$",
+        ),
         (lambda: from_generator(list).batch(2, drop_remainder=None), "drop_remainder"),
         (lambda: from_generator(list).at(-1), "epoch"),
-        (lambda: list(from_generator(lambda: [[1, 2], [1, 2, 3]]).batch(2)), r"shapes \(2,\), \(3,\) cannot be one batch"),
-        (lambda: list(from_generator(lambda: [{"a": 1}, {"b": 1}]).batch(2)), "different structures"),
+        (
+            lambda: list(from_generator(lambda: [[1, 2], [1, 2, 3]]).batch(2)),
+            r"shapes \(2,\), \(3,\) cannot be one batch",
+        ),
+        (
+            lambda: list(from_generator(lambda: [{"a": 1}, {"b": 1}]).batch(2)),
+            "different structures",
+        ),
     ],
 )
 def test_wrong_arguments(make, words):
@@ -234,16 +277,28 @@ STREAMED = {
     "repeat": lambda dataset: dataset.repeat(),
     "repeat three times": lambda dataset: dataset.repeat(3),
     "begin at a place": lambda dataset: dataset.at(epoch=1, position=7),
-    "all": lambda dataset: dataset.shard(2, 0).map(lambda x: x).batch(2, drop_remainder=True).repeat().prefetch(1),
-    "distribute": lambda dataset: sv.get_strategy().experimental_distribute_dataset(dataset.batch(2)),
-    "distribute from a function": lambda dataset: sv.get_strategy().distribute_datasets_from_function(
-        lambda context: dataset.shard(context.num_input_pipelines, context.input_pipeline_id).batch(2)
+    "all": lambda dataset: (
+        dataset.shard(2, 0).map(lambda x: x).batch(2, drop_remainder=True).repeat().prefetch(1)
+    ),
+    "distribute": lambda dataset: sv.get_strategy().experimental_distribute_dataset(
+        dataset.batch(2)
+    ),
+    "distribute from a function": lambda dataset: (
+        sv.get_strategy().distribute_datasets_from_function(
+            lambda context: dataset.shard(
+                context.num_input_pipelines, context.input_pipeline_id
+            ).batch(2)
+        )
     ),
 }
 
 
 def public_steps():
-    return {name for name, member in vars(Dataset).items() if callable(member) and not name.startswith("_")}
+    return {
+        name
+        for name, member in vars(Dataset).items()
+        if callable(member) and not name.startswith("_")
+    }
 
 
 @pytest.mark.timeout(30)
@@ -262,10 +317,18 @@ def test_a_step_that_needs_all_elements_of_an_endless_dataset_is_refused(source,
     monkeypatch.setattr(streams, "SHUFFLED_MAX", 2_000)
     dataset = ENDLESS[source]()
     is_known = source != "a generator without end"
-    for whole in (dataset, dataset.map(lambda x: x).prefetch(1).shard(2, 0), dataset.batch(2).repeat(2)):
-        with pytest.raises(ConfigError, match="shuffle before repeat" if is_known else "without coming to its end"):
+    for whole in (
+        dataset,
+        dataset.map(lambda x: x).prefetch(1).shard(2, 0),
+        dataset.batch(2).repeat(2),
+    ):
+        with pytest.raises(
+            ConfigError, match="shuffle before repeat" if is_known else "without coming to its end"
+        ):
             next(iter(whole.shuffle(seed=1)))
-        with pytest.raises(TypeError, match="repeated without end" if is_known else "are generated"):
+        with pytest.raises(
+            TypeError, match="repeated without end" if is_known else "are generated"
+        ):
             len(whole)
         assert ("endless" if is_known else "unknown") in repr(whole)
 
@@ -283,15 +346,25 @@ def test_every_step_is_checked_against_endless_datasets():
 def test_what_would_shuffle_or_deal_out_batches_of_from_arrays_is_refused():
     made = from_arrays(np.arange(10), batch_size=4)
     for dataset in (made, made.map(lambda x: x), made.repeat(2), made.repeat(), made.prefetch(1)):
-        with pytest.raises(ConfigError, match=r"shuffle would reorder whole.*batch_size=4, shuffle=True, seed=3\)"):
+        with pytest.raises(
+            ConfigError, match=r"shuffle would reorder whole.*batch_size=4, shuffle=True, seed=3\)"
+        ):
             dataset.shuffle(seed=3)
-        with pytest.raises(ConfigError, match=r"shard would deal out whole.*batch_size=None\)\.shard\(2, 1\)\.batch\(4\)"):
+        with pytest.raises(
+            ConfigError,
+            match=r"shard would deal out whole.*batch_size=None\)\.shard\(2, 1\)\.batch\(4\)",
+        ):
             dataset.shard(2, 1)
     rows = from_arrays(np.arange(10), batch_size=None)
     by_rows = [batch.tolist() for batch in rows.shuffle(seed=3).batch(4)]
-    assert [batch.tolist() for batch in from_arrays(np.arange(10), batch_size=4, shuffle=True, seed=3)] == by_rows
+    assert [
+        batch.tolist() for batch in from_arrays(np.arange(10), batch_size=4, shuffle=True, seed=3)
+    ] == by_rows
     assert [batch.tolist() for batch in rows.shard(2, 1).batch(4)] == [[1, 3, 5, 7], [9]]
-    assert sorted(batch.tolist() for batch in rows.batch(5).shuffle()) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]], "asked for"
+    assert sorted(batch.tolist() for batch in rows.batch(5).shuffle()) == [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7, 8, 9],
+    ], "asked for"
 
 
 @given(rows=st.integers(0, 60), parts=st.integers(1, 9))
@@ -311,7 +384,12 @@ def test_parts_of_a_batch_are_even_and_cover_it(rows, parts):
     [
         np.zeros((3, 2), np.float16),
         {"x": np.zeros((3, 0, 4), bool), "n": (np.arange(3), [np.zeros(3, complex)])},
-        (np.array(["a", "bb", "c"]), np.array([b"x"] * 3), np.array([None] * 3), np.zeros(3, "datetime64[s]")),
+        (
+            np.array(["a", "bb", "c"]),
+            np.array([b"x"] * 3),
+            np.array([None] * 3),
+            np.zeros(3, "datetime64[s]"),
+        ),
     ],
 )
 def test_a_kind_can_travel_and_makes_batches_without_rows(batch):
@@ -328,7 +406,13 @@ def test_a_kind_can_travel_and_makes_batches_without_rows(batch):
 def test_kinds_differ_where_batches_do_not_fit_together():
     kinds = [
         kind_of(batch)
-        for batch in (np.zeros((3, 2)), np.zeros((3, 3)), np.zeros((3, 2), np.float32), [np.zeros((3, 2))], (np.zeros((3, 2)),))
+        for batch in (
+            np.zeros((3, 2)),
+            np.zeros((3, 3)),
+            np.zeros((3, 2), np.float32),
+            [np.zeros((3, 2))],
+            (np.zeros((3, 2)),),
+        )
     ]
     assert len(set(kinds)) == 5
     assert kind_of(np.array(["a"])) == kind_of(np.array(["abc"])), "lengths of texts may differ"
@@ -352,7 +436,9 @@ def test_contents_have_digests():
 
 
 def test_structures_keep_their_types():
-    assert map_leaves(len, Pair([1, 2], {"b": np.zeros(3), "a": (np.zeros(1),)})) == Pair(2, {"b": 3, "a": (1,)})
+    assert map_leaves(len, Pair([1, 2], {"b": np.zeros(3), "a": (np.zeros(1),)})) == Pair(
+        2, {"b": 3, "a": (1,)}
+    )
     made = stacked([Pair(1, [np.zeros(2)]), Pair(2, [np.ones(2)])])
     assert isinstance(made, Pair)
     assert made.x.tolist() == [1, 2]

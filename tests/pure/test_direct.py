@@ -44,7 +44,12 @@ def test_direct_all_reduce_makes_one_copy_and_a_reduction_per_peer(rank):
 
 def test_direct_all_reduce_never_sends_work():
     for rank in range(4):
-        sends = [step for steps in direct_all_reduce(rank, 4, 3) for step in steps if isinstance(step, Send)]
+        sends = [
+            step
+            for steps in direct_all_reduce(rank, 4, 3)
+            for step in steps
+            if isinstance(step, Send)
+        ]
         assert {step.chunk.buffer for step in sends} == {Buffer.SCRATCH}
 
 
@@ -56,7 +61,8 @@ def test_direct_all_reduce_takes_a_slot_per_rank():
 def test_direct_all_gather_sends_the_own_block_to_everyone_in_one_round(counts):
     n = len(counts)
     report = verify(
-        build_all("all_gather", "direct", n, counts=counts), contract_of("all_gather", n, counts=counts)
+        build_all("all_gather", "direct", n, counts=counts),
+        contract_of("all_gather", n, counts=counts),
     )
     assert report.rounds == (n > 1)
     assert report.messages == (n - 1,) * n
@@ -66,5 +72,7 @@ def test_direct_all_gather_sends_the_own_block_to_everyone_in_one_round(counts):
 def test_ranks_do_not_all_begin_with_the_same_peer():
     for algorithm, collective in (("direct", "all_reduce"), ("direct", "all_gather")):
         plans = build_all(collective, algorithm, 5, count=1)
-        firsts = [next(step for step in plan.rounds[-1] if isinstance(step, Send)) for plan in plans]
+        firsts = [
+            next(step for step in plan.rounds[-1] if isinstance(step, Send)) for plan in plans
+        ]
         assert len({step.peer for step in firsts}) == 5

@@ -48,7 +48,9 @@ def test_the_own_block_stays_where_it_is():
             if isinstance(step, Copy) and step.target.buffer == Buffer.WORK
         ]
         own = range(2 * plan.rank, 2 * plan.rank + 2)
-        assert all(element not in range(chunk.start, chunk.stop) for chunk in written for element in own)
+        assert all(
+            element not in range(chunk.start, chunk.stop) for chunk in written for element in own
+        )
 
 
 def test_headers_are_exchanged_like_equal_blocks():

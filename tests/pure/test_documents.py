@@ -29,7 +29,9 @@ CONSOLE = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 @pytest.mark.parametrize("name", GENERATED)
 def test_what_a_command_prints_stands_in_its_page(name, capsys):
     page, command = GENERATED[name]
-    marked = re.compile(rf"(<!-- {name}: output of `syncvar {name}` -->\n)(.*?)(<!-- end of {name} -->)", re.DOTALL)
+    marked = re.compile(
+        rf"(<!-- {name}: output of `syncvar {name}` -->\n)(.*?)(<!-- end of {name} -->)", re.DOTALL
+    )
     assert main(command) == 0
     printed = capsys.readouterr().out
     if name == "settings":
@@ -42,7 +44,9 @@ def test_what_a_command_prints_stands_in_its_page(name, capsys):
     if os.environ.get("SYNCVAR_REGENERATE_GOLDEN"):
         path.write_text(marked.sub(lambda found: found[1] + printed + found[3], text))
         text = path.read_text()
-    assert marked.search(text)[2] == printed, "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
+    assert marked.search(text)[2] == printed, (
+        "run this test with SYNCVAR_REGENERATE_GOLDEN=1, and read the difference"
+    )
 
 
 def test_the_readme_is_short():
@@ -53,12 +57,16 @@ def test_the_readme_is_short():
 def test_links_lead_to_files(page):
     for target in LINK.findall(page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+            assert (page.parent / target).exists(), (
+                f"{page.name} links to {target}, which is not there"
+            )
 
 
 def test_every_page_is_in_the_list_of_pages():
     listed = LINK.findall((REPOSITORY / "docs" / "README.md").read_text())
-    assert {page.name for page in REPOSITORY.glob("docs/*.md")} - {"README.md"} == {one for one in listed if "/" not in one}
+    assert {page.name for page in REPOSITORY.glob("docs/*.md")} - {"README.md"} == {
+        one for one in listed if "/" not in one
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

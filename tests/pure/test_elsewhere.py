@@ -9,13 +9,22 @@ from syncvar.errors import ConfigError
 from syncvar.topology import told_elsewhere, why_not_alone
 
 TORCH = {
-    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
-    "MASTER_ADDR": "node0", "MASTER_PORT": "29500",
-}  # fmt: skip
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
 
 
 def tf(index, workers=("a:1", "a:2", "b:1", "b:2"), kind="worker", **cluster):
-    return {"TF_CONFIG": json.dumps({"cluster": {"worker": list(workers)} | cluster, "task": {"type": kind, "index": index}})}
+    return {
+        "TF_CONFIG": json.dumps(
+            {"cluster": {"worker": list(workers)} | cluster, "task": {"type": kind, "index": index}}
+        )
+    }
 
 
 def test_torchrun():
@@ -44,7 +53,14 @@ def test_tf_config():
 
 @pytest.mark.parametrize(
     "environ",
-    [{}, {"RANK": "0", "WORLD_SIZE": "2"}, {"MASTER_ADDR": "x", "MASTER_PORT": "1"}, {"TF_CONFIG": " "}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"cluster": {}, "task": {"type": "worker", "index": 0}}'}],
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"MASTER_ADDR": "x", "MASTER_PORT": "1"},
+        {"TF_CONFIG": " "},
+        {"TF_CONFIG": "{}"},
+        {"TF_CONFIG": '{"cluster": {}, "task": {"type": "worker", "index": 0}}'},
+    ],
 )
 def test_what_says_nothing_of_this_process(environ):
     assert told_elsewhere(environ) is None
@@ -66,14 +82,20 @@ def test_what_says_nothing_of_this_process(environ):
         (tf(4), "no task worker 4"),
         (tf(True), "no task worker True"),
         (tf(0, kind="evaluator"), "only chief and worker"),
-        (tf(0, ps=["p:1", "q:1"]), "leave TF_CONFIG out, and write syncvar-launch --workers 4 --servers 2 SCRIPT"),
+        (
+            tf(0, ps=["p:1", "q:1"]),
+            "leave TF_CONFIG out, and write syncvar-launch --workers 4 --servers 2 SCRIPT",
+        ),
         (tf(0, kind="ps", ps=["p:1"]), "only syncvar-launch starts parameter servers"),
         (tf(0, ("a",)), "'a' is no host:port"),
         (tf(0, ("a:x",)), "TF_CONFIG has 'x' for a port"),
         (tf(0, ("a:1", "b:1", "a:2")), "do not follow each other"),
-        (TORCH | tf(2), "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE says rank 3, TF_CONFIG says rank 2"),
+        (
+            TORCH | tf(2),
+            "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK, LOCAL_WORLD_SIZE says rank 3, TF_CONFIG says rank 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_refused_by_name(environ, words):
     with pytest.raises(ConfigError) as caught:
         told_elsewhere(environ)
@@ -98,18 +120,35 @@ def test_a_size_of_our_own_without_a_rank_is_no_world_of_one():
 
 
 def test_a_size_that_is_no_number_is_named():
-    with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE must be a non-negative integer, not 'many'"):
+    with pytest.raises(
+        ConfigError, match="OMPI_COMM_WORLD_SIZE must be a non-negative integer, not 'many'"
+    ):
         why_not_alone({"OMPI_COMM_WORLD_SIZE": "many"})
     with pytest.raises(ConfigError, match="SLURM_LOCALID must be a non-negative integer, not '-1'"):
-        told_elsewhere({
-            "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0",
-            "SLURM_LOCALID": "-1", "SLURM_STEP_TASKS_PER_NODE": "2",
-        })  # fmt: skip
+        told_elsewhere(
+            {
+                "SLURM_JOB_ID": "7",
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": "0",
+                "SLURM_NODEID": "0",
+                "SLURM_LOCALID": "-1",
+                "SLURM_STEP_TASKS_PER_NODE": "2",
+            }
+        )
 
 
 def test_a_size_above_1_without_an_address_is_no_world_of_one():
-    for given in ({"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}):
+    for given in (
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"},
+    ):
         assert "set MASTER_ADDR and MASTER_PORT" in why_not_alone(given)
-    for given in ({"RANK": "0"}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "first", "WORLD_SIZE": "2"}):
+    for given in (
+        {"RANK": "0"},
+        {"WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "first", "WORLD_SIZE": "2"},
+    ):
         assert why_not_alone(given) == ""
     assert why_not_alone({"RANK": "0", "WORLD_SIZE": "2", "SYNCVAR_WORLD_SIZE": "1"}) == ""

@@ -14,16 +14,29 @@ from syncvar.topology import told_elsewhere
 
 
 def told(grounds, **more):
-    places = [Place(ground, f"host-{ground}", f"10.0.0.{number}", 5000 + number, 100 + number) for number, ground in enumerate(grounds, 1)]
-    handed = parts(places, b"call", "run", "5e" * 32, {"SYNCVAR_LOST_AFTER_S": "3"}, ["/there"], **more)
+    places = [
+        Place(ground, f"host-{ground}", f"10.0.0.{number}", 5000 + number, 100 + number)
+        for number, ground in enumerate(grounds, 1)
+    ]
+    handed = parts(
+        places, b"call", "run", "5e" * 32, {"SYNCVAR_LOST_AFTER_S": "3"}, ["/there"], **more
+    )
     return [(part, told_elsewhere(part.environ)) for part in handed]
 
 
 def test_ranks_of_a_host_follow_each_other():
     found = told("abacb")
     assert [part.rank for part, _ in found] == [0, 2, 1, 4, 3]
-    assert [(one.local_rank, one.local_world_size, one.host_index) for _, one in found] == [(0, 2, 0), (0, 2, 1), (1, 2, 0), (0, 1, 2), (1, 2, 1)]
-    assert {(one.world_size, one.host_count, one.address) for _, one in found} == {(5, 3, "10.0.0.1")}
+    assert [(one.local_rank, one.local_world_size, one.host_index) for _, one in found] == [
+        (0, 2, 0),
+        (0, 2, 1),
+        (1, 2, 0),
+        (0, 1, 2),
+        (1, 2, 1),
+    ]
+    assert {(one.world_size, one.host_count, one.address) for _, one in found} == {
+        (5, 3, "10.0.0.1")
+    }
     assert [part.pid for part, _ in found] == [101, 102, 103, 104, 105]
 
 
@@ -37,7 +50,12 @@ def test_each_start_is_another_job_and_knows_its_number():
 
 @pytest.mark.parametrize(
     "value",
-    [Place("g", "h", "::1", 1, 2), Part(1, {"A": "b"}, b"\0", ["x"], 3), End(b"\1"), End(error="E", message="m", traceback="t", exit_code=3, has_met=False)],
+    [
+        Place("g", "h", "::1", 1, 2),
+        Part(1, {"A": "b"}, b"\0", ["x"], 3),
+        End(b"\1"),
+        End(error="E", message="m", traceback="t", exit_code=3, has_met=False),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_engines_carry_comes_back_as_it_was(value):
@@ -60,15 +78,24 @@ def test_the_port_of_a_place_is_kept_for_it():
 def test_a_missing_package_is_named_with_what_to_install(name, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, f"syncvar.engines.on_{name}", raising=False)
-    with pytest.raises(sv.ConfigError, match=rf"engine='{name}' needs {name.capitalize()}: pip install (ray|distributed) cloudpickle"):
+    with pytest.raises(
+        sv.ConfigError,
+        match=rf"engine='{name}' needs {name.capitalize()}: pip install (ray|distributed) cloudpickle",
+    ):
         sv.run(divmod, workers=2, args=(7, 2), engine=name)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"engine": "spark"}, "engine must be one of local, ray, dask, or an object of syncvar.engines, not 'spark'"),
-        ({"engine": [3]}, "engine must be one of local, ray, dask, or an object of syncvar.engines, not [3]"),
+        (
+            {"engine": "spark"},
+            "engine must be one of local, ray, dask, or an object of syncvar.engines, not 'spark'",
+        ),
+        (
+            {"engine": [3]},
+            "engine must be one of local, ray, dask, or an object of syncvar.engines, not [3]",
+        ),
         ({"max_restarts": -1}, "max_restarts must be a whole number of at least 0, not -1"),
         ({"max_restarts": True}, "max_restarts must be a whole number of at least 0, not True"),
     ],

@@ -43,13 +43,22 @@ def noted(error):
 @pytest.mark.parametrize(
     "error",
     [
-        ValueError("wrong"), KeyError(("a", 1)), OSError(2, "none", "file"), SystemExit(3),
-        FileNotFoundError(2, "none", "a", None, "b"), Counted(4), PeerLost(1, "h", "why"),
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "why"), ImportError("no", name="n", path="p"),
-        noted(TypeError()), KeyboardInterrupt(), ZeroDivisionError("by 0"), Mute(1),
+        ValueError("wrong"),
+        KeyError(("a", 1)),
+        OSError(2, "none", "file"),
+        SystemExit(3),
+        FileNotFoundError(2, "none", "a", None, "b"),
+        Counted(4),
+        PeerLost(1, "h", "why"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "why"),
+        ImportError("no", name="n", path="p"),
+        noted(TypeError()),
+        KeyboardInterrupt(),
+        ZeroDivisionError("by 0"),
+        Mute(1),
     ],
     ids=lambda error: type(error).__name__,
-)  # fmt: skip
+)
 def test_an_exception_comes_back_as_its_own_class(error):
     made = Counted.made
     back = unpack_exception(pack_exception(error))

@@ -5,7 +5,9 @@ import sys
 from syncvar.exits import is_failing
 
 
-def test_an_exception_that_ended_the_program_is_a_failure_and_one_seen_at_a_prompt_is_not(monkeypatch):
+def test_an_exception_that_ended_the_program_is_a_failure_and_one_seen_at_a_prompt_is_not(
+    monkeypatch,
+):
     monkeypatch.delattr(sys, "last_value", raising=False)
     monkeypatch.delattr(sys, "ps1", raising=False)
     assert not is_failing()

@@ -29,10 +29,16 @@ def test_ranges_are_a_set(changes, start, stop):
     assert ranges.total == len(model)
     found = list(ranges)
     assert all(first < last for first, last in found)
-    assert all(one[1] < other[0] for one, other in itertools.pairwise(found)), "what touches is one range"
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(found)), (
+        "what touches is one range"
+    )
     asked = set(range(start, stop))
-    assert {number for first, last in ranges.inside(start, stop) for number in range(first, last)} == asked & model
-    assert {number for first, last in ranges.outside(start, stop) for number in range(first, last)} == asked - model
+    assert {
+        number for first, last in ranges.inside(start, stop) for number in range(first, last)
+    } == asked & model
+    assert {
+        number for first, last in ranges.outside(start, stop) for number in range(first, last)
+    } == asked - model
 
 
 @given(st.lists(spans, max_size=20), st.integers(1, 10), st.sampled_from([1, 2, 4, 8]))
@@ -79,7 +85,9 @@ class Model:
         assert self.pages(offset, stop) <= self.populated
         dirty = set().union(*(self.pages(*one) for one in taken.dirty))
         assert self.used & self.pages(offset, stop) <= dirty
-        assert all(offset - offset % PAGE_BYTES <= start < end <= stop for start, end in taken.dirty)
+        assert all(
+            offset - offset % PAGE_BYTES <= start < end <= stop for start, end in taken.dirty
+        )
         self.live[offset] = taken.nbytes
         self.used |= self.pages(offset, stop)
 
@@ -113,7 +121,18 @@ class Model:
 
 sizes = st.one_of(
     st.integers(0, 3 * PAGE_BYTES),
-    st.sampled_from([1, LINE_BYTES, PAGE_BYTES - 1, PAGE_BYTES, SMALL_BYTES, SMALL_BYTES + 1, EXTENT_BYTES, HUGE_BYTES]),
+    st.sampled_from(
+        [
+            1,
+            LINE_BYTES,
+            PAGE_BYTES - 1,
+            PAGE_BYTES,
+            SMALL_BYTES,
+            SMALL_BYTES + 1,
+            EXTENT_BYTES,
+            HUGE_BYTES,
+        ]
+    ),
     st.integers(SMALL_BYTES, 5 * MIB),
 )
 moves = st.one_of(
@@ -172,7 +191,9 @@ def test_large_ones_lie_on_huge_pages_where_there_is_room():
     extents = Extents(256 << 10, 9 * MIB)
     assert extents.allocate(MIB + WHOLE).offset == 2 * MIB + LINE_BYTES
     assert extents.allocate(2 * MIB + WHOLE).offset == 4 * MIB + LINE_BYTES
-    assert extents.allocate(MIB + WHOLE).offset == 7 * MIB + LINE_BYTES, "rather not aligned than not at all"
+    assert extents.allocate(MIB + WHOLE).offset == 7 * MIB + LINE_BYTES, (
+        "rather not aligned than not at all"
+    )
     assert extents.allocate(MIB + WHOLE) is None
 
 

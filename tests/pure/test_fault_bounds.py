@@ -9,7 +9,11 @@ import fault_bounds
 
 
 def test_a_median_above_twice_its_bound_is_too_slow():
-    found = {("F01", 1.0): [0.5, 9.0, 0.7], ("F02", 1.0): [1.5, 1.9, 1.2], ("F03", 1.0): [2.5, 2.6, 0.1]}
+    found = {
+        ("F01", 1.0): [0.5, 9.0, 0.7],
+        ("F02", 1.0): [1.5, 1.9, 1.2],
+        ("F03", 1.0): [2.5, 2.6, 0.1],
+    }
     lines, above = fault_bounds.table(found)
     assert above == ["F03"]
     assert [line.split() for line in lines[1:]] == [

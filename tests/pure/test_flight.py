@@ -19,7 +19,11 @@ from syncvar.roles import SERVER_0
 PACKAGE = str(Path(syncvar.__file__).parent)
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 MS = 1_000_000
-SUM, MAX, BARRIER = ("all_reduce(sum, float32[12])", 11), ("all_reduce(max, float32[12])", 12), ("barrier", 13)
+SUM, MAX, BARRIER = (
+    ("all_reduce(sum, float32[12])", 11),
+    ("all_reduce(max, float32[12])", 12),
+    ("barrier", 13),
+)
 LOST = "PeerLost: rank 1 on box was lost: signal 9"
 
 
@@ -27,19 +31,44 @@ def call(number, what, began, ended, state="done", *, group=0, detail="", thread
     """Make an event; times in milliseconds."""
     words, digest = what
     return Event(
-        words, group, number, digest, 48, "arena direct", int(began * MS), int(ended * MS), state, thread, detail
+        words,
+        group,
+        number,
+        digest,
+        48,
+        "arena direct",
+        int(began * MS),
+        int(ended * MS),
+        state,
+        thread,
+        detail,
     )
 
 
 def data(rank, events, *, world=3, groups=None, reason="", boot="b", **changes):
     return {
-        "format": FORMAT, "rank": rank, "world_size": world, "generation": 0, "job": "0123456789abcdef", "host": "box",
-        "boot": boot, "process": 100 + rank, "reason": reason, "is_final": True, "clock_offset_ns": 0,
-        "written_ns": 200 * MS, "written_wall_ns": 0, "is_whole": True,
-        "groups": {str(group): members for group, members in ({0: list(range(world))} | (groups or {})).items()},
+        "format": FORMAT,
+        "rank": rank,
+        "world_size": world,
+        "generation": 0,
+        "job": "0123456789abcdef",
+        "host": "box",
+        "boot": boot,
+        "process": 100 + rank,
+        "reason": reason,
+        "is_final": True,
+        "clock_offset_ns": 0,
+        "written_ns": 200 * MS,
+        "written_wall_ns": 0,
+        "is_whole": True,
+        "groups": {
+            str(group): members
+            for group, members in ({0: list(range(world))} | (groups or {})).items()
+        },
         "threads": {"1": {"name": "MainThread", "site": f"train.py:{10 + rank} in main"}},
-        "columns": list(Event._fields), "events": [list(event) for event in events],
-    } | changes  # fmt: skip
+        "columns": list(Event._fields),
+        "events": [list(event) for event in events],
+    } | changes
 
 
 def records(*each):
@@ -62,9 +91,21 @@ def told(error="MismatchError"):
 def mismatch():
     failed = {"state": "failed", "detail": told()}
     return [
-        data(0, [*same(0, 6), call(6, SUM, 60, 65, **failed)], reason="uncaught MismatchError: no\nrank 0"),
-        data(1, [*same(1, 6), call(6, BARRIER, 61, 65, **failed)], reason="uncaught MismatchError: no\nrank 0"),
-        data(2, [*same(2, 6), call(6, SUM, 62, 65, **failed)], reason="uncaught MismatchError: no\nrank 0"),
+        data(
+            0,
+            [*same(0, 6), call(6, SUM, 60, 65, **failed)],
+            reason="uncaught MismatchError: no\nrank 0",
+        ),
+        data(
+            1,
+            [*same(1, 6), call(6, BARRIER, 61, 65, **failed)],
+            reason="uncaught MismatchError: no\nrank 0",
+        ),
+        data(
+            2,
+            [*same(2, 6), call(6, SUM, 62, 65, **failed)],
+            reason="uncaught MismatchError: no\nrank 0",
+        ),
     ]
 
 
@@ -88,11 +129,22 @@ def killed():
 
 def ended():
     """Rank 1 has ended in order; the others wait in a call, and rank 0 in another one for its message."""
-    failed = {"state": "failed", "detail": "PeerLost: rank 1 on box was lost: finished (it ended before all_reduce(sum, float32[12]) (call 3))"}
+    failed = {
+        "state": "failed",
+        "detail": "PeerLost: rank 1 on box was lost: finished (it ended before all_reduce(sum, float32[12]) (call 3))",
+    }
     message = ("recv(from rank 1, tag 0)", 9)
     pair = 9552367009143471357
     return [
-        data(0, [*same(0, 2), call(2, SUM, 20, 90, **failed), call(0, message, 95, 96, group=pair, **failed)], groups={pair: [1, 0]}),
+        data(
+            0,
+            [
+                *same(0, 2),
+                call(2, SUM, 20, 90, **failed),
+                call(0, message, 95, 96, group=pair, **failed),
+            ],
+            groups={pair: [1, 0]},
+        ),
         data(2, [*same(2, 2), call(2, SUM, 22, 90, **failed)]),
     ]
 
@@ -106,13 +158,22 @@ def crossed():
     ]
 
 
-def waiting_in_a_ring(said="deadlock: each of these ranks waits for the next one", kind="MismatchError"):
+def waiting_in_a_ring(
+    said="deadlock: each of these ranks waits for the next one", kind="MismatchError"
+):
     """Each of three ranks waits for a message of the next one."""
     groups = {10 + rank: sorted([rank, (rank + 1) % 3]) for rank in range(3)}
     made = [(f"recv(from rank {(rank + 1) % 3}, tag 0)", 9) for rank in range(3)]
     detail = f"{kind}: {made[0][0]} (call 1): {said}"
     return [
-        data(rank, [*same(rank, 1), call(0, made[rank], 22 - rank, 90, "failed", group=10 + rank, detail=detail)], groups={group: groups[group] for group in groups if rank in groups[group]})
+        data(
+            rank,
+            [
+                *same(rank, 1),
+                call(0, made[rank], 22 - rank, 90, "failed", group=10 + rank, detail=detail),
+            ],
+            groups={group: groups[group] for group in groups if rank in groups[group]},
+        )
         for rank in range(3)
     ]
 
@@ -120,10 +181,17 @@ def waiting_in_a_ring(said="deadlock: each of these ranks waits for the next one
 def test_ranks_that_wait_for_one_another_have_not_parted():
     text, has_diverged = explained(records(*waiting_in_a_ring()))
     assert has_diverged
-    assert "deadlock: rank 0 waits for a message of rank 1, rank 1 for a message of rank 2, and rank 2 for a message of rank 0\n" in text
+    assert (
+        "deadlock: rank 0 waits for a message of rank 1, rank 1 for a message of rank 2, and rank 2 for a message of rank 0\n"
+        in text
+    )
     assert "divergence" not in text
     assert "also:" not in text
-    for other in (waiting_in_a_ring("no"), waiting_in_a_ring(kind="PeerLost"), waiting_in_a_ring()[:2]):
+    for other in (
+        waiting_in_a_ring("no"),
+        waiting_in_a_ring(kind="PeerLost"),
+        waiting_in_a_ring()[:2],
+    ):
         assert "deadlock: rank" not in explained(records(*other))[0]
 
 
@@ -140,8 +208,21 @@ def skipped():
 
 def refused():
     return [
-        data(0, [*same(0, 1), call(1, SUM, 10, 20, "failed", detail="MismatchError: rank 1 refused")], world=2),
-        data(1, [*same(1, 1), call(1, ("all_reduce", 0), 11, 11, "failed", detail="ConfigError: unknown op 'sun'")], world=2),
+        data(
+            0,
+            [*same(0, 1), call(1, SUM, 10, 20, "failed", detail="MismatchError: rank 1 refused")],
+            world=2,
+        ),
+        data(
+            1,
+            [
+                *same(1, 1),
+                call(
+                    1, ("all_reduce", 0), 11, 11, "failed", detail="ConfigError: unknown op 'sun'"
+                ),
+            ],
+            world=2,
+        ),
     ]
 
 
@@ -162,9 +243,13 @@ def write(folder, *each):
         (folder / record_name(one["rank"], one["generation"])).write_text(json.dumps(one))
 
 
-@pytest.mark.parametrize("how", ["finished", "left with status 0 before shutdown", "exited with status 3"])
+@pytest.mark.parametrize(
+    "how", ["finished", "left with status 0 before shutdown", "exited with status 3"]
+)
 def test_a_rank_that_ended_without_a_call_has_parted_from_those_who_made_it(how):
-    lost = f"PeerLost: rank 1 on vm#1 was lost: {how} (while in all_reduce(sum, float32[12]) (call 3))"
+    lost = (
+        f"PeerLost: rank 1 on vm#1 was lost: {how} (while in all_reduce(sum, float32[12]) (call 3))"
+    )
     left = records(data(0, [*same(0, 2), call(2, SUM, 20, 90, "failed", detail=lost)], world=2))
     assert [(one.call, one.absent) for one in divergences(left)] == [(2, (1,))]
     text, has_diverged = explained(left)
@@ -174,11 +259,24 @@ def test_a_rank_that_ended_without_a_call_has_parted_from_those_who_made_it(how)
 
 
 def test_a_rank_that_was_told_to_end_is_told_of_with_its_place():
-    waits = data(0, [*same(0, 1), call(1, SUM, 10, 90, "failed", detail="SystemExit: 143")], world=2, reason="SystemExit: 143")
+    waits = data(
+        0,
+        [*same(0, 1), call(1, SUM, 10, 90, "failed", detail="SystemExit: 143")],
+        world=2,
+        reason="SystemExit: 143",
+    )
     stack = [["/home/load.py", 7, "read"], ["/home/train.py", 49, "<module>"]]
     threads = {"1": {"name": "MainThread", "site": "a place unknown"}}  # its last call is over
-    text, _ = explained(records(waits, data(1, same(1, 1), world=2, reason="SystemExit: 143", stack=stack, threads=threads)))
-    assert "rank 1: never entered it; its call 1 was all_reduce(sum, float32[12]), done; it made no other call: told to end (SIGTERM)" in text
+    text, _ = explained(
+        records(
+            waits,
+            data(1, same(1, 1), world=2, reason="SystemExit: 143", stack=stack, threads=threads),
+        )
+    )
+    assert (
+        "rank 1: never entered it; its call 1 was all_reduce(sum, float32[12]), done; it made no other call: told to end (SIGTERM)"
+        in text
+    )
     assert "done at 5.000 ms; it stood in user code, /home/load.py:7 < /home/train.py:49\n" in text
     assert "it stood at train.py:10 in main" in text, "the call it waits in"
 
@@ -197,7 +295,13 @@ def test_explain_says_what_happened(name, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("make", "group", "number", "absent"),
-    [(mismatch, 0, 6, ()), (exception, 0, 2, (1,)), (crossed, 3, 0, (1,)), (skipped, 0, 1000001, (1,)), (refused, 0, 1, ())],
+    [
+        (mismatch, 0, 6, ()),
+        (exception, 0, 2, (1,)),
+        (crossed, 3, 0, (1,)),
+        (skipped, 0, 1000001, (1,)),
+        (refused, 0, 1, ()),
+    ],
 )
 def test_the_first_divergence(make, group, number, absent):
     first = divergences(records(*make()))[0]
@@ -227,12 +331,19 @@ def test_a_message_that_nobody_has_fetched_comes_last():
 
 
 def test_what_lies_before_a_full_ring_is_not_known():
-    each = [data(0, same(0, 9)), data(1, same(1, 9, 6), is_whole=False), data(2, same(2, 9, 8), is_whole=False)]
+    each = [
+        data(0, same(0, 9)),
+        data(1, same(1, 9, 6), is_whole=False),
+        data(2, same(2, 9, 8), is_whole=False),
+    ]
     assert divergences(records(*each)) == []
 
 
 def test_a_call_after_a_full_ring_was_not_entered():
-    each = [data(0, [*same(0, 9), call(9, SUM, 95, 0, "started")], world=2), data(1, same(1, 9, 6), world=2, is_whole=False)]
+    each = [
+        data(0, [*same(0, 9), call(9, SUM, 95, 0, "started")], world=2),
+        data(1, same(1, 9, 6), world=2, is_whole=False),
+    ]
     assert [(one.call, one.absent) for one in divergences(records(*each))] == [(9, (1,))]
 
 
@@ -248,13 +359,17 @@ def test_the_last_generation_is_explained():
     assert "generation 1" in text
 
 
-# -- the trace --------------------------------------------------------------------------------------------------------
+# -- the trace -------------------------------------------------------------------------------------
 
 
 def test_the_trace_has_every_rank_operation_and_name():
     trace = json.loads(json.dumps(merged(records(*mismatch()))))
     events = trace["traceEvents"]
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1", "rank 2"}
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "rank 0",
+        "rank 1",
+        "rank 2",
+    }
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"the world"}
     operations = [e for e in events if e.get("cat") == "operation"]
     assert len(operations) == 21
@@ -280,7 +395,12 @@ def test_arrows_lead_from_the_last_to_come_to_the_ends_of_those_who_waited():
 
 
 def test_calls_that_overlap_have_rows_of_their_own():
-    overlapping = [call(0, SUM, 0, 10), call(1, SUM, 1, 9), call(2, SUM, 11, 12), call(0, SUM, 2, 3, group=5)]
+    overlapping = [
+        call(0, SUM, 0, 10),
+        call(1, SUM, 1, 9),
+        call(2, SUM, 11, 12),
+        call(0, SUM, 2, 3, group=5),
+    ]
     events = merged(records(data(0, overlapping, groups={5: [0, 1]})))["traceEvents"]
     rows = {}
     for event in events:
@@ -293,7 +413,9 @@ def test_calls_that_overlap_have_rows_of_their_own():
 
 def test_what_has_not_ended_lasts_until_the_record_was_made():
     events = merged(records(*crossed()))["traceEvents"]
-    assert [e["dur"] for e in events if e.get("cat") == "operation" and e["args"]["state"] == "started"] == [180e3, 179e3]
+    assert [
+        e["dur"] for e in events if e.get("cat") == "operation" and e["args"]["state"] == "started"
+    ] == [180e3, 179e3]
 
 
 def test_clocks_of_other_hosts_are_moved_and_said():
@@ -310,10 +432,12 @@ def test_merge_writes_a_file_at_once_or_none(tmp_path, capsys):
     assert "21 events of 3 ranks" in capsys.readouterr().out
     assert json.loads((tmp_path / "t.json").read_text())["otherData"]["job"] == "0123456789abcdef"
     assert main(["trace", "merge", str(tmp_path), "-o", str(tmp_path / "no" / "t.json")]) == 2
-    assert sorted(path.name for path in tmp_path.iterdir() if "flight" not in path.name) == ["t.json"]
+    assert sorted(path.name for path in tmp_path.iterdir() if "flight" not in path.name) == [
+        "t.json"
+    ]
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def test_files_that_are_no_records_are_refused_by_name(tmp_path):
@@ -321,7 +445,15 @@ def test_files_that_are_no_records_are_refused_by_name(tmp_path):
         load([str(tmp_path)])
     with pytest.raises(ConfigError, match="No such file"):
         load([str(tmp_path / "x.json")])
-    for text in ("", "{", "[]", "3", "{}", json.dumps({"format": "another"}), json.dumps(data(0, []) | {"events": [[1]]})):
+    for text in (
+        "",
+        "{",
+        "[]",
+        "3",
+        "{}",
+        json.dumps({"format": "another"}),
+        json.dumps(data(0, []) | {"events": [[1]]}),
+    ):
         (tmp_path / "flight-rank0.json").write_text(text)
         with pytest.raises(ConfigError, match="is no flight record"):
             load([str(tmp_path)])
@@ -342,29 +474,63 @@ def test_the_later_of_two_records_of_a_rank_counts(tmp_path):
 
 def test_columns_may_come_in_any_order_and_more_may_come():
     plain = data(0, same(0, 1))
-    turned = plain | {"columns": ["new", *reversed(plain["columns"])], "events": [[0, *reversed(plain["events"][0])]]}
+    turned = plain | {
+        "columns": ["new", *reversed(plain["columns"])],
+        "events": [[0, *reversed(plain["events"][0])]],
+    }
     assert as_record(turned) == as_record(plain)
 
 
 def test_servers_are_told_of_beside_ranks_and_part_from_nobody(tmp_path, capsys):
-    served = [call(-1, ("push of rank 0", 0), 1, 2, group=-1), call(-1, ("pull of rank 1", 0), 3, 0, "started", group=-1)]
-    stack = [["/x/syncvar/servers/ledger.py", 5, "execute"], [f"{PACKAGE}/serving/process.py", 9, "run"]]
-    left = [*mismatch(), data(SERVER_0, served[:1], groups={}, reason="rank 1 was lost: signal 9"), data(SERVER_0 + 1, served, groups={}, stack=stack)]
+    served = [
+        call(-1, ("push of rank 0", 0), 1, 2, group=-1),
+        call(-1, ("pull of rank 1", 0), 3, 0, "started", group=-1),
+    ]
+    stack = [
+        ["/x/syncvar/servers/ledger.py", 5, "execute"],
+        [f"{PACKAGE}/serving/process.py", 9, "run"],
+    ]
+    left = [
+        *mismatch(),
+        data(SERVER_0, served[:1], groups={}, reason="rank 1 was lost: signal 9"),
+        data(SERVER_0 + 1, served, groups={}, stack=stack),
+    ]
     alone, _ = explained(records(*mismatch()))
     text, has_diverged = explained(records(*left))
     assert has_diverged
-    assert text.splitlines()[0].startswith("flight records of ranks 0-2 and servers 0, 1 of job 01234567, 3 ranks in the world")
+    assert text.splitlines()[0].startswith(
+        "flight records of ranks 0-2 and servers 0, 1 of job 01234567, 3 ranks in the world"
+    )
     at = text.splitlines().index("at the end")
-    assert alone.splitlines()[1 : alone.splitlines().index("at the end")] == text.replace("left none", "").splitlines()[1:at]
-    assert "  server 0: after a request, push of rank 0, done at 2.000 ms\n    its record was made because: rank 1 was lost: signal 9\n" in text
-    assert "  server 1: in a request, pull of rank 1, for 197.000 ms; it stood at a request, in /x/syncvar/servers/ledger.py:5\n" in text
+    assert (
+        alone.splitlines()[1 : alone.splitlines().index("at the end")]
+        == text.replace("left none", "").splitlines()[1:at]
+    )
+    assert (
+        "  server 0: after a request, push of rank 0, done at 2.000 ms\n    its record was made because: rank 1 was lost: signal 9\n"
+        in text
+    )
+    assert (
+        "  server 1: in a request, pull of rank 1, for 197.000 ms; it stood at a request, in /x/syncvar/servers/ledger.py:5\n"
+        in text
+    )
     for one in left:
         (tmp_path / record_name(one["rank"])).write_text(json.dumps(one))
     (tmp_path / "flight-ready.json").write_text("not ours")
-    assert sorted(record.rank for record in load([str(tmp_path)])) == [0, 1, 2, SERVER_0, SERVER_0 + 1]
+    assert sorted(record.rank for record in load([str(tmp_path)])) == [
+        0,
+        1,
+        2,
+        SERVER_0,
+        SERVER_0 + 1,
+    ]
     assert main(["trace", "merge", str(tmp_path), "-o", str(tmp_path / "t.json")]) == 0
     assert "24 events of 3 ranks and 2 servers" in capsys.readouterr().out
-    names = [event["args"]["name"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if event["name"] == "process_name"]
+    names = [
+        event["args"]["name"]
+        for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+        if event["name"] == "process_name"
+    ]
     assert names == ["rank 0", "rank 1", "rank 2", "server 0", "server 1"]
 
 

@@ -16,14 +16,36 @@ from syncvar.foreign_names import WORDS, explained, words_text
 from syncvar_launcher import options
 
 OURS = {
-    "sv": sv, "sv.optimizers": sv.optimizers, "sv.data": sv.data, "sv.partitioners": sv.partitioners,
-    "Optimizer": sv.optimizers.SGD, "Strategy": sv.MirroredStrategy,
-    "ReplicaContext": sv.ReplicaContext, "Variable": sv.Variable, "CheckpointManager": sv.CheckpointManager,
-    "Dataset": sv.data.Dataset, "DistributedIterator": sv.DistributedIterator, "Work": sv.Work, "Group": sv.Group,
-}  # fmt: skip
-EXAMPLES = {"manager": sv.CheckpointManager, "dataset": sv.data.Dataset, "work": sv.Work, "group": sv.Group,
-            "optimizer": sv.optimizers.Optimizer, "v": sv.Variable, "strategy": sv.Strategy, "mesh": sv.Mesh}  # fmt: skip
-ATTRIBUTES = [(word.place, name) for word in WORDS if word.place in OURS and not word.is_accepted for name in word.names]
+    "sv": sv,
+    "sv.optimizers": sv.optimizers,
+    "sv.data": sv.data,
+    "sv.partitioners": sv.partitioners,
+    "Optimizer": sv.optimizers.SGD,
+    "Strategy": sv.MirroredStrategy,
+    "ReplicaContext": sv.ReplicaContext,
+    "Variable": sv.Variable,
+    "CheckpointManager": sv.CheckpointManager,
+    "Dataset": sv.data.Dataset,
+    "DistributedIterator": sv.DistributedIterator,
+    "Work": sv.Work,
+    "Group": sv.Group,
+}
+EXAMPLES = {
+    "manager": sv.CheckpointManager,
+    "dataset": sv.data.Dataset,
+    "work": sv.Work,
+    "group": sv.Group,
+    "optimizer": sv.optimizers.Optimizer,
+    "v": sv.Variable,
+    "strategy": sv.Strategy,
+    "mesh": sv.Mesh,
+}
+ATTRIBUTES = [
+    (word.place, name)
+    for word in WORDS
+    if word.place in OURS and not word.is_accepted
+    for name in word.names
+]
 
 
 def test_a_word_stands_in_the_table_once_and_is_none_of_ours():
@@ -58,19 +80,29 @@ def test_a_foreign_name_of_a_module_is_explained(place, name):
 
 def test_foreign_names_of_objects_are_explained(tmp_path):
     objects = {
-        "Optimizer": sv.optimizers.Adam(), "Strategy": sv.MirroredStrategy(), "Variable": sv.Variable(1.0),
+        "Optimizer": sv.optimizers.Adam(),
+        "Strategy": sv.MirroredStrategy(),
+        "Variable": sv.Variable(1.0),
         "CheckpointManager": sv.CheckpointManager(sv.Checkpoint(), tmp_path),
-        "Dataset": sv.data.from_arrays(np.arange(3), batch_size=1), "Work": sv.barrier(async_op=True), "Group": sv.new_group([0]),
-        "DistributedIterator": iter(sv.get_strategy().experimental_distribute_dataset([np.ones(1)])),
-    }  # fmt: skip
+        "Dataset": sv.data.from_arrays(np.arange(3), batch_size=1),
+        "Work": sv.barrier(async_op=True),
+        "Group": sv.new_group([0]),
+        "DistributedIterator": iter(
+            sv.get_strategy().experimental_distribute_dataset([np.ones(1)])
+        ),
+    }
     objects["ReplicaContext"] = objects["Strategy"].run(sv.get_replica_context)
     for place, name in ATTRIBUTES:
         if not place.startswith("sv"):
             with pytest.raises(AttributeError) as raised:
                 getattr(objects[place], name)
-            assert str(raised.value).endswith(f"has no attribute {name!r}: {explained(place, name)}")
+            assert str(raised.value).endswith(
+                f"has no attribute {name!r}: {explained(place, name)}"
+            )
     for one in objects.values():
-        with pytest.raises(AttributeError, match=f"^'{type(one).__name__}' object has no attribute 'no_such_name'$"):
+        with pytest.raises(
+            AttributeError, match=f"^'{type(one).__name__}' object has no attribute 'no_such_name'$"
+        ):
             one.no_such_name  # noqa: B018
 
 
@@ -142,7 +174,10 @@ X = np.ones(2)
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: sv.all_reduce(X, average=True), "all_reduce() got an unexpected keyword argument 'average': write op=\"mean\""),
+        (
+            lambda: sv.all_reduce(X, average=True),
+            "all_reduce() got an unexpected keyword argument 'average': write op=\"mean\"",
+        ),
         (lambda: sv.all_reduce(X, name="x"), "leave it out: calls are told apart by their order"),
         (lambda: sv.all_reduce(X, tiemout=1), "'tiemout' (did you mean timeout?)"),
         (lambda: sv.all_reduce(X, zzz=1), "unexpected keyword argument 'zzz'"),
@@ -159,18 +194,36 @@ X = np.ones(2)
         (lambda: sv.recv(0, src=0), "'src': write source="),
         (lambda: sv.recv(0, buf=X), "'buf': write out="),
         (lambda: sv.run(print, np=2), "'np': write workers="),
-        (lambda: sv.MirroredStrategy(devices=["a"]), "MirroredStrategy() got an unexpected keyword argument 'devices': one replica is"),
-        (lambda: sv.MultiWorkerMirroredStrategy(cluster_resolver=1), "TF_CONFIG, torchrun's variables"),
+        (
+            lambda: sv.MirroredStrategy(devices=["a"]),
+            "MirroredStrategy() got an unexpected keyword argument 'devices': one replica is",
+        ),
+        (
+            lambda: sv.MultiWorkerMirroredStrategy(cluster_resolver=1),
+            "TF_CONFIG, torchrun's variables",
+        ),
         (lambda: sv.CentralStorageStrategy(compute_devices=[]), "one replica is one process"),
-        (lambda: sv.optimizers.SGD(0.1, momentum=0.9), "write sv.optimizers.Momentum(0.1, momentum=0.9)"),
+        (
+            lambda: sv.optimizers.SGD(0.1, momentum=0.9),
+            "write sv.optimizers.Momentum(0.1, momentum=0.9)",
+        ),
         (lambda: sv.optimizers.Adam(lr=0.1), "'lr': write learning_rate="),
         (lambda: sv.optimizers.Adam(betas=(1, 2)), "write beta_1=0.9"),
-        (lambda: sv.CheckpointManager(sv.Checkpoint(), "x", checkpoint_name="a"), "folders are named step-"),
+        (
+            lambda: sv.CheckpointManager(sv.Checkpoint(), "x", checkpoint_name="a"),
+            "folders are named step-",
+        ),
         (lambda: sv.data.from_arrays(X, batch_size=1, num_workers=2), "dataset.prefetch(2)"),
-        (lambda: sv.data.from_arrays(X, batch_size=1).map(abs, num_parallel_calls=2), "dataset.prefetch(2)"),
-        (lambda: sv.data.from_arrays(X, batch_size=1).shuffle(reshuffle_each_iteration=True), "each epoch has an order of its own"),
+        (
+            lambda: sv.data.from_arrays(X, batch_size=1).map(abs, num_parallel_calls=2),
+            "dataset.prefetch(2)",
+        ),
+        (
+            lambda: sv.data.from_arrays(X, batch_size=1).shuffle(reshuffle_each_iteration=True),
+            "each epoch has an order of its own",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_foreign_keyword_is_explained_before_anything_is_sent(call, said):
     with pytest.raises(TypeError, match=re.escape(said)):
         call()
@@ -218,7 +271,9 @@ def test_a_foreign_reduction_of_a_strategy_is_explained():
         sv.get_strategy().reduce("ReduceOp.AVG", X, axis=0)
     with pytest.raises(ConfigError, match=r"aggregation must be one of .*: write 'sum'$"):
         sv.Variable(0.0, aggregation=Member("MPI_SUM"))
-    with pytest.raises(ConfigError, match=r"op of all_reduce_shards must be one of .*: write 'mean'$"):
+    with pytest.raises(
+        ConfigError, match=r"op of all_reduce_shards must be one of .*: write 'mean'$"
+    ):
         sv.all_reduce_shards({0: X}, Member("AVG"))
 
 
@@ -265,7 +320,13 @@ def test_the_table_is_printed(capsys):
     ["--hostfile", "--resume", "--nnodes", "--rdzv-endpoint", "--metrics", "--show-map", "--join"],
 )
 def test_nothing_far_is_guessed(name):
-    assert nearest(name, ["--workers", "--config", "--bind", "--no-verbose", "--version", "--no-timestamps"]) == ""
+    assert (
+        nearest(
+            name,
+            ["--workers", "--config", "--bind", "--no-verbose", "--version", "--no-timestamps"],
+        )
+        == ""
+    )
 
 
 def test_near_words_are_guessed():
@@ -286,12 +347,16 @@ def refused(arguments, capsys):
 def test_options_of_other_launchers_are_explained(capsys):
     known = [name for word in WORDS if word.place == "option" for name in word.names]
     for name in known:
-        assert f"unknown option {name}: {explained('option', name)}\n" in refused([name, "4", "train.py"], capsys)
+        assert f"unknown option {name}: {explained('option', name)}\n" in refused(
+            [name, "4", "train.py"], capsys
+        )
     for name in ("--machinefile", "-machinefile", "-f"):
         assert "write --hostfile FILE" in refused([name, "hosts", "train.py"], capsys)
     for name in ("--nnodes", "--nnodes=2", "--rdzv-endpoint", "--rdzv_endpoint"):
         said = refused([name, "hosts", "train.py"], capsys)
-        assert "write --hostfile FILE, with lines such as node1 slots=4, or -H node1:4,node2:4" in said
+        assert (
+            "write --hostfile FILE, with lines such as node1 slots=4, or -H node1:4,node2:4" in said
+        )
         assert "torchrun --nnodes 2 --nproc-per-node 4 --node-rank 0 --master-addr HOST" in said
         assert "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in said
         assert "SYNCVAR_KEY" in said
@@ -299,4 +364,6 @@ def test_options_of_other_launchers_are_explained(capsys):
         if first.startswith("-"):
             assert "unknown option" in refused([first, second, "train.py"], capsys)
     assert "unknown option --wobble\n" in refused(["--wobble", "train.py"], capsys)
-    assert "unknown option --worker (did you mean --workers?)" in refused(["--worker", "2", "train.py"], capsys)
+    assert "unknown option --worker (did you mean --workers?)" in refused(
+        ["--worker", "2", "train.py"], capsys
+    )

@@ -12,7 +12,16 @@ from syncvar.wire import HEADER_NBYTES, Header, Kind, pack_header, parse_header
 U32 = st.integers(0, (1 << 32) - 1)
 U64 = st.integers(0, (1 << 64) - 1)
 headers = st.builds(
-    Header, st.sampled_from([int(kind) for kind in Kind]), U32, U32, U64, U64, U32, U32, U64, st.integers(0, 1 << 40)
+    Header,
+    st.sampled_from([int(kind) for kind in Kind]),
+    U32,
+    U32,
+    U64,
+    U64,
+    U32,
+    U32,
+    U64,
+    st.integers(0, 1 << 40),
 )
 many = settings(max_examples=400, deadline=None, derandomize=True)
 SAMPLE = pack_header(Kind.DATA, 3, 1, 99, 12345, 6, 7, 0xDEADBEEF, 4096)
@@ -48,7 +57,9 @@ def test_every_byte_that_changes_is_noticed():
                     parse_header(SAMPLE[:place] + bytes([value]) + SAMPLE[place + 1 :])
 
 
-@pytest.mark.parametrize("length", [length for length in range(2 * HEADER_NBYTES) if length != HEADER_NBYTES])
+@pytest.mark.parametrize(
+    "length", [length for length in range(2 * HEADER_NBYTES) if length != HEADER_NBYTES]
+)
 def test_a_header_that_is_too_short_or_too_long_is_refused(length):
     with pytest.raises(WireError, match=f"not {length}"):
         parse_header((SAMPLE + SAMPLE)[:length])

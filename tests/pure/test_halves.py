@@ -25,7 +25,9 @@ def bits(halves):
 def same(ours, numpys):
     """Equal to the bit, but that one NaN may be another."""
     is_nan = np.isnan(numpys)
-    return bool(np.all(np.isnan(ours) == is_nan) and np.all(bits(ours)[~is_nan] == bits(numpys)[~is_nan]))
+    return bool(
+        np.all(np.isnan(ours) == is_nan) and np.all(bits(ours)[~is_nan] == bits(numpys)[~is_nan])
+    )
 
 
 def rounded(scaled):
@@ -67,17 +69,20 @@ def test_random_scaled_values_are_rounded_as_numpy_does():
     assert np.array_equal(bits(rounded(scaled)), bits(exact))
 
 
-@pytest.mark.parametrize(("values", "is_so"), [
-    ([[0.0, -0.0], [1.0, -1.0]], True),
-    ([[65504.0], [0.0]], True),
-    ([[-60000.0], [5504.0]], True),
-    ([[65504.0], [2.0**-24]], False),
-    ([[-60000.0], [6000.0]], False),
-    ([[1.0, np.inf], [0.0, 0.0]], False),
-    ([[1.0, -np.inf], [0.0, 0.0]], False),
-    ([[0.0, 0.0], [np.nan, -1.0]], False),
-    ([[0.0, 0.0], [-np.nan, 1.0]], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "is_so"),
+    [
+        ([[0.0, -0.0], [1.0, -1.0]], True),
+        ([[65504.0], [0.0]], True),
+        ([[-60000.0], [5504.0]], True),
+        ([[65504.0], [2.0**-24]], False),
+        ([[-60000.0], [6000.0]], False),
+        ([[1.0, np.inf], [0.0, 0.0]], False),
+        ([[1.0, -np.inf], [0.0, 0.0]], False),
+        ([[0.0, 0.0], [np.nan, -1.0]], False),
+        ([[0.0, 0.0], [-np.nan, 1.0]], False),
+    ],
+)
 def test_what_may_be_scaled(values, is_so):
     terms = [np.array(one, np.float16) for one in values]
     assert are_scalable(terms, np.add, 0) is is_so
@@ -89,11 +94,22 @@ def test_what_may_be_scaled(values, is_so):
 def contributions(kind, ranks, count):
     source = np.random.default_rng(ranks)
     if kind == "bits":
-        return [source.integers(0, 1 << 16, count, dtype=np.uint16).view(np.float16) for _ in range(ranks)]
+        return [
+            source.integers(0, 1 << 16, count, dtype=np.uint16).view(np.float16)
+            for _ in range(ranks)
+        ]
     if kind == "special":
-        return [source.choice([0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, 65504.0], count).astype(np.float16) for _ in range(ranks)]
+        return [
+            source.choice([0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, 65504.0], count).astype(
+                np.float16
+            )
+            for _ in range(ranks)
+        ]
     scale = {"subnormal": 2e-5, "tiny": 1e-7, "usual": 1.0, "large": 2e4}[kind]
-    return [np.clip(source.normal(size=count) * scale, -65504, 65504).astype(np.float16) for _ in range(ranks)]
+    return [
+        np.clip(source.normal(size=count) * scale, -65504, 65504).astype(np.float16)
+        for _ in range(ranks)
+    ]
 
 
 @pytest.mark.parametrize("hold", [False, True])
@@ -136,7 +152,10 @@ def test_the_result_may_go_where_the_first_term_lies_and_the_others_stay():
 
 
 def test_bfloat16_is_combined_by_its_own_conversions():
-    terms = [np.array([1.0, 256.0, np.inf], ml_dtypes.bfloat16), np.array([2.0, 1.0, 1.0], ml_dtypes.bfloat16)]
+    terms = [
+        np.array([1.0, 256.0, np.inf], ml_dtypes.bfloat16),
+        np.array([2.0, 1.0, 1.0], ml_dtypes.bfloat16),
+    ]
     out = np.empty_like(terms[0])
     combine_widened(terms, np.add, out, np.dtype(np.float32), 0, hold=False)
     assert out.tolist() == [3.0, 256.0, np.inf]

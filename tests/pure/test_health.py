@@ -5,7 +5,11 @@ from syncvar.wire.health import Health
 
 def test_silence_is_suspected_then_lost_and_each_is_told_once():
     health = Health(5.0, 15.0)
-    told = [(now, opinion.is_lost) for now in range(30) if (opinion := health.observe(1, "stopped", float(now)))]
+    told = [
+        (now, opinion.is_lost)
+        for now in range(30)
+        if (opinion := health.observe(1, "stopped", float(now)))
+    ]
     assert told == [(5, False), (15, True)]
 
 
@@ -23,7 +27,10 @@ def test_ranks_are_counted_apart_and_reasons_name_time_and_sign():
     health.observe(1, "stopped", 0.0)
     health.observe(2, "stopped", 3.0)
     opinion = health.observe(1, "its process is stopped", 6.0)
-    assert (opinion.rank, opinion.reason) == (1, "suspect: silent for 6.0 s: its process is stopped")
+    assert (opinion.rank, opinion.reason) == (
+        1,
+        "suspect: silent for 6.0 s: its process is stopped",
+    )
     assert health.observe(2, "stopped", 6.0) is None
 
 

@@ -18,13 +18,23 @@ ONE_HEARS = {"reduce": 0, "scan": -1, "exscan": -1}
 
 def proven(collective, algorithm, size, count, heard_of):
     """Prove that at their end these ranks have heard of these others."""
-    sizes = {} if collective == "barrier" else {"counts": (count,) * size} if collective in OF_BLOCKS else {"count": count}
+    sizes = (
+        {}
+        if collective == "barrier"
+        else {"counts": (count,) * size}
+        if collective in OF_BLOCKS
+        else {"count": count}
+    )
     contract = replace(contract_of(collective, size, **sizes), heard_of=heard_of)
     verify(build_all(collective, algorithm, size, **sizes), contract)
 
 
 def cases(collectives):
-    return [(collective, algorithm) for collective in collectives for algorithm in ALGORITHMS[collective]]
+    return [
+        (collective, algorithm)
+        for collective in collectives
+        for algorithm in ALGORITHMS[collective]
+    ]
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])

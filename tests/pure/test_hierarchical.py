@@ -26,7 +26,9 @@ def test_all_reduce(itemsize):
             plans = flattened("all_reduce", sizes, count=count, itemsize=itemsize)
             verify(plans, contract_of("all_reduce", n, count=count))
             if keeps_the_tree(sizes):
-                plans = flattened("all_reduce", sizes, count=count, itemsize=itemsize, reproducible=True)
+                plans = flattened(
+                    "all_reduce", sizes, count=count, itemsize=itemsize, reproducible=True
+                )
                 verify(plans, contract_of("all_reduce", n, count=count, tree=True))
 
 
@@ -59,10 +61,16 @@ def test_barrier():
 def test_the_tree_is_kept_exactly_where_the_hosts_are_subtrees():
     for sizes in itertools.product(range(1, 6), repeat=3):
         starts = (0, sizes[0], sizes[0] + sizes[1])
-        on_hosts = [tree_expression(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        on_hosts = [
+            tree_expression(start, start + size) for start, size in zip(starts, sizes, strict=True)
+        ]
 
         def over(expression, on_hosts=on_hosts):
-            return on_hosts[expression] if isinstance(expression, int) else (over(expression[0]), over(expression[1]))
+            return (
+                on_hosts[expression]
+                if isinstance(expression, int)
+                else (over(expression[0]), over(expression[1]))
+            )
 
         is_same = over(tree_expression(0, 3)) == tree_expression(0, sum(sizes))
         if keeps_the_tree(sizes):
@@ -74,16 +82,27 @@ def test_the_tree_is_kept_exactly_where_the_hosts_are_subtrees():
 def test_several_links_work_at_once():
     plans = flattened("all_reduce", (2, 2), count=8, itemsize=LARGE)
     crossing = [
-        sum(step.chunk.count for steps in plan.rounds for step in steps if hasattr(step, "peer") and step.peer // 2 != rank // 2 and type(step).__name__ == "Send")
+        sum(
+            step.chunk.count
+            for steps in plan.rounds
+            for step in steps
+            if hasattr(step, "peer")
+            and step.peer // 2 != rank // 2
+            and type(step).__name__ == "Send"
+        )
         for rank, plan in enumerate(plans)
-    ]  # fmt: skip
+    ]
     assert crossing == [4, 4, 4, 4], "each rank carries its shard between the hosts"
 
 
 @pytest.mark.parametrize("collective", COMPOSED)
 def test_every_step_is_needed(collective):
     """Without any one step of any rank the checker refuses the whole."""
-    counts = {"counts": [1, 2, 1, 1, 1]} if collective in ("all_gather", "header_exchange") else {"count": 5}
+    counts = (
+        {"counts": [1, 2, 1, 1, 1]}
+        if collective in ("all_gather", "header_exchange")
+        else {"count": 5}
+    )
     if collective == "barrier":
         counts = {}
     plans = flattened(collective, (3, 2), itemsize=LARGE, **counts)
@@ -98,7 +117,13 @@ def test_every_step_is_needed(collective):
                 rounds = list(plan.rounds)
                 rounds[number] = steps[:place] + steps[place + 1 :]
                 mutant = Plan(
-                    plan.collective, plan.algorithm, plan.rank, plan.world_size, plan.work_count, plan.scratch_count, tuple(rounds)
+                    plan.collective,
+                    plan.algorithm,
+                    plan.rank,
+                    plan.world_size,
+                    plan.work_count,
+                    plan.scratch_count,
+                    tuple(rounds),
                 )
                 with pytest.raises(PlanError):
                     verify([mutant if one is plan else one for one in plans], contract)

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.errors import ConfigError
-from syncvar_launcher.hostfile import Host, HostfileError, expanded, parse_hostfile, parse_hosts, selected
+from syncvar_launcher.hostfile import (
+    Host,
+    HostfileError,
+    expanded,
+    parse_hostfile,
+    parse_hosts,
+    selected,
+)
 from syncvar_launcher.login import remote_command, ssh_command
 
 
@@ -27,7 +34,10 @@ def slots(text):
         ("a\nb.c-d_e.org\n10.0.0.1", [("a", None), ("b.c-d_e.org", None), ("10.0.0.1", None)]),
         ("a count=2\nb cpu=3", [("a", 2), ("b", 3)]),
         ("\ufeffa slots=2\r\n\r\n  b:1\r\n", [("a", 2), ("b", 1)]),
-        ("# all\na # one\n\tb //two\n/* c\nd */ e /* f */ slots=3\n//g", [("a", None), ("b", None), ("e", 3)]),
+        (
+            "# all\na # one\n\tb //two\n/* c\nd */ e /* f */ slots=3\n//g",
+            [("a", None), ("b", None), ("e", 3)],
+        ),
         ("[fd00::7] slots=2\n[FD00:0::8]:3\n::x/* no */", None),
         ("[fd00::7] slots=2\n[FD00:0::8]:3", [("fd00::7", 2), ("fd00::8", 3)]),
         ("n[01-03,07]:2", [("n01", 2), ("n02", 2), ("n03", 2), ("n07", 2)]),
@@ -48,7 +58,9 @@ def test_what_is_understood(text, hosts):
 def test_all_options_of_a_host():
     text = 'ann@n1:2 max_slots=4 port=2222 addr=10.0.0.7 python="/opt/my env/bin/python" cwd=/data//runs'
     assert read(text) == (
-        Host("n1", 2, 4, "ann", 2222, "10.0.0.7", "/opt/my env/bin/python", "/data//runs", "hosts:1"),
+        Host(
+            "n1", 2, 4, "ann", 2222, "10.0.0.7", "/opt/my env/bin/python", "/data//runs", "hosts:1"
+        ),
     )
     assert read("n1 slots-max=4 user=ann")[0][1:4] == (None, 4, "ann")
     assert read("n1 user=ann")[0].login() == "ann@n1"
@@ -130,10 +142,18 @@ def test_a_file_that_is_no_text_is_told():
 
 
 def test_hosts_on_the_command_line():
-    assert [(one.name, one.slots, one.user) for one in parse_hosts("a:2,ann@n[1,3]:4,[fd00::7]:1").hosts] == [
-        ("a", 2, None), ("n1", 4, "ann"), ("n3", 4, "ann"), ("fd00::7", 1, None),
-    ]  # fmt: skip
-    assert [one.name for one in parse_hosts("node1.example.org.:2,b").hosts] == ["node1.example.org", "b"], "a name in full"
+    assert [
+        (one.name, one.slots, one.user) for one in parse_hosts("a:2,ann@n[1,3]:4,[fd00::7]:1").hosts
+    ] == [
+        ("a", 2, None),
+        ("n1", 4, "ann"),
+        ("n3", 4, "ann"),
+        ("fd00::7", 1, None),
+    ]
+    assert [one.name for one in parse_hosts("node1.example.org.:2,b").hosts] == [
+        "node1.example.org",
+        "b",
+    ], "a name in full"
     with pytest.raises(HostfileError, match=r"with '-' \(U\+002D\) is not allowed here"):
         parse_hosts("node1-")
     for wrong, column in (("a,,b", 3), ("a, b", 3), ("a b", 1), ("", 1), ("a,-x", 3)):
@@ -147,7 +167,10 @@ def test_hosts_are_selected_by_name():
     hosts = read("n[1-4]:2")
     assert [one.name for one in selected(hosts, "n[2-4]", "n3")] == ["n2", "n4"]
     assert selected(hosts, None, None) == hosts
-    with pytest.raises(ConfigError, match=r"--include names n9, which is not among the hosts; these are n1, n2, n3, n4"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--include names n9, which is not among the hosts; these are n1, n2, n3, n4",
+    ):
         selected(hosts, "n9", None)
     with pytest.raises(ConfigError, match=r"--exclude names node1.*"):
         selected(hosts, None, "node1")
@@ -161,7 +184,10 @@ def test_leading_zeros_are_kept_and_widths_grow():
     assert list(expanded("n[098-101]")) == ["n098", "n099", "n100", "n101"]
 
 
-@given(st.binary(max_size=60) | st.text(alphabet="an[]01-:,^@#/*\" =slot\n\r", max_size=60).map(str.encode))
+@given(
+    st.binary(max_size=60)
+    | st.text(alphabet='an[]01-:,^@#/*" =slot\n\r', max_size=60).map(str.encode)
+)
 def test_any_bytes_are_understood_or_refused(content):
     try:
         found = parse_hostfile(content, "hosts")
@@ -183,19 +209,29 @@ HOSTILE_NAMES = [
 @pytest.mark.parametrize("text", HOSTILE_NAMES, ids=ascii)
 def test_a_name_that_is_none_never_becomes_a_host(text):
     """What passes is a name, or an address, that means nothing to a shell and is no option."""
-    for parse in (lambda: parse_hosts(text), lambda: parse_hostfile(text.encode(), "hosts"), lambda: selected(parse_hosts("a").hosts, text, None)):
+    for parse in (
+        lambda: parse_hosts(text),
+        lambda: parse_hostfile(text.encode(), "hosts"),
+        lambda: selected(parse_hosts("a").hosts, text, None),
+    ):
         try:
             found = parse()
         except ConfigError:
             continue
         for host in getattr(found, "hosts", found):
-            assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-f:]+(%[A-Za-z0-9._-]+)?", host.name), host
+            assert re.fullmatch(
+                r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-f:]+(%[A-Za-z0-9._-]+)?", host.name
+            ), host
             assert host.user is None or re.fullmatch(r"[a-z_][a-z0-9_-]*", host.user), host
             line = ssh_command(("ssh",), host, None, "python3")
             assert line[-3:] == ["--", host.login(), remote_command("python3")]
 
 
-@pytest.mark.parametrize("text", [text for text in HOSTILE_NAMES if not {" ", "\n", "\r", "\t", "="} & set(text)], ids=ascii)
+@pytest.mark.parametrize(
+    "text",
+    [text for text in HOSTILE_NAMES if not {" ", "\n", "\r", "\t", "="} & set(text)],
+    ids=ascii,
+)
 def test_a_name_of_one_word_that_is_none_is_refused(text):
     with pytest.raises(ConfigError):
         parse_hosts(text)

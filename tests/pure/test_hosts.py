@@ -32,7 +32,9 @@ def test_a_map_reads_back_what_it_says(hosts):
     assert hosts.blocks(range(sum(hosts.sizes))) == hosts.sizes
 
 
-@pytest.mark.parametrize("places", [{0: 1}, {0: 0, 1: 2}, {0: 0, 1: 1, 2: 0}, {0: -1}, {1: 0}, {0: 0, 1: 1, 2: 1, 3: 0}])
+@pytest.mark.parametrize(
+    "places", [{0: 1}, {0: 0, 1: 2}, {0: 0, 1: 1, 2: 0}, {0: -1}, {1: 0}, {0: 0, 1: 1, 2: 1, 3: 0}]
+)
 def test_ranks_of_a_host_that_do_not_follow_each_other_are_refused(places):
     with pytest.raises(ConfigError, match="SYNCVAR_HOST_INDEX"):
         HostMap.of_places(places)

@@ -16,9 +16,20 @@ def options(tmp_path):
 
 
 def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
-    environments = [{"SYNCVAR_RANK": str(rank), "OMP_NUM_THREADS": "2", "API_KEY": "hunter2"} for rank in range(3)]
+    environments = [
+        {"SYNCVAR_RANK": str(rank), "OMP_NUM_THREADS": "2", "API_KEY": "hunter2"}
+        for rank in range(3)
+    ]
     argv = ["/usr/bin/python3", "-m", "syncvar.bootstrap", "-m", "train", "--lr", "0.1", "a b"]
-    text = dry_run_text(options, [(0, 1), (2, 3), None], environments, argv, host="b", binding="bound: 2 cores", transport="transport x: y")
+    text = dry_run_text(
+        options,
+        [(0, 1), (2, 3), None],
+        environments,
+        argv,
+        host="b",
+        binding="bound: 2 cores",
+        transport="transport x: y",
+    )
     head, settings = text.split("settings:\n")
     assert head == (
         "rank  host  cores  BLAS threads\n"
@@ -50,7 +61,9 @@ def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
 def test_servers_are_shown_with_their_copies_and_a_command_line_that_names_them(tmp_path):
     chosen = parse(["--servers", "2", "--server-replicas", "1", "-m", "train"], {}, tmp_path)
     commands = [server_command("module", "train", server) for server in range(2)]
-    text = dry_run_text(chosen, [None], [{}], ["x"], servers=[("a", (1,), commands[0]), ("b", (0,), commands[1])])
+    text = dry_run_text(
+        chosen, [None], [{}], ["x"], servers=[("a", (1,), commands[0]), ("b", (0,), commands[1])]
+    )
     assert "server  host  copies on\n0       a     1\n1       b     0\n" in text
     assert "command of server 0:\n" in text
     assert "syncvar.serving.process server 0 -m train\n" in text
@@ -59,13 +72,17 @@ def test_servers_are_shown_with_their_copies_and_a_command_line_that_names_them(
 
 def test_a_cleared_environment_is_shown_whole(tmp_path):
     cleared = parse(["--env-clear", "-m", "train"], {}, tmp_path)
-    assert "environment of rank 0, and nothing else:\n  HOME=/h\n" in dry_run_text(cleared, [None], [{"HOME": "/h"}], ["x"])
+    assert "environment of rank 0, and nothing else:\n  HOME=/h\n" in dry_run_text(
+        cleared, [None], [{"HOME": "/h"}], ["x"]
+    )
     assert ("env_clear", "yes", "command line") in settings_rows(cleared)
 
 
 def test_every_setting_is_shown(options):
     names = {name for name, _, _ in settings_rows(options)}
-    assert names >= (set(launch_keys()) - {"env", "hostfile", "include", "exclude"}) | set(RuntimeConfig.names()) | {"config", "env.API_KEY"}
+    assert names >= (set(launch_keys()) - {"env", "hostfile", "include", "exclude"}) | set(
+        RuntimeConfig.names()
+    ) | {"config", "env.API_KEY"}
 
 
 def test_control_characters_of_values_are_escaped(tmp_path):

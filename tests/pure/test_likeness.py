@@ -16,18 +16,30 @@ from syncvar.wire.likeness import check_about, differences
 def world(**differing):
     """Four ranks alike, but for what some have instead: name -> {rank: value}."""
     about = likeness(RuntimeConfig())
-    return {rank: about | {name.replace("__", "."): values[rank] for name, values in differing.items() if rank in values} for rank in range(4)}
+    return {
+        rank: about
+        | {
+            name.replace("__", "."): values[rank]
+            for name, values in differing.items()
+            if rank in values
+        }
+        for rank in range(4)
+    }
 
 
 def test_ranks_alike_are_neither_refused_nor_warned():
     assert differences(world()) == ("", "")
-    assert differences({0: {}, 1: likeness(RuntimeConfig())}) == ("", ""), "who tells nothing is not compared"
+    assert differences({0: {}, 1: likeness(RuntimeConfig())}) == ("", ""), (
+        "who tells nothing is not compared"
+    )
 
 
 @pytest.mark.timeout(20)
 def test_a_script_that_comes_through_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "script")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "script"), raising=False)
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__file__", str(tmp_path / "script"), raising=False
+    )
     assert likeness(RuntimeConfig())["script"] == ""
 
 
@@ -40,7 +52,17 @@ def test_a_rank_tells_all_that_matters_and_little():
     check_about(about)
 
 
-@pytest.mark.parametrize("name", ["syncvar", "protocol", "byte_order", "set__algorithm", "set__check_every", "set__check_finite"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "syncvar",
+        "protocol",
+        "byte_order",
+        "set__algorithm",
+        "set__check_every",
+        "set__check_finite",
+    ],
+)
 def test_what_must_be_alike_is_refused_with_a_table(name):
     refusal, warning = differences(world(**{name: {1: "other", 3: "other"}}))
     lines = refusal.splitlines()
@@ -51,16 +73,26 @@ def test_what_must_be_alike_is_refused_with_a_table(name):
 
 
 def test_what_had_better_be_alike_is_one_sentence_that_names_ranks():
-    refusal, warning = differences(world(python={3: "3.99"}, numpy={0: "0.1"}, script={0: "a.py 1", 1: "train.py 00000000", 2: "", 3: "a.py 1"}))
+    refusal, warning = differences(
+        world(
+            python={3: "3.99"},
+            numpy={0: "0.1"},
+            script={0: "a.py 1", 1: "train.py 00000000", 2: "", 3: "a.py 1"},
+        )
+    )
     assert refusal == ""
     assert "\n" not in warning
     for words in ("'3.99' (rank 3)", "'0.1' (rank 0)", "'train.py 00000000' (rank 1)"):
         assert words in warning
-    assert "(ranks 0, 3)" in warning.partition("script")[2], "a rank whose script is not known is not compared"
+    assert "(ranks 0, 3)" in warning.partition("script")[2], (
+        "a rank whose script is not known is not compared"
+    )
 
 
 _ABOUT = st.dictionaries(
-    st.sampled_from(["syncvar", "python", "script", "protocol", "set.a"]) | st.text(max_size=64), st.integers() | st.text(max_size=300), max_size=40
+    st.sampled_from(["syncvar", "python", "script", "protocol", "set.a"]) | st.text(max_size=64),
+    st.integers() | st.text(max_size=300),
+    max_size=40,
 )
 
 
@@ -73,7 +105,11 @@ def test_whatever_ranks_tell_makes_a_short_text_that_does_nothing_to_a_terminal(
         assert all(" " <= character <= "~" for character in text.replace("\n", "")), text
 
 
-@pytest.mark.parametrize("about", [{str(number): 1 for number in range(65)}, {"n" * 65: 1}, {"script": "x" * 1025}], ids=["many", "name", "text"])
+@pytest.mark.parametrize(
+    "about",
+    [{str(number): 1 for number in range(65)}, {"n" * 65: 1}, {"script": "x" * 1025}],
+    ids=["many", "name", "text"],
+)
 def test_too_much_is_refused(about):
     with pytest.raises(WireError, match="tells"):
         check_about(about)

@@ -17,7 +17,10 @@ def group(folder, allowed, current):
     (folder / "pids.current").write_text(f"{current}\n")
 
 
-@pytest.mark.parametrize(("groups", "top"), [("0::/a/b\n", ""), ("9:name=systemd:/\n8:pids:/a/b\n1:cpu:/x\n0::/\n", "pids")])
+@pytest.mark.parametrize(
+    ("groups", "top"),
+    [("0::/a/b\n", ""), ("9:name=systemd:/\n8:pids:/a/b\n1:cpu:/x\n0::/\n", "pids")],
+)
 def test_the_least_that_a_group_leaves_counts(tmp_path, groups, top):
     assert limits.tasks_left(groups, tmp_path) == -1
     group(tmp_path / top / "a" / "b", "max", 5)
@@ -29,10 +32,15 @@ def test_the_least_that_a_group_leaves_counts(tmp_path, groups, top):
 
 
 def test_a_host_without_room_for_one_rank_is_refused():
-    facts, chosen = facts_of("command", "true", "/"), parse(["-n", "2", "--no-python", "true"], {}, Path("/"))
+    facts, chosen = (
+        facts_of("command", "true", "/"),
+        parse(["-n", "2", "--no-python", "true"], {}, Path("/")),
+    )
     (host,) = parse_hosts("a").hosts
     assert why_unfit({**facts, "tasks_left": -1}, host, chosen) == ""
-    assert "allows 3 more processes and threads (pids.max)" in why_unfit({**facts, "tasks_left": 3}, host, chosen)
+    assert "allows 3 more processes and threads (pids.max)" in why_unfit(
+        {**facts, "tasks_left": 3}, host, chosen
+    )
 
 
 def test_this_process_has_a_limit_or_none():

@@ -12,14 +12,33 @@ from syncvar_launcher.hostfile import Host, parse_hosts
 from syncvar_launcher.installing import remedy
 from syncvar_launcher.login import SSH_OPTIONS, remote_command, ssh_command, why_failed
 
-TWO = [Interface("eth0", "10.0.0.7"), Interface("ib0", "10.9.0.7"), Interface("docker0", "172.17.0.1"), Interface("lo", "127.0.0.1")]
+TWO = [
+    Interface("eth0", "10.0.0.7"),
+    Interface("ib0", "10.9.0.7"),
+    Interface("docker0", "172.17.0.1"),
+    Interface("lo", "127.0.0.1"),
+]
 
 
 def test_the_host_comes_last_and_after_the_dashes():
     found = ssh_command(("ssh", "-F", "x"), Host("n1", user="ann", port=2222), 22, "python3")
-    assert found == ["ssh", "-F", "x", *SSH_OPTIONS, "-p", "2222", "--", "ann@n1", remote_command("python3")]
+    assert found == [
+        "ssh",
+        "-F",
+        "x",
+        *SSH_OPTIONS,
+        "-p",
+        "2222",
+        "--",
+        "ann@n1",
+        remote_command("python3"),
+    ]
     assert ssh_command(("ssh",), Host("n1"), 23, "python3")[-5:-1] == ["-p", "23", "--", "n1"]
-    assert ssh_command(("ssh",), Host("n1", python="/p"), None, "python3")[-3:] == ["--", "n1", remote_command("/p")]
+    assert ssh_command(("ssh",), Host("n1", python="/p"), None, "python3")[-3:] == [
+        "--",
+        "n1",
+        remote_command("/p"),
+    ]
 
 
 def test_the_policy_of_the_user_is_not_weakened():
@@ -28,7 +47,9 @@ def test_the_policy_of_the_user_is_not_weakened():
     assert "UserKnownHostsFile" not in words
     for wanted in ("BatchMode=yes", "ClearAllForwardings=yes"):
         assert wanted in words
-    assert {"-a", "-x"} <= set(SSH_OPTIONS)  # neither agent nor display, also where --ssh has -A or -X: -o would come too late
+    assert {"-a", "-x"} <= set(
+        SSH_OPTIONS
+    )  # neither agent nor display, also where --ssh has -A or -X: -o would come too late
 
 
 @pytest.mark.parametrize("python", ["/a b/python", "/x;rm -rf /", "$(x)", "`x`", "'", '"', "a\\b"])
@@ -42,10 +63,22 @@ def test_the_remote_command_is_fixed_and_quoted(python):
 @pytest.mark.parametrize(
     ("status", "words", "told"),
     [
-        (255, "ssh: Could not resolve hostname n9: Name or service not known", "its name is unknown"),
-        (255, "ssh: connect to host n1 port 22: Connection refused", "nobody listens for ssh there"),
+        (
+            255,
+            "ssh: Could not resolve hostname n9: Name or service not known",
+            "its name is unknown",
+        ),
+        (
+            255,
+            "ssh: connect to host n1 port 22: Connection refused",
+            "nobody listens for ssh there",
+        ),
         (255, "Host key verification failed.", "ssh-keyscan"),
-        (255, "ann@n1: Permission denied (publickey).", "`ssh ann@n1 true` must work without a password"),
+        (
+            255,
+            "ann@n1: Permission denied (publickey).",
+            "`ssh ann@n1 true` must work without a password",
+        ),
         (255, "ssh: connect to host n1 port 22: Connection timed out", "it cannot be reached"),
         (255, "something else", "ssh ended with 255: something else"),
         (127, "bash: line 1: exec: /p: not found", "there is no /p there"),
@@ -75,7 +108,10 @@ def test_a_failure_is_told_with_its_remedy(status, words, told):
     ],
 )
 def test_syncvar_comes_from_where_this_host_has_it(origin, told):
-    assert remedy("/p", "ann@n1", origin) == f"install syncvar {sv.__version__} as on this host: {told}"
+    assert (
+        remedy("/p", "ann@n1", origin)
+        == f"install syncvar {sv.__version__} as on this host: {told}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,5 +143,10 @@ def test_this_machine_needs_no_ssh():
     for name in ("localhost", "127.0.0.1", "127.9.9.9", "10.9.0.7"):
         assert is_here(Host(name), TWO), name
     assert is_here(parse_hosts("[::1]").hosts[0], TWO)
-    for host in (Host("10.0.0.8"), Host("n1"), Host("localhost", user="ann"), Host("localhost", port=2222)):
+    for host in (
+        Host("10.0.0.8"),
+        Host("n1"),
+        Host("localhost", user="ann"),
+        Host("localhost", port=2222),
+    ):
         assert not is_here(host, TWO), host

@@ -10,7 +10,16 @@ from syncvar.execution.lower_moves import Move, Way, lower_move
 from syncvar.execution.lower_reduce import Cells, Places, lower_reduce, lower_small
 from syncvar.execution.lower_rounds import lower_rounds
 from syncvar.execution.program import Await, Copy, Fold, Kind
-from syncvar.plans import ALGORITHMS, Buffer, Recv, RecvReduce, Send, build_all, publications, unsuited
+from syncvar.plans import (
+    ALGORITHMS,
+    Buffer,
+    Recv,
+    RecvReduce,
+    Send,
+    build_all,
+    publications,
+    unsuited,
+)
 from syncvar.plans import Copy as CopyStep
 
 COUNTS = (1, 2, 3, 5, 7, 12, 16, 25)
@@ -46,7 +55,10 @@ def steps_of(world, rank, number, one):
         return world.memory.setdefault(("CELLS", owner, sides[owner] ^ place), {})
 
     def read(stretch):
-        return [held(stretch.memory).get(place, "nothing") for place in range(stretch.start, stretch.start + stretch.length)]
+        return [
+            held(stretch.memory).get(place, "nothing")
+            for place in range(stretch.start, stretch.start + stretch.length)
+        ]
 
     def write(stretch, values):
         held(stretch.memory).update(enumerate(values, stretch.start))
@@ -69,10 +81,14 @@ def steps_of(world, rank, number, one):
     yield from perform(program, world, rank, number, published, read, write)
     for name, values in one.wanted.items():
         made = own.get(name, {})
-        assert [made.get(place) for place in range(len(values))] == list(values), f"rank {rank}, call {number}, {name}"
+        assert [made.get(place) for place in range(len(values))] == list(values), (
+            f"rank {rank}, call {number}, {name}"
+        )
     for (kind, _), values in one.held.items():
         if kind == Kind.SOURCE:  # the program that called may write there now
-            world.memory[(kind, _), rank, number].update(dict.fromkeys(range(len(values)), "overwritten"))
+            world.memory[(kind, _), rank, number].update(
+                dict.fromkeys(range(len(values)), "overwritten")
+            )
 
 
 def run(size, calls, choose_rank):
@@ -114,50 +130,112 @@ def moves(kind, size, count, tell, lag=2):
             place = rank - (rank > root) if kind == "scatter" else 0
             takes, mine = ([] if rank == root else [(root, place)]), puts * (rank == root)
         elif kind == "gather":
-            takes, mine = ([(peer, 0) for peer in others] if rank == root else []), int(rank != root)
+            takes, mine = (
+                ([(peer, 0) for peer in others] if rank == root else []),
+                int(rank != root),
+            )
         else:
-            takes, mine = [(peer, (rank - (rank > peer)) if puts > 1 else 0) for peer in others], puts
+            takes, mine = (
+                [(peer, (rank - (rank > peer)) if puts > 1 else 0) for peer in others],
+                puts,
+            )
         keeps = kind != "broadcast" and (rank == root or kind not in ("gather", "scatter"))
-        move = Move(rank, count, CELL, lag, puts, mine, tuple(takes), keeps=keeps, folds=folds, converts=kind == "converted", makes_first=kind == "converted")
+        move = Move(
+            rank,
+            count,
+            CELL,
+            lag,
+            puts,
+            mine,
+            tuple(takes),
+            keeps=keeps,
+            folds=folds,
+            converts=kind == "converted",
+            makes_first=kind == "converted",
+        )
         everyone = len(tell) == size
         way = Way.LYING if everyone else Way.SLOTS if count <= 2 and not tell else Way.CELLS
         has_told = way == Way.CELLS and rank in tell and mine > 0
-        program = lower_move(move, way, has_told=has_told, some_told=way == Way.CELLS and bool(tell))
-        held = {(Kind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)] for place in range(mine + keeps)}
+        program = lower_move(
+            move, way, has_told=has_told, some_told=way == Way.CELLS and bool(tell)
+        )
+        held = {
+            (Kind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)]
+            for place in range(mine + keeps)
+        }
         if folds:
             terms = [rank if peer == rank else peer for peer in range(size)]
-            places = [mine if peer == rank else (rank - (rank > peer)) if puts > 1 else 0 for peer in range(size)]
-            wanted = {(Kind.TARGET, 0): [tree(f"{one}.{place}.{at}" for one, place in zip(terms, places, strict=True)) for at in range(count)]}
+            places = [
+                mine if peer == rank else (rank - (rank > peer)) if puts > 1 else 0
+                for peer in range(size)
+            ]
+            wanted = {
+                (Kind.TARGET, 0): [
+                    tree(f"{one}.{place}.{at}" for one, place in zip(terms, places, strict=True))
+                    for at in range(count)
+                ]
+            }
         else:
-            wanted = {(Kind.TARGET, at): [f"{peer}.{place}.{item}" for item in range(count)] for at, (peer, place) in enumerate(takes)}
+            wanted = {
+                (Kind.TARGET, at): [f"{peer}.{place}.{item}" for item in range(count)]
+                for at, (peer, place) in enumerate(takes)
+            }
             if keeps:
                 wanted[Kind.TARGET, len(takes)] = held[Kind.SOURCE, mine]
         made.append(Call(program, held, wanted))
     return made
 
 
-KINDS = ("all_gather", "broadcast", "gather", "scatter", "all_to_all", "reduce_scatter", "converted")
+KINDS = (
+    "all_gather",
+    "broadcast",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "reduce_scatter",
+    "converted",
+)
 
 
 @pytest.mark.parametrize(("size", "lag"), [(2, 2), (2, 4), (3, 2), (3, 3), (4, 2)])
 def test_every_order_moves_all_blocks(size, lag):
     draw = random.Random(size)
     everyone = frozenset(range(size))
-    for kind, count, tell in itertools.product(KINDS, COUNTS, (frozenset(), frozenset({0}), frozenset({size - 1}), everyone)):
+    for kind, count, tell in itertools.product(
+        KINDS, COUNTS, (frozenset(), frozenset({0}), frozenset({size - 1}), everyone)
+    ):
         if kind == "converted" and tell:
             continue  # what has another dtype cannot be taken where it lies
-        other = moves(draw.choice(KINDS[:6]), size, draw.choice(COUNTS), draw.choice([frozenset(), everyone]), lag)
-        every_order(size, [moves(kind, size, count, tell, lag), other, moves(kind, size, count, tell, lag)], draw)
+        other = moves(
+            draw.choice(KINDS[:6]),
+            size,
+            draw.choice(COUNTS),
+            draw.choice([frozenset(), everyone]),
+            lag,
+        )
+        every_order(
+            size,
+            [moves(kind, size, count, tell, lag), other, moves(kind, size, count, tell, lag)],
+            draw,
+        )
 
 
 @pytest.mark.parametrize("change", ["no wait", "a copy less"])
 @pytest.mark.parametrize("way", ["lying", "cells"])
 def test_a_move_that_is_changed_is_found_out(way, change):
-    calls = [moves("all_gather", 2, 12, frozenset({0, 1} if way == "lying" else ())) for _ in range(2)]
+    calls = [
+        moves("all_gather", 2, 12, frozenset({0, 1} if way == "lying" else ())) for _ in range(2)
+    ]
     program = calls[0][0].program
     kind = Copy if change == "a copy less" else Await
     steps = list(program.steps)
-    del steps[next(place for place, step in enumerate(steps) if isinstance(step, kind) and (kind is Await or step.target.memory.kind == Kind.TARGET))]
+    del steps[
+        next(
+            place
+            for place, step in enumerate(steps)
+            if isinstance(step, kind) and (kind is Await or step.target.memory.kind == Kind.TARGET)
+        )
+    ]
     for call in calls:
         call[0].program = program._replace(steps=tuple(steps))
     with pytest.raises((AssertionError, KeyError)):
@@ -167,35 +245,63 @@ def test_a_move_that_is_changed_is_found_out(way, change):
 
 def planned(collective, algorithm, size, count, *, small, late):
     """Return the calls of all ranks that run a plan, and what each has to end with: the same as the plan's own steps give."""
-    shape = {"counts": (count,) * size} if collective in ("all_gather", "reduce_scatter") else {"count": count}
+    shape = (
+        {"counts": (count,) * size}
+        if collective in ("all_gather", "reduce_scatter")
+        else {"count": count}
+    )
     plans = build_all(collective, algorithm, size, root=0, **shape)
     works = [[f"{rank}.{at}" for at in range(plan.work_count)] for rank, plan in enumerate(plans)]
     ends = run_plainly(plans, works)
     made = []
     for rank in range(size):
         program = lower_rounds(publications(plans, rank), rank, CELL, 0 if late else small)
-        made.append(Call(program, {(Kind.TARGET, 0): works[rank]}, {(Kind.TARGET, 0): ends[rank]}, by_tail=False, late=late))
+        made.append(
+            Call(
+                program,
+                {(Kind.TARGET, 0): works[rank]},
+                {(Kind.TARGET, 0): ends[rank]},
+                by_tail=False,
+                late=late,
+            )
+        )
     return made
 
 
 def run_plainly(plans, works):
     """Run a plan as messages: each round sends what all ranks held when it began."""
-    held = [{Buffer.WORK: list(work), Buffer.SCRATCH: ["nothing"] * plan.scratch_count} for plan, work in zip(plans, works, strict=True)]
+    held = [
+        {Buffer.WORK: list(work), Buffer.SCRATCH: ["nothing"] * plan.scratch_count}
+        for plan, work in zip(plans, works, strict=True)
+    ]
 
     def part(rank, chunk):
         return held[rank][chunk.buffer][chunk.start : chunk.stop]
 
     for rounds in zip(*(plan.rounds for plan in plans), strict=True):
-        sent = {(rank, step.peer): part(rank, step.chunk) for rank, steps in enumerate(rounds) for step in steps if isinstance(step, Send)}
+        sent = {
+            (rank, step.peer): part(rank, step.chunk)
+            for rank, steps in enumerate(rounds)
+            for step in steps
+            if isinstance(step, Send)
+        }
         for rank, steps in enumerate(rounds):
             for step in steps:
                 if isinstance(step, Send):
                     continue
                 if isinstance(step, Recv | RecvReduce):
-                    value, target, is_left = sent[step.peer, rank], step.chunk, isinstance(step, RecvReduce) and step.incoming_left
+                    value, target, is_left = (
+                        sent[step.peer, rank],
+                        step.chunk,
+                        isinstance(step, RecvReduce) and step.incoming_left,
+                    )
                     reduces = isinstance(step, RecvReduce)
                 else:
-                    value, target, reduces = part(rank, step.source), step.target, not isinstance(step, CopyStep)
+                    value, target, reduces = (
+                        part(rank, step.source),
+                        step.target,
+                        not isinstance(step, CopyStep),
+                    )
                     is_left = reduces and step.source_left
                 if reduces:
                     pairs = zip(value, part(rank, target), strict=True)
@@ -214,23 +320,44 @@ def joined(counts, size, cells, *, makes_first=False):
         if cells is None:
             program = lower_small(rank, size, counts)
         else:
-            program = lower_reduce(rank, size, counts, cells, Places(makes_first=makes_first and rank == 0), 8)
-        held = {(Kind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)] for place, count in enumerate(counts)}
+            program = lower_reduce(
+                rank, size, counts, cells, Places(makes_first=makes_first and rank == 0), 8
+            )
+        held = {
+            (Kind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)]
+            for place, count in enumerate(counts)
+        }
         wanted = {
-            (Kind.TARGET, place): [tree(f"{one}.{place}.{at}" for one in range(size)) for at in range(count)]
+            (Kind.TARGET, place): [
+                tree(f"{one}.{place}.{at}" for one in range(size)) for at in range(count)
+            ]
             for place, count in enumerate(counts)
         }
         made.append(Call(program, held, wanted))
     return made
 
 
-@pytest.mark.parametrize(("size", "lag", "sums_all"), [(2, 1, False), (2, 4, True), (3, 2, False), (4, 2, True)])
+@pytest.mark.parametrize(
+    ("size", "lag", "sums_all"), [(2, 1, False), (2, 4, True), (3, 2, False), (4, 2, True)]
+)
 def test_every_order_reduces_a_structure(size, lag, sums_all):
     draw = random.Random(size)
-    for counts, width in (((3, 0, 5), 4), ((1,) * 9, 4), ((1,) * 19, 8), ((2, 1, 1, 1, 1, 9), 8), ((0, 7, 0), 4), ((13, 4), 4), ((2, 30, 1), 4)):
+    for counts, width in (
+        ((3, 0, 5), 4),
+        ((1,) * 9, 4),
+        ((1,) * 19, 8),
+        ((2, 1, 1, 1, 1, 9), 8),
+        ((0, 7, 0), 4),
+        ((13, 4), 4),
+        ((2, 30, 1), 4),
+    ):
         cells = Cells(width, lag, sums_all)
         between = joined(draw.choice([(5,), (2, 2), (9, 9)]), size, cells)
-        every_order(size, [joined(counts, size, cells), between, joined(counts, size, cells, makes_first=True)], draw)
+        every_order(
+            size,
+            [joined(counts, size, cells), between, joined(counts, size, cells, makes_first=True)],
+            draw,
+        )
         every_order(size, [joined(counts, size, None) for _ in range(3)], draw)
 
 
@@ -238,10 +365,14 @@ def test_arrays_of_a_cell_are_combined_in_their_targets_where_they_are_few_and_a
     """Which of two NaN is kept may depend on how much is combined at once: so all ranks combine the same stretches."""
     for counts, folds in (((3, 5), [3, 5]), ((2, 2, 2, 2), [2, 2, 2, 2]), ((1,) * 5 + (3,), [8])):
         for makes_first in (False, True):
-            program = lower_reduce(0, 2, counts, Cells(8, sums_all=True), Places(makes_first=makes_first), 8)
+            program = lower_reduce(
+                0, 2, counts, Cells(8, sums_all=True), Places(makes_first=makes_first), 8
+            )
             made = [step.target for step in program.steps if isinstance(step, Fold)]
             assert [one.length for one in made] == folds
-            assert {one.memory.kind for one in made} == {Kind.SCRATCH if makes_first or len(folds) == 1 else Kind.TARGET}
+            assert {one.memory.kind for one in made} == {
+                Kind.SCRATCH if makes_first or len(folds) == 1 else Kind.TARGET
+            }
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
@@ -251,11 +382,18 @@ COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_every_order_runs_a_plan_to_its_end(collective, size):
     draw = random.Random(size)
-    names = {algorithm for algorithm in ALGORITHMS[collective] if unsuited(collective, algorithm, size, even=True) is None}
+    names = {
+        algorithm
+        for algorithm in ALGORITHMS[collective]
+        if unsuited(collective, algorithm, size, even=True) is None
+    }
     assert names
     for algorithm, count in itertools.product(sorted(names), (0, 1, 4, 9)):
         for small, late in ((100, False), (1, False), (0, True)):
-            calls = [planned(collective, algorithm, size, count, small=small, late=late) for _ in range(3)]
+            calls = [
+                planned(collective, algorithm, size, count, small=small, late=late)
+                for _ in range(3)
+            ]
             if late and not calls[0][0].program.steps and not calls[0][0].program.opening:
                 continue
             every_order(size, calls, draw)

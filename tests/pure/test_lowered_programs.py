@@ -5,8 +5,25 @@ import random
 
 import pytest
 
-from syncvar.execution.lower_reduce import EVERYWHERE, Cells, Ends, Places, lower_reduce, lower_small
-from syncvar.execution.program import Await, Copy, Fold, Kind, Memory, Publish, Stretch, assemble, extents
+from syncvar.execution.lower_reduce import (
+    EVERYWHERE,
+    Cells,
+    Ends,
+    Places,
+    lower_reduce,
+    lower_small,
+)
+from syncvar.execution.program import (
+    Await,
+    Copy,
+    Fold,
+    Kind,
+    Memory,
+    Publish,
+    Stretch,
+    assemble,
+    extents,
+)
 from syncvar.plans import tree_order
 
 COUNTS = (1, 3, 4, 5, 8, 9, 16, 17, 23, 33)
@@ -39,7 +56,9 @@ def perform(program, world, rank, number, published, read, write):
         if isinstance(step, Copy):
             write(step.target, read(step.source))
         elif isinstance(step, Fold):
-            write(step.target, [tree(values) for values in zip(*map(read, step.terms), strict=True)])
+            write(
+                step.target, [tree(values) for values in zip(*map(read, step.terms), strict=True)]
+            )
         elif isinstance(step, Publish):
             published += 1
             world.at[rank] = (number, published)
@@ -89,7 +108,9 @@ def call(world, rank, number, count, cells, places, in_place, ends):
     yield from perform(program, world, rank, number, 0, read, write)
     brought = ("TARGET" if in_place else "SOURCE", rank, number)
     if places.sources:  # the program that called may write there now
-        world.memory.setdefault(brought, {}).update({place: "overwritten" for place in range(count) if not in_place})
+        world.memory.setdefault(brought, {}).update(
+            {place: "overwritten" for place in range(count) if not in_place}
+        )
 
 
 def calls(world, rank, plan):
@@ -137,31 +158,54 @@ def kinds_of_places(size):
     yield Places(converts=True, makes_first=True), False
 
 
-@pytest.mark.parametrize(("size", "lag", "sums_all"), [(2, 1, False), (2, 2, True), (2, 4, True), (3, 4, True), (3, 2, False), (5, 4, False)])
+@pytest.mark.parametrize(
+    ("size", "lag", "sums_all"),
+    [(2, 1, False), (2, 2, True), (2, 4, True), (3, 4, True), (3, 2, False), (5, 4, False)],
+)
 def test_every_order_gives_the_tree_of_all_ranks(size, lag, sums_all):
     cells = Cells(4, lag, sums_all)
     draw = random.Random(size * 100 + lag)
     for count, (places, in_place) in itertools.product(COUNTS, kinds_of_places(size)):
-        plan = [(count, cells, places, in_place), (draw.choice(COUNTS), cells, Places(), False), (count, cells, places, in_place)]
+        plan = [
+            (count, cells, places, in_place),
+            (draw.choice(COUNTS), cells, Places(), False),
+            (count, cells, places, in_place),
+        ]
         for first in range(size):
             order = [*range(first, size), *range(first)]
-            run(size, plan, lambda ready, order=order: min(ready, key=order.index))  # one goes as far ahead as it may
+            run(
+                size, plan, lambda ready, order=order: min(ready, key=order.index)
+            )  # one goes as far ahead as it may
         run(size, plan, draw.choice)
 
 
-@pytest.mark.parametrize("ends", [Ends("reduce", 0), Ends("reduce", 1), Ends("scan"), Ends("exscan")])
-@pytest.mark.parametrize(("size", "lag", "sums_all"), [(2, 1, False), (2, 4, True), (3, 2, False), (4, 4, False)])
+@pytest.mark.parametrize(
+    "ends", [Ends("reduce", 0), Ends("reduce", 1), Ends("scan"), Ends("exscan")]
+)
+@pytest.mark.parametrize(
+    ("size", "lag", "sums_all"), [(2, 1, False), (2, 4, True), (3, 2, False), (4, 4, False)]
+)
 def test_every_order_gives_each_rank_what_it_ends_with(size, lag, sums_all, ends):
     cells = Cells(4, lag, sums_all)
     draw = random.Random(size * 100 + lag)
     everyone = frozenset(range(size))
     kinds = [
-        (Places(), False), (Places(), True), (Places(goes_on=True), False), (Places(frozenset({0})), False), (Places(frozenset({size - 1})), False),
-        (Places(everyone), False), (Places(everyone - {1}, makes_first=True), False), (Places(converts=True, makes_first=True), False),
-    ]  # fmt: skip
+        (Places(), False),
+        (Places(), True),
+        (Places(goes_on=True), False),
+        (Places(frozenset({0})), False),
+        (Places(frozenset({size - 1})), False),
+        (Places(everyone), False),
+        (Places(everyone - {1}, makes_first=True), False),
+        (Places(converts=True, makes_first=True), False),
+    ]
     for count, (places, in_place) in itertools.product(COUNTS, kinds):
         other = draw.choice([EVERYWHERE, Ends("scan"), Ends("reduce", size - 1)])
-        plan = [(count, cells, places, in_place, ends), (draw.choice(COUNTS), cells, Places(), False, other), (count, cells, places, in_place, ends)]
+        plan = [
+            (count, cells, places, in_place, ends),
+            (draw.choice(COUNTS), cells, Places(), False, other),
+            (count, cells, places, in_place, ends),
+        ]
         for first in range(size):
             order = [*range(first, size), *range(first)]
             run(size, plan, lambda ready, order=order: min(ready, key=order.index))
@@ -174,8 +218,14 @@ def test_slots_are_combined_by_those_who_end_with_them(ends):
         opening, steps, *_ = lower_small(rank, 4, 5, ends=ends)
         terms = [Stretch(Memory(Kind.SLOT, one), 0, 5) for one in ends.terms(rank, 4)]
         target = Stretch(Memory(Kind.TARGET), 0, 5)
-        assert opening == (Copy(Stretch(Memory(Kind.SOURCE), 0, 5), Stretch(Memory(Kind.SLOT, rank), 0, 5)),)
-        assert steps == ((Fold(tuple(terms), target),) if len(terms) > 1 else tuple(Copy(one, target) for one in terms))
+        assert opening == (
+            Copy(Stretch(Memory(Kind.SOURCE), 0, 5), Stretch(Memory(Kind.SLOT, rank), 0, 5)),
+        )
+        assert steps == (
+            (Fold(tuple(terms), target),)
+            if len(terms) > 1
+            else tuple(Copy(one, target) for one in terms)
+        )
 
 
 @pytest.mark.parametrize("change", ["no wait", "a shorter wait", "a copy less"])
@@ -193,10 +243,18 @@ def test_a_program_that_is_changed_is_found_out(change):
         del steps[place]
     changed = program._replace(steps=tuple(steps))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "lower_reduce", lambda rank, *rest: changed if rank == 0 else lowered(rank, *rest))
+        patch.setitem(
+            globals(),
+            "lower_reduce",
+            lambda rank, *rest: changed if rank == 0 else lowered(rank, *rest),
+        )
         with pytest.raises((AssertionError, KeyError)):
             for first in (0, 1):
-                run(2, [(33, cells, Places(), False)] * 2, lambda ready, first=first: first if first in ready else ready[0])
+                run(
+                    2,
+                    [(33, cells, Places(), False)] * 2,
+                    lambda ready, first=first: first if first in ready else ready[0],
+                )
 
 
 def test_memories_are_as_long_as_they_are_used():

@@ -25,7 +25,10 @@ def dialogue():
     def say(now, event, answer):
         lines.append(f"{now:5.1f}  {event:<28} {answer or '-'}")
 
-    for title, joins in (("all come", {0: 0.0, 2: 7.0, 1: 12.0}), ("one never comes", {3: 0.0, 0: 1.0, 1: 9.0})):
+    for title, joins in (
+        ("all come", {0: 0.0, 2: 7.0, 1: 12.0}),
+        ("one never comes", {3: 0.0, 0: 1.0, 1: 9.0}),
+    ):
         meeting = roll(world_size=len(joins) + (title != "all come"))
         lines.append(f"-- {title}")
         now = 0.0
@@ -85,5 +88,7 @@ def test_a_rank_that_ended_without_joining_fails_the_roll_call_in_either_order(o
     for step in order:
         answers.append(meeting.join(member(0), 0.0) if step == 0 else meeting.ended(1, "finished"))
     answers.append(meeting.tick(0.0)[1])
-    assert any("rank 1 finished without joining, while rank 0 waited" in answer for answer in answers)
+    assert any(
+        "rank 1 finished without joining, while rank 0 waited" in answer for answer in answers
+    )
     assert meeting.failed

@@ -6,8 +6,16 @@ from syncvar_launcher.memory import OUT_OF_MEMORY, OutOfMemory
 
 # Recorded on Linux 6.18: a group of version 1, and one of version 2.
 FILES = {
-    1: ("memory/job/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n", b"5:cpu:/x\n4:memory:/job\n0::/\n"),
-    2: ("job/memory.events", "low 0\nhigh 12\nmax 31\noom {0}\noom_kill {0}\noom_group_kill 0\n", b"0::/job\n"),
+    1: (
+        "memory/job/memory.oom_control",
+        "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n",
+        b"5:cpu:/x\n4:memory:/job\n0::/\n",
+    ),
+    2: (
+        "job/memory.events",
+        "low 0\nhigh 12\nmax 31\noom {0}\noom_kill {0}\noom_group_kill 0\n",
+        b"0::/job\n",
+    ),
 }
 
 

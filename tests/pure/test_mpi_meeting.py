@@ -32,8 +32,12 @@ def test_syncvar_launch_starts_no_processes_of_mpi(tmp_path):
 
 
 def test_a_rank_of_syncvar_launch_does_not_join_by_mpi():
-    with pytest.raises(ConfigError, match=r"SYNCVAR_TRANSPORT=mpi contradicts SYNCVAR_RANK=0.*mpirun"):
-        connecting.connect(MPI | RankEnvironment(0, 2, 0, 2, 0, 1, 0, "ipc:///x", "j").to_mapping(), 0, alone=False)
+    with pytest.raises(
+        ConfigError, match=r"SYNCVAR_TRANSPORT=mpi contradicts SYNCVAR_RANK=0.*mpirun"
+    ):
+        connecting.connect(
+            MPI | RankEnvironment(0, 2, 0, 2, 0, 1, 0, "ipc:///x", "j").to_mapping(), 0, alone=False
+        )
 
 
 def test_encryption_that_is_asked_for_is_not_given_up_silently():
@@ -50,20 +54,44 @@ def test_without_mpi4py_the_remedy_is_told(monkeypatch):
 @pytest.mark.parametrize("about", [(0, 2), (1, 3), (0, 1)])
 def test_a_library_that_contradicts_a_launcher_is_refused_and_both_are_named(about):
     mpi_meeting._compare(1, 2, "Some MPI", TORCH)
-    with pytest.raises(ConfigError, match=rf"MASTER_PORT says rank 1 of 2, Some MPI says rank {about[0]} of {about[1]}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"MASTER_PORT says rank 1 of 2, Some MPI says rank {about[0]} of {about[1]}",
+    ):
         mpi_meeting._compare(*about, "Some MPI", TORCH)
 
 
 def test_a_library_that_thinks_it_is_alone_under_the_mpirun_of_another_is_refused():
     with pytest.raises(ConfigError, match=r"(?s)PMI_SIZE.*3.*Some MPI says .*MPI4PY_MPIABI"):
-        mpi_meeting._compare(0, 1, "Some MPI", {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"})
+        mpi_meeting._compare(
+            0,
+            1,
+            "Some MPI",
+            {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"},
+        )
 
 
 def test_ranks_that_do_not_follow_each_other_on_a_host_are_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"are on a, b, a.*--map-by slot"):
-        placed(Told("MPI", 0, 3, 0, 0, -1, 0, "", 0), [("a", "1"), ("b", "2"), ("a", "1")], ["a", "b", "a"], mpi_meeting._REMEDY)
-    of_one_name = [placed(Told("MPI", rank, 3, 0, 0, -1, 0, "", 0), [("a", "1"), ("a", "2"), ("b", "2")], ["a", "a", "b"], "") for rank in range(3)]
-    assert [(told.host_index, told.host_count, told.local_rank, told.local_world_size) for told in of_one_name] == [(host, 3, 0, 1) for host in range(3)]
+        placed(
+            Told("MPI", 0, 3, 0, 0, -1, 0, "", 0),
+            [("a", "1"), ("b", "2"), ("a", "1")],
+            ["a", "b", "a"],
+            mpi_meeting._REMEDY,
+        )
+    of_one_name = [
+        placed(
+            Told("MPI", rank, 3, 0, 0, -1, 0, "", 0),
+            [("a", "1"), ("a", "2"), ("b", "2")],
+            ["a", "a", "b"],
+            "",
+        )
+        for rank in range(3)
+    ]
+    assert [
+        (told.host_index, told.host_count, told.local_rank, told.local_world_size)
+        for told in of_one_name
+    ] == [(host, 3, 0, 1) for host in range(3)]
 
 
 class _Channel(Control):
@@ -86,16 +114,30 @@ class _Links(Transport):
 
 def test_who_joins_anew_does_not_mind_that_others_leave_the_generation_before():
     """The launcher may tell it on the new channel: that rank 1 leaves, or what became of a call, of the generation before."""
-    roll = pack_message("roll", generation=1, addresses={0: "a", 1: "b"}, hosts={}, places={0: 0, 1: 0}, without_arena={})
+    roll = pack_message(
+        "roll",
+        generation=1,
+        addresses={0: "a", 1: "b"},
+        hosts={},
+        places={0: 0, 1: 0},
+        without_arena={},
+    )
     verdict = pack_message("verdict", group=0, call=1, last_call=1, text="", table={}, waits=False)
     rank = RankEnvironment(0, 2, 0, 2, 0, 1, 0, "ipc:///x", "j")
-    links, channel = _Links(), _Channel(pack_message("left", rank=1, entered={}, skipped=[]), verdict, roll)
+    links, channel = (
+        _Links(),
+        _Channel(pack_message("left", rank=1, entered={}, skipped=[]), verdict, roll),
+    )
     answer_roll_call(rank, RuntimeConfig(), links, channel, 1, "")
     assert links.opened == ({0: "a", 1: "b"}, 1)
 
 
-@pytest.mark.parametrize(("keeper", "local_rank", "says"), [(0, 0, True), (0, 1, False), (3, 0, False), (None, 0, False)])
-def test_a_rank_that_waits_for_who_keeps_the_roll_says_so_once(monkeypatch, caplog, keeper, local_rank, says):
+@pytest.mark.parametrize(
+    ("keeper", "local_rank", "says"), [(0, 0, True), (0, 1, False), (3, 0, False), (None, 0, False)]
+)
+def test_a_rank_that_waits_for_who_keeps_the_roll_says_so_once(
+    monkeypatch, caplog, keeper, local_rank, says
+):
     class Silent(_Channel):
         def receive(self):
             return None
@@ -117,7 +159,10 @@ def test_a_rank_that_waits_for_who_keeps_the_roll_says_so_once(monkeypatch, capl
     ("keeper", "told"),
     [
         (None, "syncvar-launch did not answer rank 3 at tcp://h:1 within 11 s"),
-        (0, "rank 0 did not answer rank 3 at tcp://h:1 within 11 s: no syncvar-launch started these ranks, so"),
+        (
+            0,
+            "rank 0 did not answer rank 3 at tcp://h:1 within 11 s: no syncvar-launch started these ranks, so",
+        ),
     ],
 )
 def test_a_roll_call_without_an_answer_names_who_was_asked(monkeypatch, keeper, told):

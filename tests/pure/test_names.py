@@ -25,9 +25,26 @@ def test_names_are_those_of_the_rule():
     for seed in range(200):
         choose = random.Random(seed)
         names, plain = Names(), Plain()
-        bases = ["w", "w_1", "w_2", "w_01", "w_0", "w_", "_1", "1", "w_1_1", "w_12", "v/w_1", "w__1"]
+        bases = [
+            "w",
+            "w_1",
+            "w_2",
+            "w_01",
+            "w_0",
+            "w_",
+            "_1",
+            "1",
+            "w_1_1",
+            "w_12",
+            "v/w_1",
+            "w__1",
+        ]
         for _ in range(60):
-            base = choose.choice(bases) if choose.random() < 0.8 else choose.choice(sorted(plain.taken) or bases)
+            base = (
+                choose.choice(bases)
+                if choose.random() < 0.8
+                else choose.choice(sorted(plain.taken) or bases)
+            )
             assert names.free(base) == names.free(base)
             assert names.take(base) == plain.take(base)
             for name in [*bases, *sorted(plain.taken)[:5], "w_3", "w_100"]:

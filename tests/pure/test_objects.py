@@ -30,8 +30,20 @@ arrays = st.builds(
     st.lists(st.integers(0, 3), max_size=4),
     st.integers(0, 1 << 16),
 )
-keys = st.text(max_size=5) | st.integers() | st.booleans() | st.none() | st.tuples(st.text(max_size=3), st.integers())
-zones = st.none() | st.sampled_from([dt.UTC, dt.timezone(dt.timedelta(hours=-3, seconds=1)), dt.timezone(dt.timedelta(hours=2), "home")])
+keys = (
+    st.text(max_size=5)
+    | st.integers()
+    | st.booleans()
+    | st.none()
+    | st.tuples(st.text(max_size=3), st.integers())
+)
+zones = st.none() | st.sampled_from(
+    [
+        dt.UTC,
+        dt.timezone(dt.timedelta(hours=-3, seconds=1)),
+        dt.timezone(dt.timedelta(hours=2), "home"),
+    ]
+)
 zones |= st.sampled_from(["Europe/Vienna", "America/St_Johns"]).map(zoneinfo.ZoneInfo)
 moments = st.dates() | st.times(timezones=zones) | st.datetimes(timezones=zones) | st.timedeltas()
 hashable = st.recursive(
@@ -40,17 +52,28 @@ hashable = st.recursive(
     max_leaves=4,
 )
 leaves = (
-    st.none() | st.booleans() | st.integers() | st.integers(-(1 << 200), 1 << 200) | st.floats(allow_nan=False)
-    | st.complex_numbers(allow_nan=False) | st.text(max_size=20) | st.binary(max_size=20) | arrays
-    | moments | st.sets(hashable, max_size=4) | st.frozensets(hashable, max_size=4)
-)  # fmt: skip
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(1 << 200), 1 << 200)
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text(max_size=20)
+    | st.binary(max_size=20)
+    | arrays
+    | moments
+    | st.sets(hashable, max_size=4)
+    | st.frozensets(hashable, max_size=4)
+)
 values = st.recursive(
     leaves,
-    lambda inner: st.lists(inner, max_size=4)
-    | st.lists(inner, max_size=4).map(tuple)
-    | st.dictionaries(keys, inner, max_size=4)
-    | st.dictionaries(keys, inner, max_size=4).map(OrderedDict)
-    | st.dictionaries(hashable, inner, max_size=4).map(Counter),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.dictionaries(keys, inner, max_size=4).map(OrderedDict)
+        | st.dictionaries(hashable, inner, max_size=4).map(Counter)
+    ),
     max_leaves=12,
 )
 
@@ -98,13 +121,32 @@ def test_scalars_of_every_dtype_come_back_as_scalars(name):
 
 def test_arrays_of_any_layout_come_back_as_plain_ones():
     base = np.arange(24.0).reshape(4, 6)
-    for array in (base.T, base[::2, ::-1], base.astype(">f8"), np.broadcast_to(np.float32(3), (2, 2))):
+    for array in (
+        base.T,
+        base[::2, ::-1],
+        base.astype(">f8"),
+        np.broadcast_to(np.float32(3), (2, 2)),
+    ):
         back = unpack_object(pack_object([array]))[0]
         assert np.array_equal(back, array)
         assert back.dtype.isnative
 
 
-@pytest.mark.parametrize("number", [0, -1, (1 << 63) - 1, -(1 << 63), 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 63) - 1, 10**300, -(10**300)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        0,
+        -1,
+        (1 << 63) - 1,
+        -(1 << 63),
+        1 << 63,
+        (1 << 64) - 1,
+        1 << 64,
+        -(1 << 63) - 1,
+        10**300,
+        -(10**300),
+    ],
+)
 def test_integers_of_any_size_come_back(number):
     assert unpack_object(pack_object(number)) == number
 
@@ -147,7 +189,10 @@ class Name(str):
         ({"a": [1, {2, object()}]}, r"an item of value\['a'\]\[1\]"),
         ([(1, len)], r"value\[0\]\[1\]"),
         ([Name("n")], r"value\[0\]"),
-        ([dt.datetime(2020, 1, 1, tzinfo=Elsewhere())], r"value\[0\]: its time zone is a .*Elsewhere, which cannot travel.*astimezone"),
+        (
+            [dt.datetime(2020, 1, 1, tzinfo=Elsewhere())],
+            r"value\[0\]: its time zone is a .*Elsewhere, which cannot travel.*astimezone",
+        ),
         ([dt.timezone(dt.timedelta(0), "\ud800")], r"value\[0\]"),
         ([dt.time(1, tzinfo=dt.timezone(dt.timedelta(0), "\ud800"))], r"value\[0\]"),
         ([Day(2020, 1, 1)], r"value\[0\]"),
@@ -168,7 +213,7 @@ class Name(str):
         (["\ud800"], r"value\[0\]"),
         ({"\ud800": 1}, "a key of value"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_travel_is_refused_with_its_place(value, place):
     with pytest.raises(ConfigError, match=place) as raised:
         pack_object(value)
@@ -197,8 +242,21 @@ def test_frames_are_refused_with_what_to_write(home, name, remedy):
 
 def test_classes_that_may_travel_are_known():
     plain = [
-        int, bool, str, dict, tuple, Pair, Hue, Colour, np.ndarray, Path, decimal.Decimal, dt.date, range, object,
-    ]  # fmt: skip
+        int,
+        bool,
+        str,
+        dict,
+        tuple,
+        Pair,
+        Hue,
+        Colour,
+        np.ndarray,
+        Path,
+        decimal.Decimal,
+        dt.date,
+        range,
+        object,
+    ]
     assert [kind for kind in plain if not may_travel(kind)] == []
     assert [kind for kind in (Point, ValueError, type, random.Random) if may_travel(kind)] == []
 
@@ -206,11 +264,17 @@ def test_classes_that_may_travel_are_known():
 @pytest.mark.parametrize(
     "value",
     [
-        range(5), range(9, -3, -4), Path("a/b"), Path("/x\udcff"), decimal.Decimal("-1.50"), decimal.Decimal("sNaN12"),
-        *map(np.dtype, ("float32", ">i2", "<U7", "S3", "M8[ms]", "m8[25us]", "bool")), np.dtype(ml_dtypes.bfloat16),
+        range(5),
+        range(9, -3, -4),
+        Path("a/b"),
+        Path("/x\udcff"),
+        decimal.Decimal("-1.50"),
+        decimal.Decimal("sNaN12"),
+        *map(np.dtype, ("float32", ">i2", "<U7", "S3", "M8[ms]", "m8[25us]", "bool")),
+        np.dtype(ml_dtypes.bfloat16),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_standard_types_come_out_as_they_went_in(value):
     made = unpack_object(pack_object({"x": [value]}))["x"][0]
     assert type(made) is type(value)
@@ -271,8 +335,18 @@ def test_random_extensions_are_read_or_refused_with_wire_error_only(code, data):
 
 def test_packed_objects_with_changed_bytes_are_read_or_refused():
     draw = random.Random(0)
-    value = {"a": (1, [2.5, None, 1 << 80, 3j]), "b": np.arange(6, dtype=np.int16).reshape(2, 3), ("t", 1): np.float32(2),
-        "s": {1, "x", frozenset({2})}, "o": OrderedDict(a=Counter("ab")), "d": [dt.datetime(2020, 2, 29, 1, tzinfo=zoneinfo.ZoneInfo("Europe/Vienna")), dt.timedelta(3, 4), dt.time(5, 6, tzinfo=dt.timezone(dt.timedelta(hours=1)))]}  # fmt: skip
+    value = {
+        "a": (1, [2.5, None, 1 << 80, 3j]),
+        "b": np.arange(6, dtype=np.int16).reshape(2, 3),
+        ("t", 1): np.float32(2),
+        "s": {1, "x", frozenset({2})},
+        "o": OrderedDict(a=Counter("ab")),
+        "d": [
+            dt.datetime(2020, 2, 29, 1, tzinfo=zoneinfo.ZoneInfo("Europe/Vienna")),
+            dt.timedelta(3, 4),
+            dt.time(5, 6, tzinfo=dt.timezone(dt.timedelta(hours=1))),
+        ],
+    }
     packed = pack_object(value)
     for _ in range(20_000):
         data = bytearray(packed)
@@ -329,7 +403,13 @@ def test_tuples_within_tuples_do_not_multiply_memory(depth):
 
 
 def test_lengths_that_are_not_there_are_refused_without_memory():
-    for data in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x01"):
+    for data in (
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\xdb\xff\xff\xff\xff",
+        b"\xc9\xff\xff\xff\xff\x01",
+    ):
         tracemalloc.start()
         try:
             with pytest.raises(WireError):
@@ -371,9 +451,16 @@ def test_what_modules_note_on_their_state_stays_with_it():
 @pytest.mark.parametrize(
     ("code", "data"),
     [
-        (6, [[]]), (6, [[[1, 2, 3]], None]), (6, [[[[1], 2]], None]), (6, 5), (7, [[1]]), (7, [msgpack.packb([1])]), (8, 3), (9, [msgpack.packb({})]),
+        (6, [[]]),
+        (6, [[[1, 2, 3]], None]),
+        (6, [[[[1], 2]], None]),
+        (6, 5),
+        (7, [[1]]),
+        (7, [msgpack.packb([1])]),
+        (8, 3),
+        (9, [msgpack.packb({})]),
     ],
-)  # fmt: skip
+)
 def test_sets_and_dicts_of_what_cannot_be_in_them_are_refused(code, data):
     with pytest.raises(WireError):
         unpack_object(msgpack.packb(msgpack.ExtType(code, msgpack.packb(data))))
@@ -385,13 +472,27 @@ DAY, CLOCK = b"\xe4\x07\x02\x1d", b"\x01\x02\x03\x00\x00\x00\x00\x00"
 @pytest.mark.parametrize(
     ("code", "data"),
     [
-        (16, b""), (16, DAY + b"1"), (16, b"\xe4\x07\x0d\x1d"), (17, CLOCK), (17, CLOCK[:-1] + b"\x02\x00"), (17, CLOCK + b"\x00x"),
-        (18, DAY + CLOCK + b"\x07"), (18, DAY + CLOCK + b"\x01" + bytes(7)), (18, DAY + CLOCK + b"\x01" + b"\xff" * 7 + b"\x7f"),
-        (18, DAY + CLOCK + b"\x02../../etc/passwd"), (18, DAY + CLOCK + b"\x02/etc/passwd"), (18, DAY + CLOCK + b"\x02Europe"), (18, DAY + CLOCK + b"\x02a\x00b"),
-        (18, DAY + CLOCK + b"\x02"), (18, DAY + CLOCK + b"\x02\xff"), (19, b"\xff\xff\xff\x7f" + bytes(8)), (20, b""),
-        (10, b""), (10, b"\x07" + bytes(40)),
+        (16, b""),
+        (16, DAY + b"1"),
+        (16, b"\xe4\x07\x0d\x1d"),
+        (17, CLOCK),
+        (17, CLOCK[:-1] + b"\x02\x00"),
+        (17, CLOCK + b"\x00x"),
+        (18, DAY + CLOCK + b"\x07"),
+        (18, DAY + CLOCK + b"\x01" + bytes(7)),
+        (18, DAY + CLOCK + b"\x01" + b"\xff" * 7 + b"\x7f"),
+        (18, DAY + CLOCK + b"\x02../../etc/passwd"),
+        (18, DAY + CLOCK + b"\x02/etc/passwd"),
+        (18, DAY + CLOCK + b"\x02Europe"),
+        (18, DAY + CLOCK + b"\x02a\x00b"),
+        (18, DAY + CLOCK + b"\x02"),
+        (18, DAY + CLOCK + b"\x02\xff"),
+        (19, b"\xff\xff\xff\x7f" + bytes(8)),
+        (20, b""),
+        (10, b""),
+        (10, b"\x07" + bytes(40)),
     ],
-)  # fmt: skip
+)
 def test_moments_and_tensors_that_are_none_are_refused(code, data):
     with pytest.raises(WireError):
         unpack_object(msgpack.packb([msgpack.ExtType(code, data)]))

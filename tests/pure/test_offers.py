@@ -19,7 +19,10 @@ def test_every_triple_of_offers(is_global):
     for offers in product(ALL, repeat=3):
         made = verdict(offers, is_global=is_global)
         live = [one for one in offers if one.has_batch]
-        agree = len({(one.epoch, one.position) for one in offers}) == 1 and len({one.kind for one in live}) <= 1
+        agree = (
+            len({(one.epoch, one.position) for one in offers}) == 1
+            and len({one.kind for one in live}) <= 1
+        )
         if is_global and live:
             agree = agree and len(live) == 3 and len({one.rows for one in offers}) == 1
         assert bool(made.disagreement) != agree, offers

@@ -37,7 +37,11 @@ def test_the_table_of_ops_and_dtypes(op, name):
             reduction(op, dtype)
         return
     how = reduction(op, dtype)
-    assert (how.accumulate.name, how.result.name, how.source, how.is_mean) == (*want, name, op == "mean")
+    assert (how.accumulate.name, how.result.name, how.source, how.is_mean) == (
+        *want,
+        name,
+        op == "mean",
+    )
     assert how.ufunc in (np.add, np.multiply, np.minimum, np.maximum)
 
 
@@ -52,7 +56,13 @@ def test_a_fold_and_its_end_give_the_exact_result_in_the_right_dtype(name):
         total = parts[0].astype(how.accumulate)
         how.ufunc(total, parts[1].astype(how.accumulate), out=total)
         result = finish(how, total, 2)
-        want = {"sum": [4, 4, 4], "mean": [2, 2, 2], "prod": [3, 4, 3], "min": [1, 2, 1], "max": [3, 2, 3]}[op]
+        want = {
+            "sum": [4, 4, 4],
+            "mean": [2, 2, 2],
+            "prod": [3, 4, 3],
+            "min": [1, 2, 1],
+            "max": [3, 2, 3],
+        }[op]
         assert result.dtype == how.result
         assert [complex(one) for one in result] == want
 
@@ -71,7 +81,10 @@ def test_halves_are_added_in_single_precision_and_rounded_once(dtype):
     assert float(stepwise[0]) == big
 
 
-@pytest.mark.parametrize(("op", "hint"), [("summ", "did you mean sum"), ("", "op must be one of"), (3, "not 3"), (None, "not None")])
+@pytest.mark.parametrize(
+    ("op", "hint"),
+    [("summ", "did you mean sum"), ("", "op must be one of"), (3, "not 3"), (None, "not None")],
+)
 def test_an_unknown_op_is_refused_with_the_list_of_those_there_are(op, hint):
     with pytest.raises(ConfigError, match=hint):
         reduction(op, np.dtype("f8"))

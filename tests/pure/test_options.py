@@ -52,7 +52,12 @@ def configuration(folder, text):
 def test_defaults(folder):
     options = run("train.py", cwd=folder)
     assert (options.kind, options.target, options.args) == ("script", "train.py", ())
-    assert (options.workers, options.output, options.bind, options.color) == (1, "all", "auto", "auto")
+    assert (options.workers, options.output, options.bind, options.color) == (
+        1,
+        "all",
+        "auto",
+        "auto",
+    )
     assert options.timeout_s == math.inf
     assert options.runtime == RuntimeConfig()
     assert options.cwd == folder
@@ -65,7 +70,12 @@ def test_defaults(folder):
 @pytest.mark.parametrize(
     ("argv", "kind", "target", "args"),
     [
-        (["train.py", "-n", "9", "--help", "--"], "script", "train.py", ("-n", "9", "--help", "--")),
+        (
+            ["train.py", "-n", "9", "--help", "--"],
+            "script",
+            "train.py",
+            ("-n", "9", "--help", "--"),
+        ),
         (["--", "train.py", "--", "-v"], "script", "train.py", ("--", "-v")),
         (["-m", "pkg.mod", "-m", "x", "--version"], "module", "pkg.mod", ("-m", "x", "--version")),
         (["-mpkg.mod", "--workers", "x"], "module", "pkg.mod", ("--workers", "x")),
@@ -80,7 +90,16 @@ def test_everything_after_the_program_is_passed_on(folder, argv, kind, target, a
 
 @pytest.mark.parametrize(
     "spelling",
-    [["--workers", "3"], ["--workers=3"], ["-n", "3"], ["-n3"], ["-n=3"], ["-np", "3"], ["--nproc-per-node", "3"], ["--nproc-per-node=3"]],
+    [
+        ["--workers", "3"],
+        ["--workers=3"],
+        ["-n", "3"],
+        ["-n3"],
+        ["-n=3"],
+        ["-np", "3"],
+        ["--nproc-per-node", "3"],
+        ["--nproc-per-node=3"],
+    ],
 )
 def test_spellings_of_workers(spelling):
     assert run(*spelling, "-m", "x").workers == 3
@@ -102,16 +121,55 @@ def test_last_value_wins():
 
 def test_all_options_together(folder):
     options = run(
-        "--env", "A=1=2", "--env", "B", "--env=C=", "--cwd", str(folder), "--log-dir", "logs", "--output", "failed",
-        "--timestamps", "--color", "always", "--timeout", "1.5", "--start-timeout", "7", "--grace", "0", "--bind", "cores",
-        "--cores-per-worker", "2", "--torch-env", "--debug", "1", "-n", "2", "--dry-run", "-v", "train.py",
+        "--env",
+        "A=1=2",
+        "--env",
+        "B",
+        "--env=C=",
+        "--cwd",
+        str(folder),
+        "--log-dir",
+        "logs",
+        "--output",
+        "failed",
+        "--timestamps",
+        "--color",
+        "always",
+        "--timeout",
+        "1.5",
+        "--start-timeout",
+        "7",
+        "--grace",
+        "0",
+        "--bind",
+        "cores",
+        "--cores-per-worker",
+        "2",
+        "--torch-env",
+        "--debug",
+        "1",
+        "-n",
+        "2",
+        "--dry-run",
+        "-v",
+        "train.py",
         environ={"B": "b b"},
-    )  # fmt: skip
+    )
     assert options.env == {"A": "1=2", "B": "b b", "C": ""}
     assert (options.cwd, options.log_dir) == (folder, Path("/logs"))
-    assert (options.output, options.timestamps, options.color, options.timeout_s) == ("failed", True, "always", 1.5)
+    assert (options.output, options.timestamps, options.color, options.timeout_s) == (
+        "failed",
+        True,
+        "always",
+        1.5,
+    )
     assert (options.runtime.rendezvous_timeout_s, options.runtime.term_grace_s) == (7, 0)
-    assert (options.bind, options.cores_per_worker, options.torch_env, options.debug) == ("cores", 2, True, 1)
+    assert (options.bind, options.cores_per_worker, options.torch_env, options.debug) == (
+        "cores",
+        2,
+        True,
+        1,
+    )
     assert options.dry_run
     assert options.verbose
     assert options.origin["env.B"] == options.origin["term_grace_s"] == "command line"
@@ -145,7 +203,11 @@ def test_usage_errors(capsys, argv, message):
         ("--workers", "2.0", "must be auto or a whole number of at least 1, not '2.0'"),
         ("--workers", "train.py", "must be auto or a whole number of at least 1, not 'train.py'"),
         ("--workers", "\u0663", "must be auto or a whole number of at least 1, not '\u0663'"),
-        ("--workers", "1000000000", "must be auto or a whole number of at most 65536, not '1000000000'"),
+        (
+            "--workers",
+            "1000000000",
+            "must be auto or a whole number of at most 65536, not '1000000000'",
+        ),
         ("--workers", "9" * 50, "must be auto or a whole number of at most 65536, not"),
         ("--debug", "-1", "must be a whole number of at least 0, not '-1'"),
         ("--cores-per-worker", "0", "must be a whole number of at least 1, not '0'"),
@@ -153,14 +215,22 @@ def test_usage_errors(capsys, argv, message):
         ("--timeout", "nan", "must be seconds above 0, not 'nan'"),
         ("--timeout", "5m", "must be seconds above 0, not '5m'"),
         ("--grace", "-1", "must be seconds of at least 0, not '-1'"),
-        ("--output", "fail", "must be one of all, first, failed, none, or ranks such as 0,3-5, not 'fail' (did you mean failed?)"),
+        (
+            "--output",
+            "fail",
+            "must be one of all, first, failed, none, or ranks such as 0,3-5, not 'fail' (did you mean failed?)",
+        ),
         ("--output", "0,x", "'x' is no rank, such as 3, and no span of ranks, such as 0-3"),
         ("--output", "0,", "'' is no rank"),
         ("--output", "-1", "or ranks such as 0,3-5, not '-1'"),
         ("--output", "0-1-2", "'0-1-2' is no rank"),
         ("--output", "3-1", "the span 3-1 begins above its end"),
         ("--output", "0-" + "9" * 99, "there is no rank 999"),
-        ("--forward-signals", "USR3", "'USR3' is no signal: give names or numbers, such as USR1,USR2,CONT, or none"),
+        (
+            "--forward-signals",
+            "USR3",
+            "'USR3' is no signal: give names or numbers, such as USR1,USR2,CONT, or none",
+        ),
         ("--forward-signals", "", "'' is no signal"),
         ("--forward-signals", "USR1,none", "'none' is no signal"),
         ("--forward-signals", "0", "'0' is no signal"),
@@ -170,12 +240,20 @@ def test_usage_errors(capsys, argv, message):
         ("--forward-signals", "19", "SIGSTOP cannot be passed on: no process can handle it"),
         ("--forward-signals", "USR1,TERM", "SIGTERM cannot be passed on: it ends the job"),
         ("--forward-signals", "chld", "SIGCHLD cannot be passed on: the system tells the launcher"),
-        ("--forward-signals", "49", "49 cannot be passed on: a rank writes its Python stack when it gets it"),
+        (
+            "--forward-signals",
+            "49",
+            "49 cannot be passed on: a rank writes its Python stack when it gets it",
+        ),
         ("--forward-signals", "SEGV", "SIGSEGV cannot be passed on: it tells a fault"),
         ("--bind", "core", "must be one of auto, none, cores, not 'core' (did you mean cores?)"),
         ("--color", "on", "must be one of auto, always, never, not 'on'"),
         ("--env", "1A=2", "'1A' is no name of a variable (letters, digits and _, no digit first)"),
-        ("--env", "BASH_FUNC_x%%=1", "'BASH_FUNC_x%%' is no name of a variable (letters, digits and _, no digit first)"),
+        (
+            "--env",
+            "BASH_FUNC_x%%=1",
+            "'BASH_FUNC_x%%' is no name of a variable (letters, digits and _, no digit first)",
+        ),
         ("-x", "*", "'*' is no beginning of names of variables"),
         ("-x", "A*B", "'A*B' is no name of a variable"),
         ("-x", "A*=1", "'A*' is no name of a variable"),
@@ -216,8 +294,14 @@ def test_the_script_is_looked_for_in_the_folder_of_the_ranks(folder):
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"SYNCVAR_LAUNCH_WORKERS": "many"}, "SYNCVAR_LAUNCH_WORKERS: must be auto or a whole number"),
-        ({"SYNCVAR_LAUNCH_WORKER": "2"}, r"unknown variable SYNCVAR_LAUNCH_WORKER \(did you mean SYNCVAR_LAUNCH_WORKERS\?\)"),
+        (
+            {"SYNCVAR_LAUNCH_WORKERS": "many"},
+            "SYNCVAR_LAUNCH_WORKERS: must be auto or a whole number",
+        ),
+        (
+            {"SYNCVAR_LAUNCH_WORKER": "2"},
+            r"unknown variable SYNCVAR_LAUNCH_WORKER \(did you mean SYNCVAR_LAUNCH_WORKERS\?\)",
+        ),
         ({"SYNCVAR_LAUNCH_GRACE": "2"}, "it sets term_grace_s, which is SYNCVAR_TERM_GRACE_S"),
         ({"SYNCVAR_LAUNCH_DRY_RUN": "perhaps"}, "SYNCVAR_LAUNCH_DRY_RUN: must be true or false"),
         ({"SYNCVAR_LAUNCH_ENV": "A='"}, "SYNCVAR_LAUNCH_ENV: cannot be read as NAME=value words"),
@@ -240,24 +324,54 @@ def test_bad_variables(environ, message):
         ("workers = 2\n", "unknown table [workers]"),
         ("launch = 2\n", "launch must be a table"),
         ("[launch]\nworker = 2\n", "unknown key 'worker' in [launch] (did you mean workers?)"),
-        ("[launch]\nlost_after_s = 2\n", "unknown key 'lost_after_s' in [launch]: it belongs to [runtime]"),
-        ("[launch]\ngrace = 2\n", "unknown key 'grace' in [launch]: it sets term_grace_s, which is SYNCVAR_TERM_GRACE_S or a key of [runtime]"),
+        (
+            "[launch]\nlost_after_s = 2\n",
+            "unknown key 'lost_after_s' in [launch]: it belongs to [runtime]",
+        ),
+        (
+            "[launch]\ngrace = 2\n",
+            "unknown key 'grace' in [launch]: it sets term_grace_s, which is SYNCVAR_TERM_GRACE_S or a key of [runtime]",
+        ),
         ("[launch]\nconfig = 'x'\n", "unknown key 'config' in [launch]"),
         ("[launch]\nscript = 'x'\n", "unknown key 'script' in [launch]"),
-        ("[launch]\nworkers = '2'\n", "workers in [launch]: must be auto or a whole number of at least 1, not '2'"),
-        ("[launch]\nworkers = true\n", "workers in [launch]: must be auto or a whole number of at least 1, not True"),
+        (
+            "[launch]\nworkers = '2'\n",
+            "workers in [launch]: must be auto or a whole number of at least 1, not '2'",
+        ),
+        (
+            "[launch]\nworkers = true\n",
+            "workers in [launch]: must be auto or a whole number of at least 1, not True",
+        ),
         ("[launch]\ntimeout = '2'\n", "timeout in [launch]: must be seconds above 0, not '2'"),
         ("[launch]\ntimestamps = 1\n", "timestamps in [launch]: must be true or false, not 1"),
-        ("[launch]\noutput = []\n", "output in [launch]: must be one of all, first, failed, none, or ranks such as 0,3-5, not []"),
-        ("[launch]\nforward_signals = 10\n", "must be names of signals, such as 'USR1,USR2,CONT', or 'none', not 10"),
+        (
+            "[launch]\noutput = []\n",
+            "output in [launch]: must be one of all, first, failed, none, or ranks such as 0,3-5, not []",
+        ),
+        (
+            "[launch]\nforward_signals = 10\n",
+            "must be names of signals, such as 'USR1,USR2,CONT', or 'none', not 10",
+        ),
         ("[launch]\ncwd = 3\n", "cwd in [launch]: must be a path, not 3"),
-        ("[launch]\nenv = 'A=1'\n", 'env in [launch]: must be a list such as ["NAME=value", "NAME"], not \'A=1\''),
+        (
+            "[launch]\nenv = 'A=1'\n",
+            'env in [launch]: must be a list such as ["NAME=value", "NAME"], not \'A=1\'',
+        ),
         ("[launch]\nenv = ['A=\\u0000']\n", None),
         ('[launch]\nenv = ["A=\\u0000"]\n', "the value of A has a zero byte"),
-        ("[runtime]\nlost_after = 2\n", "unknown key 'lost_after' in [runtime] (did you mean lost_after_s?)"),
+        (
+            "[runtime]\nlost_after = 2\n",
+            "unknown key 'lost_after' in [runtime] (did you mean lost_after_s?)",
+        ),
         ("[runtime]\nworkers = 2\n", "unknown key 'workers' in [runtime]: it belongs to [launch]"),
-        ("[runtime]\nlost_after_s = -2\n", "[runtime]: lost_after_s must be a number of at least 0 s, not -2"),
-        ("[runtime]\nwindow_bytes = 1e6\n", "[runtime]: window_bytes must be a whole number, not 1000000.0"),
+        (
+            "[runtime]\nlost_after_s = -2\n",
+            "[runtime]: lost_after_s must be a number of at least 0 s, not -2",
+        ),
+        (
+            "[runtime]\nwindow_bytes = 1e6\n",
+            "[runtime]: window_bytes must be a whole number, not 1000000.0",
+        ),
         ("[runtime\n", "at line 1"),
     ],
 )
@@ -280,11 +394,42 @@ def test_a_file_that_is_no_text(folder):
 
 
 def test_variables_are_copied_by_name_and_by_their_beginning():
-    environ = {"AWS_ID": "a", "AWS_KEY": "b", "OTHER": "c", "LD_PRELOAD": "d", "LD_X": "e", "SYNCVAR_KEY": "f", "SYNCVAR_MINE": "g"}
-    options = run("-x", "AWS_*", "-xOTHER", "-x=AWS_ID=z", "--env", "LD_*", "-x", "SYNCVAR_*", "-m", "x", environ=environ)
-    assert options.env == {"AWS_ID": "z", "AWS_KEY": "b", "OTHER": "c", "LD_X": "e", "SYNCVAR_MINE": "g"}
-    assert run("-x", "LD_PRELOAD", "-m", "x", environ=environ).env == {"LD_PRELOAD": "d"}, "named explicitly"
-    with pytest.raises(ConfigError, match=r"--env GCP_\* \(command line\): syncvar-launch has no variable to copy whose name begins with GCP_"):
+    environ = {
+        "AWS_ID": "a",
+        "AWS_KEY": "b",
+        "OTHER": "c",
+        "LD_PRELOAD": "d",
+        "LD_X": "e",
+        "SYNCVAR_KEY": "f",
+        "SYNCVAR_MINE": "g",
+    }
+    options = run(
+        "-x",
+        "AWS_*",
+        "-xOTHER",
+        "-x=AWS_ID=z",
+        "--env",
+        "LD_*",
+        "-x",
+        "SYNCVAR_*",
+        "-m",
+        "x",
+        environ=environ,
+    )
+    assert options.env == {
+        "AWS_ID": "z",
+        "AWS_KEY": "b",
+        "OTHER": "c",
+        "LD_X": "e",
+        "SYNCVAR_MINE": "g",
+    }
+    assert run("-x", "LD_PRELOAD", "-m", "x", environ=environ).env == {"LD_PRELOAD": "d"}, (
+        "named explicitly"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"--env GCP_\* \(command line\): syncvar-launch has no variable to copy whose name begins with GCP_",
+    ):
         run("-x", "GCP_*", "-m", "x", environ=environ)
     assert (run("-m", "x").env_clear, run("--env-clear", "-m", "x").env_clear) == (False, True)
 
@@ -301,7 +446,9 @@ def test_what_a_worker_inherits():
 
 
 def test_a_variable_that_is_not_there_cannot_be_copied():
-    with pytest.raises(ConfigError, match=r"--env NOPE \(command line\): syncvar-launch has no variable NOPE"):
+    with pytest.raises(
+        ConfigError, match=r"--env NOPE \(command line\): syncvar-launch has no variable NOPE"
+    ):
         run("--env", "NOPE", "-m", "x")
 
 
@@ -314,10 +461,16 @@ def test_debug_needs_a_rank_of_the_world(workers, ranks):
 def test_output_of_ranks_needs_ranks_of_the_world(folder):
     for which in ("all", "first", "failed", "none", "0", "3,0-1", "0-3"):
         assert run("-n", "4", "--output", which, "-m", "x").output == which
-    with pytest.raises(ConfigError, match=r"--output 0,4 \(command line\): there is no rank 4 among 4 \(ranks are 0 to 3\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--output 0,4 \(command line\): there is no rank 4 among 4 \(ranks are 0 to 3\)",
+    ):
         run("-n", "4", "--output", "0,4", "-m", "x")
     path = configuration(folder, '[launch]\noutput = "0-7"\n')
-    with pytest.raises(ConfigError, match=r"--output 0-7 \(file\): there is no rank 7 among 1 \(the only rank is 0\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--output 0-7 \(file\): there is no rank 7 among 1 \(the only rank is 0\)",
+    ):
         run("--config", str(path), "-m", "x")
 
 
@@ -347,7 +500,11 @@ def test_each_layer_overrules_those_below_and_origin_tells(folder):
     }
     options = run("-n", "4", "--grace", "7", "-m", "x", environ=environ, cwd=folder)
     assert (options.workers, options.output, options.log_dir) == (4, "none", folder / "from_file")
-    assert (options.runtime.term_grace_s, options.runtime.lost_after_s, options.runtime.suspect_after_s) == (7, 5, 1)
+    assert (
+        options.runtime.term_grace_s,
+        options.runtime.lost_after_s,
+        options.runtime.suspect_after_s,
+    ) == (7, 5, 1)
     assert options.config == path
     origin = options.origin
     assert origin["workers"] == origin["term_grace_s"] == "command line"
@@ -358,7 +515,12 @@ def test_each_layer_overrules_those_below_and_origin_tells(folder):
 
 def test_the_command_line_names_the_file_first(folder):
     path = configuration(folder, "[launch]\nworkers = 2\n")
-    assert run("--config", "job.toml", "-m", "x", environ={"SYNCVAR_LAUNCH_CONFIG": "/no"}, cwd=folder).config == path
+    assert (
+        run(
+            "--config", "job.toml", "-m", "x", environ={"SYNCVAR_LAUNCH_CONFIG": "/no"}, cwd=folder
+        ).config
+        == path
+    )
 
 
 def test_variables_of_all_layers_are_joined_by_name(folder):
@@ -366,14 +528,24 @@ def test_variables_of_all_layers_are_joined_by_name(folder):
     environ = {"SYNCVAR_LAUNCH_ENV": "B=environment 'D=two words'"}
     options = run("--config", str(path), "--env", "A=line x", "-m", "x", environ=environ)
     assert options.env == {"A": "line x", "B": "environment", "C": "file x", "D": "two words"}
-    assert [options.origin[f"env.{name}"] for name in "ABCD"] == ["command line", "environment", "file", "environment"]
+    assert [options.origin[f"env.{name}"] for name in "ABCD"] == [
+        "command line",
+        "environment",
+        "file",
+        "environment",
+    ]
 
 
 def test_a_switch_of_the_file_can_be_turned_off(folder):
     path = configuration(folder, "[launch]\ntimestamps = true\n")
     assert run("--config", str(path), "-m", "x").timestamps is True
     assert run("--config", str(path), "--no-timestamps", "-m", "x").timestamps is False
-    assert run("--config", str(path), "-m", "x", environ={"SYNCVAR_LAUNCH_TIMESTAMPS": "off"}).timestamps is False
+    assert (
+        run(
+            "--config", str(path), "-m", "x", environ={"SYNCVAR_LAUNCH_TIMESTAMPS": "off"}
+        ).timestamps
+        is False
+    )
 
 
 @pytest.mark.parametrize(
@@ -395,14 +567,31 @@ def test_habits_of_colour(argv, environ, color, origin):
 
 
 def test_color_on():
-    assert [run("--color", when, "-m", "x").color_on(on) for when in ("auto", "always", "never") for on in (False, True)] == [
-        False, True, True, True, False, False,
-    ]  # fmt: skip
+    assert [
+        run("--color", when, "-m", "x").color_on(on)
+        for when in ("auto", "always", "never")
+        for on in (False, True)
+    ] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_debug_makes_deadlines_endless_that_nobody_set_as_near():
     options = run(
-        "-n", "2", "--debug", "1", "--start-timeout", "9", "-m", "x", environ={"SYNCVAR_LOST_AFTER_S": "8"}
+        "-n",
+        "2",
+        "--debug",
+        "1",
+        "--start-timeout",
+        "9",
+        "-m",
+        "x",
+        environ={"SYNCVAR_LOST_AFTER_S": "8"},
     )
     assert options.runtime.collective_timeout_s == options.runtime.lost_after_s == math.inf
     assert options.runtime.rendezvous_timeout_s == 9
@@ -463,7 +652,9 @@ def test_version(capsys):
 
 @pytest.mark.parametrize("name", ["local", "ci", "debug", "parameter_server"])
 def test_files_of_the_repository_load(name):
-    assert run("--config", str(CONFIGS / f"{name}.toml"), "-m", "x").config == CONFIGS / f"{name}.toml"
+    assert (
+        run("--config", str(CONFIGS / f"{name}.toml"), "-m", "x").config == CONFIGS / f"{name}.toml"
+    )
 
 
 def test_local_holds_every_option_and_knob_with_its_default():
@@ -471,11 +662,15 @@ def test_local_holds_every_option_and_knob_with_its_default():
     launch, runtime = text.split("\n[runtime]\n")
     several = (CONFIGS / "two_hosts.toml").read_text(encoding="utf-8")
     for key in launch_keys():
-        assert re.search(rf"^(# )?{key} = ", several if key in host_keys() else launch, re.MULTILINE), key
+        assert re.search(
+            rf"^(# )?{key} = ", several if key in host_keys() else launch, re.MULTILINE
+        ), key
     for item in RuntimeConfig.knobs():
         assert re.search(rf"^# .+\n{item.name} = ", runtime, re.MULTILINE), item.name
         if item.unit in ("s", "B"):
-            assert re.search(rf"^# .+ in (seconds|bytes)\.\n{item.name} = ", runtime, re.MULTILINE), item.name
+            assert re.search(
+                rf"^# .+ in (seconds|bytes)\.\n{item.name} = ", runtime, re.MULTILINE
+            ), item.name
     with_file = run("--config", str(CONFIGS / "local.toml"), "-m", "x")
     without = run("-m", "x")
     assert with_file.runtime == without.runtime
@@ -520,7 +715,10 @@ def test_options_of_several_hosts_that_do_not_fit_are_refused(tmp_path):
         (("--hostfile", "host"), "No such file"),
         (("-H", "a:2", "--hostfile", "hosts"), "both name hosts"),
         (("--include", "a"), "selects among the hosts of --hostfile or -H"),
-        (("-H", "a:2", "--fake-hosts", "2"), "--fake-hosts poses, and --hostfile or -H name real hosts"),
+        (
+            ("-H", "a:2", "--fake-hosts", "2"),
+            "--fake-hosts poses, and --hostfile or -H name real hosts",
+        ),
         (("-H", "a:2", "--ssh", "ssh -o 'x"), "it cannot be split into words"),
         (("-H", "a:2", "--exclude", "a"), "leave no host"),
     ):
@@ -538,7 +736,11 @@ def test_the_commented_lines_of_local_are_right_too(tmp_path):
 
 def test_ci_is_short_and_debug_is_endless():
     runtime = run("--config", str(CONFIGS / "ci.toml"), "-m", "x").runtime
-    assert (runtime.lost_after_s, runtime.abort_grace_s, runtime.shutdown_timeout_s) == (1.5, 0.5, 3)
+    assert (runtime.lost_after_s, runtime.abort_grace_s, runtime.shutdown_timeout_s) == (
+        1.5,
+        0.5,
+        3,
+    )
     endless = run("--config", str(CONFIGS / "debug.toml"), "-m", "x").runtime
     assert endless == run("--debug", "0", "-m", "x").runtime
     assert (endless.collective_timeout_s, endless.check_arena) == (math.inf, "on")
@@ -558,16 +760,32 @@ def test_the_launcher_imports_no_numpy():
 def test_servers_are_asked_for_with_a_copy_of_each_or_without():
     assert (run("-m", "x").servers, run("-m", "x").server_replicas) == (0, 0)
     options = run("--config", str(CONFIGS / "parameter_server.toml"), "-m", "x")
-    assert (options.workers, options.servers, options.server_replicas, options.max_restarts) == (4, 2, 1, 3)
-    assert run("--servers", "3", "-m", "x", environ={"SYNCVAR_LAUNCH_SERVER_REPLICAS": "1"}).server_replicas == 1
+    assert (options.workers, options.servers, options.server_replicas, options.max_restarts) == (
+        4,
+        2,
+        1,
+        3,
+    )
+    assert (
+        run(
+            "--servers", "3", "-m", "x", environ={"SYNCVAR_LAUNCH_SERVER_REPLICAS": "1"}
+        ).server_replicas
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--servers", "1", "--server-replicas", "1"), "copies are kept on other servers, and there are 1; give --servers 2 or more"),
+        (
+            ("--servers", "1", "--server-replicas", "1"),
+            "copies are kept on other servers, and there are 1; give --servers 2 or more",
+        ),
         (("--server-replicas", "1"), "there are 0"),
-        (("--servers", "3", "--server-replicas", "2"), "one copy on another server is kept, or none"),
+        (
+            ("--servers", "3", "--server-replicas", "2"),
+            "one copy on another server is kept, or none",
+        ),
     ],
 )
 def test_copies_that_have_no_place_are_refused(arguments, words):
@@ -579,14 +797,25 @@ def test_copies_that_have_no_place_are_refused(arguments, words):
 
 
 def test_signals_are_passed_on_by_name_or_number():
-    assert forwarded(run("-m", "x").forward_signals) == (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+    assert forwarded(run("-m", "x").forward_signals) == (
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGCONT,
+    )
     assert forwarded("usr1, SIGUSR2,10,SIGQUIT,40") == (10, 12, 3, 40)
     assert forwarded("none") == ()
 
 
 def test_totals_are_asked_for_as_a_table_or_a_file(folder, capsys):
     assert "must be yes, no or a path, not ''" in usage_error(capsys, "--stats=", "-m", "x")
-    for argv, stats in (([], False), (["--stats"], True), (["--stats=out.json"], folder / "out.json"), (["--stats", "--stats=no"], False)):
+    for argv, stats in (
+        ([], False),
+        (["--stats"], True),
+        (["--stats=out.json"], folder / "out.json"),
+        (["--stats", "--stats=no"], False),
+    ):
         assert run(*argv, "train.py", cwd=folder).stats == stats
     assert run("-m", "x", environ={"SYNCVAR_LAUNCH_STATS": "1"}).stats is True
-    assert run("--config", str(configuration(folder, '[launch]\nstats = "a.json"\n')), "-m", "x").stats == Path("/a.json")
+    assert run(
+        "--config", str(configuration(folder, '[launch]\nstats = "a.json"\n')), "-m", "x"
+    ).stats == Path("/a.json")

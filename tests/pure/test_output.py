@@ -25,7 +25,11 @@ class Broken(io.RawIOBase):
 
 def pair(*, terminal=False, color=False, **keywords):
     out, err = io.BytesIO(), io.BytesIO()
-    return out, err, OutputForwarder(Sink(out, terminal, color), Sink(err, terminal, color), **keywords)
+    return (
+        out,
+        err,
+        OutputForwarder(Sink(out, terminal, color), Sink(err, terminal, color), **keywords),
+    )
 
 
 def test_lines_are_forwarded_when_they_are_complete():
@@ -56,7 +60,14 @@ def test_finish_closes_every_stream():
 
 @pytest.mark.parametrize(
     ("which", "expected"),
-    [("all", b"[0] a\n[1] b\n"), ("first", b"[0] a\n"), ("failed", b""), ("none", b""), ("1", b"[1] b\n"), ("0-1", b"[0] a\n[1] b\n")],
+    [
+        ("all", b"[0] a\n[1] b\n"),
+        ("first", b"[0] a\n"),
+        ("failed", b""),
+        ("none", b""),
+        ("1", b"[1] b\n"),
+        ("0-1", b"[0] a\n[1] b\n"),
+    ],
 )
 def test_what_is_shown_is_chosen_and_always_remembered(which, expected):
     out, _, forwarder = pair(shown=shown_ranks(which, 2))
@@ -85,7 +96,9 @@ def test_timestamps_are_local_time_with_milliseconds():
 def test_controls_are_escaped_in_a_file():
     out, _, forwarder = pair()
     forwarder.feed(0, "out", "\x1b[31mred\x07\tx\x9b\u202ey\u2028é\n".encode() + b"\xff\x9b\n", 0)
-    assert out.getvalue().decode() == "[0] \\x1b[31mred\\x07\tx\\x9b\\u202ey\\u2028é\n[0] \\xff\\x9b\n"
+    assert (
+        out.getvalue().decode() == "[0] \\x1b[31mred\\x07\tx\\x9b\\u202ey\\u2028é\n[0] \\xff\\x9b\n"
+    )
 
 
 def test_a_terminal_gets_colours_and_nothing_that_reaches_beyond_the_line():
@@ -220,7 +233,9 @@ def test_what_is_told_elsewhere_is_kept_from_the_sinks_and_not_from_files(tmp_pa
     assert forwarder.last_lines(1)[-2:] == ("KeyError: 3", "Traceback")
     forwarder.conceal(1, "err", "never written\n")
     forwarder.finish()
-    assert (tmp_path / "rank-1.err").read_text() == "before\nTraceback\n\nof a thread\n  at \u00e4\nKeyError: 3\nTraceback\n"
+    assert (
+        tmp_path / "rank-1.err"
+    ).read_text() == "before\nTraceback\n\nof a thread\n  at \u00e4\nKeyError: 3\nTraceback\n"
     forwarder.begin("again")
     forwarder.feed(1, "err", b"never written\n", 0)
     assert err.getvalue().endswith(b"[1] never written\n"), "another start is another program"
@@ -357,7 +372,12 @@ def test_files_hold_the_raw_bytes_and_nothing_of_an_earlier_job(tmp_path):
     forwarder.feed(0, "out", b"a\x1b\r\nb\xff", 0)
     forwarder.finish()
     assert (folder / "rank-0.out").read_bytes() == b"a\x1b\r\nb\xff"
-    assert sorted(item.name for item in folder.iterdir()) == ["rank-0.err", "rank-0.out", "rank-1.err", "rank-1.out"]
+    assert sorted(item.name for item in folder.iterdir()) == [
+        "rank-0.err",
+        "rank-0.out",
+        "rank-1.err",
+        "rank-1.out",
+    ]
     assert (folder / "rank-1.err").read_bytes() == b""
 
 
@@ -400,7 +420,22 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_once(tmp_path):
 # Any bytes in any pieces.
 
 _BYTES = st.lists(
-    st.sampled_from([b"a", b" ", b"[1] ", b"\n", b"\r", b"\r\n", b"\x1b[31m", b"\x00", b"\x9b", "é\u202e".encode(), b"\xe2", b"\t"])
+    st.sampled_from(
+        [
+            b"a",
+            b" ",
+            b"[1] ",
+            b"\n",
+            b"\r",
+            b"\r\n",
+            b"\x1b[31m",
+            b"\x00",
+            b"\x9b",
+            "é\u202e".encode(),
+            b"\xe2",
+            b"\t",
+        ]
+    )
     | st.binary(max_size=8),
     max_size=30,
 ).map(b"".join)
@@ -432,7 +467,9 @@ def model(data, limit):
 
 
 @given(
-    streams=st.dictionaries(st.tuples(st.integers(0, 3), st.sampled_from(["out", "err"])), _BYTES, min_size=1),
+    streams=st.dictionaries(
+        st.tuples(st.integers(0, 3), st.sampled_from(["out", "err"])), _BYTES, min_size=1
+    ),
     pieces=st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), max_size=60),
     limit=st.sampled_from([4, 16, 1000]),
 )

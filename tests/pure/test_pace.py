@@ -9,7 +9,9 @@ from syncvar.variables.digests import BLOCK_BYTES, block_count, block_digests, c
 from syncvar.variables.pace import COSTS, IDLE_RUNS, Bar, Costs, Window, choose, period
 
 LINKS = COSTS["links", False]
-ARENA = Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)  # as it were if calls in shared memory took longer than they do
+ARENA = Costs(
+    5, 8.0, 0.3, 3.3, 2.0, 105.0
+)  # as it were if calls in shared memory took longer than they do
 ALL = [ARENA, *COSTS.values()]
 
 
@@ -54,7 +56,9 @@ def test_what_is_about_even_does_not_change_to_and_fro():
         for breaks in range(0, increments + 1, 7):
             eager = paces([Window(4, False, increments, breaks)])[0][0]
             if eager:  # it has been deferred; with what is then counted it stays so
-                assert paces([Window(4, True, increments, breaks)], sends=min(4, increments) + breaks)[0] == [True]
+                assert paces(
+                    [Window(4, True, increments, breaks)], sends=min(4, increments) + breaks
+                )[0] == [True]
 
 
 def test_where_other_calls_send_the_queue_it_is_not_tried_for_a_while_each_time_longer():
@@ -82,17 +86,27 @@ def test_a_change_of_the_program_is_answered_within_20_steps(costs):
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
-    st.lists(st.tuples(st.integers(0, 1 << 22), st.booleans(), st.integers(0, 10**6), st.integers(0, 10**6)), max_size=8),
-    st.integers(0, 100), st.integers(0, 10**6), st.integers(0, 64), st.sampled_from(ALL),
-)  # fmt: skip
+    st.lists(
+        st.tuples(
+            st.integers(0, 1 << 22), st.booleans(), st.integers(0, 10**6), st.integers(0, 10**6)
+        ),
+        max_size=8,
+    ),
+    st.integers(0, 100),
+    st.integers(0, 10**6),
+    st.integers(0, 64),
+    st.sampled_from(ALL),
+)
 def test_any_counts_give_a_choice_for_each_with_a_reason(rows, runs, sends, left, costs):
-    choices, bar = choose([Window(*row) for row in rows], runs, sends, Bar(max(left, 4), left), costs)
+    choices, bar = choose(
+        [Window(*row) for row in rows], runs, sends, Bar(max(left, 4), left), costs
+    )
     assert len(choices) == len(rows)
     assert all(choice.why for choice in choices)
     assert 0 <= bar.left <= max(bar.length, left)
 
 
-# -- digests ----------------------------------------------------------------------------------------------------------
+# -- digests ---------------------------------------------------------------------------------------
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -115,5 +129,9 @@ def test_words_that_change_places_change_the_digest():
 
 
 def test_there_are_as_many_digests_as_blocks():
-    for array in (np.arange(50_000, dtype=np.float32), np.float64(0.5).reshape(()), np.zeros((0, 3))):
+    for array in (
+        np.arange(50_000, dtype=np.float32),
+        np.float64(0.5).reshape(()),
+        np.zeros((0, 3)),
+    ):
         assert block_digests(array).size == block_count(array.nbytes)

@@ -40,7 +40,9 @@ def test_min_size(shape, dtype, nbytes, shards):
         assert made[0] == max(1, min(shards, shape[0], ceil(total / nbytes)))
 
 
-@given(shape=SHAPES, dtype=DTYPES, nbytes=st.integers(1, 5000), shards=st.none() | st.integers(1, 400))
+@given(
+    shape=SHAPES, dtype=DTYPES, nbytes=st.integers(1, 5000), shards=st.none() | st.integers(1, 400)
+)
 def test_max_size_keeps_parts_below_the_limit_where_a_row_is(shape, dtype, nbytes, shards):
     made = MaxSize(nbytes, shards)(shape, dtype)
     assert len(made) == len(shape)

@@ -9,7 +9,10 @@ from syncvar_launcher.placement import MAP_BY, Room, placed
 
 
 def rooms(*sizes):
-    return [Room(f"n{index}", *(size if isinstance(size, tuple) else (size,))) for index, size in enumerate(sizes)]
+    return [
+        Room(f"n{index}", *(size if isinstance(size, tuple) else (size,)))
+        for index, size in enumerate(sizes)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +41,10 @@ def test_too_many_are_refused_with_what_there_is():
     )
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.none() | st.integers(1, 12)), min_size=1, max_size=5), st.data())
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.none() | st.integers(1, 12)), min_size=1, max_size=5),
+    st.data(),
+)
 def test_all_have_a_place_and_no_host_has_more_than_it_may(sizes, data):
     hosts = rooms(*sizes)
     most = [max(slots, limit or 0) for slots, limit in sizes]

@@ -30,18 +30,34 @@ def test_every_collective_has_a_figure_a_reason_and_a_table(capsys, collective, 
     algorithm = first.split(":")[0]
     assert algorithm in ALGORITHMS[collective]
     assert f"{collective} by {algorithm}: world size 3" in text
-    table = [line.replace("*", " ").split()[0] for line in rest if line.startswith((" ", "* ")) and line.split()[0] != "algorithm"]
+    table = [
+        line.replace("*", " ").split()[0]
+        for line in rest
+        if line.startswith((" ", "* ")) and line.split()[0] != "algorithm"
+    ]
     assert set(table) <= set(ALGORITHMS[collective])
     assert len(table) >= len(ALGORITHMS[collective]) - 1  # doubling needs a power of two
     assert sum(line.startswith("* ") for line in rest) == 1
-    assert ("in shared memory with 10 us per phase" if path == "arena" else "over links with 45 us per message") in text
+    assert (
+        "in shared memory with 10 us per phase"
+        if path == "arena"
+        else "over links with 45 us per message"
+    ) in text
 
 
 def test_bytes_become_elements(capsys):
-    assert "world size 5, 262144 elements" in printed(capsys, "all_reduce", "--ranks", "5", "--bytes", "1M")
-    assert "world size 5, 131072 elements" in printed(capsys, "all_reduce", "--ranks", "5", "--bytes", "1M", "--dtype", "float64")
-    assert "world size 4, 256 elements" in printed(capsys, "all_gather", "--ranks", "4", "--bytes", "1K")
-    assert "world size 4, 512 elements" in printed(capsys, "all_to_all", "--ranks", "4", "--bytes", "1K")
+    assert "world size 5, 262144 elements" in printed(
+        capsys, "all_reduce", "--ranks", "5", "--bytes", "1M"
+    )
+    assert "world size 5, 131072 elements" in printed(
+        capsys, "all_reduce", "--ranks", "5", "--bytes", "1M", "--dtype", "float64"
+    )
+    assert "world size 4, 256 elements" in printed(
+        capsys, "all_gather", "--ranks", "4", "--bytes", "1K"
+    )
+    assert "world size 4, 512 elements" in printed(
+        capsys, "all_to_all", "--ranks", "4", "--bytes", "1K"
+    )
     assert "world size 4, 8 elements" in printed(capsys, "all_reduce")
     assert "world size 4, 12 elements" in printed(capsys, "scatter", "--count", "3")
 
@@ -62,8 +78,13 @@ def test_the_jobs_settings_count_as_in_a_job(capsys, monkeypatch):
     text = printed(capsys, "all_reduce", "--ranks", "3")
     assert text.startswith("ring: SYNCVAR_ALGORITHM demands it\nelse direct: 32 bytes on 3 ranks: ")
     assert plan_text(build_all("all_reduce", "ring", 3, count=8)) in text
-    assert printed(capsys, "all_reduce", "--ranks", "3", "--algorithm", "tree").startswith("tree: the caller demands it")
-    for where_it_cannot_be in (("all_gather", "--ranks", "3"), ("all_reduce", "--ranks", "3", "--reproducible")):
+    assert printed(capsys, "all_reduce", "--ranks", "3", "--algorithm", "tree").startswith(
+        "tree: the caller demands it"
+    )
+    for where_it_cannot_be in (
+        ("all_gather", "--ranks", "3"),
+        ("all_reduce", "--ranks", "3", "--reproducible"),
+    ):
         assert "SYNCVAR_ALGORITHM" not in printed(capsys, *where_it_cannot_be)
     monkeypatch.setenv("SYNCVAR_ALGORITHM", "all_reduce:rign")
     assert "did you mean ring" in refused(capsys, "all_reduce")
@@ -74,7 +95,9 @@ def test_the_root_is_shown(capsys):
 
 
 def test_a_reduction_by_the_tree(capsys):
-    text = printed(capsys, "all_reduce", "--ranks", "5", "--bytes", "1M", "--reproducible", "--path", "links")
+    text = printed(
+        capsys, "all_reduce", "--ranks", "5", "--bytes", "1M", "--reproducible", "--path", "links"
+    )
     assert text.startswith("reproducible: 1048576 bytes on 5 ranks: ")
     assert "tree: sums by the fixed tree over the ranks, as reproducible=True demands." in text
 
@@ -82,16 +105,46 @@ def test_a_reduction_by_the_tree(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("all_reduce", "--ranks", "2", "--program", "1"), "fold     slot of rank 0 [0:8], slot of rank 1 [0:8] -> target[0:8]"),
-        (("all_reduce", "--ranks", "2", "--bytes", "1M", "--program", "0"), "fold     source[0:32768], cells of rank 1, side 0 [0:32768] -> target[0:32768]"),
-        (("all_reduce", "--ranks", "4", "--bytes", "1M", "--program", "3"), "copy     made of rank 0, side 0 [0:8192] -> target[0:8192]"),
-        (("broadcast", "--ranks", "3", "--program", "2"), "copy     slot of rank 0 [0:8] -> target[0:8]"),
-        (("all_gather", "--ranks", "2", "--bytes", "1M", "--program", "0"), "copy     source[0:8192] -> cells of rank 0, side 0 [0:8192]"),
-        (("all_to_all", "--ranks", "3", "--bytes", "8M", "--program", "0"), "copy     array of rank 1 [0:699051] -> target[0:699051]"),
-        (("scan", "--ranks", "3", "--program", "1"), "fold     slot of rank 0 [0:8], slot of rank 1 [0:8] -> target[0:8]"),
-        (("reduce", "--ranks", "2", "--bytes", "1M", "--program", "1"), "copy     source[0:32768] -> cells of rank 1, side 0 [0:32768]"),
-        (("reduce_scatter", "--ranks", "2", "--program", "1"), "fold     slot of rank 0 [0:8], source 1[0:8] -> target[0:8]"),
-        (("all_gather", "--ranks", "3", "--algorithm", "ring", "--program", "0"), "copy     slot of rank 2 [0:8] -> target[16:24]"),
+        (
+            ("all_reduce", "--ranks", "2", "--program", "1"),
+            "fold     slot of rank 0 [0:8], slot of rank 1 [0:8] -> target[0:8]",
+        ),
+        (
+            ("all_reduce", "--ranks", "2", "--bytes", "1M", "--program", "0"),
+            "fold     source[0:32768], cells of rank 1, side 0 [0:32768] -> target[0:32768]",
+        ),
+        (
+            ("all_reduce", "--ranks", "4", "--bytes", "1M", "--program", "3"),
+            "copy     made of rank 0, side 0 [0:8192] -> target[0:8192]",
+        ),
+        (
+            ("broadcast", "--ranks", "3", "--program", "2"),
+            "copy     slot of rank 0 [0:8] -> target[0:8]",
+        ),
+        (
+            ("all_gather", "--ranks", "2", "--bytes", "1M", "--program", "0"),
+            "copy     source[0:8192] -> cells of rank 0, side 0 [0:8192]",
+        ),
+        (
+            ("all_to_all", "--ranks", "3", "--bytes", "8M", "--program", "0"),
+            "copy     array of rank 1 [0:699051] -> target[0:699051]",
+        ),
+        (
+            ("scan", "--ranks", "3", "--program", "1"),
+            "fold     slot of rank 0 [0:8], slot of rank 1 [0:8] -> target[0:8]",
+        ),
+        (
+            ("reduce", "--ranks", "2", "--bytes", "1M", "--program", "1"),
+            "copy     source[0:32768] -> cells of rank 1, side 0 [0:32768]",
+        ),
+        (
+            ("reduce_scatter", "--ranks", "2", "--program", "1"),
+            "fold     slot of rank 0 [0:8], source 1[0:8] -> target[0:8]",
+        ),
+        (
+            ("all_gather", "--ranks", "3", "--algorithm", "ring", "--program", "0"),
+            "copy     slot of rank 2 [0:8] -> target[16:24]",
+        ),
     ],
 )
 def test_the_program_of_a_rank_is_shown(capsys, arguments, words):
@@ -116,11 +169,17 @@ def test_a_long_figure_is_short_unless_all_of_it_is_wanted(capsys):
         (("all_reduce", "--ranks", "2000"), "--ranks must be 1 to 1024, not 2000"),
         (("all_reduce", "--count", "-1"), "--count must not be negative"),
         (("all_reduce", "--algorithm", "rign"), "did you mean ring"),
-        (("all_gather", "--ranks", "3", "--algorithm", "doubling"), "needs a power of two of ranks, not 3"),
+        (
+            ("all_gather", "--ranks", "3", "--algorithm", "doubling"),
+            "needs a power of two of ranks, not 3",
+        ),
         (("broadcast", "--root", "4"), "root 4 is not in a group of 4"),
         (("all_reduce", "--bytes", "many"), "'many'"),
         (("all_reduce", "--program", "4"), "--program must be a rank from 0 to 3"),
-        (("all_reduce", "--program", "0", "--path", "links"), "shares memory (--path arena), not 0"),
+        (
+            ("all_reduce", "--program", "0", "--path", "links"),
+            "shares memory (--path arena), not 0",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(capsys, arguments, words):

@@ -45,7 +45,9 @@ def test_every_call_matches_exactly_one_row():
 
 def test_the_table_lists_every_cell_once_and_each_can_be_read():
     rules = list(table())
-    calls = {(rule.synchronization, rule.aggregation, rule.context, rule.operation) for rule in rules}
+    calls = {
+        (rule.synchronization, rule.aggregation, rule.context, rule.operation) for rule in rules
+    }
     assert len(rules) == len(calls) == 4 * 4 * 4 * len(Operation)
     for rule in rules:
         assert rule.action.rule in str(rule)
@@ -168,10 +170,15 @@ def test_every_refusal_says_what_to_write_instead():
 
 
 def test_members_are_taken_by_name_in_any_case():
-    assert as_member(VariableAggregation, "only_first_replica", "x") is VariableAggregation.ONLY_FIRST_REPLICA
+    assert (
+        as_member(VariableAggregation, "only_first_replica", "x")
+        is VariableAggregation.ONLY_FIRST_REPLICA
+    )
     assert as_member(VariableAggregation, VariableAggregation.SUM, "x") is VariableAggregation.SUM
     for wrong in ("ON_WRIT", 3, None, VariableAggregation.SUM):
-        with pytest.raises(ConfigError, match="synchronization must be one of AUTO, NONE, ON_WRITE, ON_READ"):
+        with pytest.raises(
+            ConfigError, match="synchronization must be one of AUTO, NONE, ON_WRITE, ON_READ"
+        ):
             as_member(VariableSynchronization, wrong, "synchronization")
     with pytest.raises(ConfigError, match="did you mean ON_WRITE"):
         as_member(VariableSynchronization, "on_writ", "synchronization")

@@ -37,17 +37,25 @@ def run_in_shared_memory(plans, work):
     for number in range(max(map(len, published))):
         # Piece by piece, of one element: what is taken of a piece must not change what is published of the next.
         places = [
-            [(chunk.buffer, element) for chunk in rounds[number].ranges for element in range(chunk.start, chunk.stop)]
+            [
+                (chunk.buffer, element)
+                for chunk in rounds[number].ranges
+                for element in range(chunk.start, chunk.stop)
+            ]
             for rounds in published
         ]
         for at in range(published[0][number].longest):
             arena = [
-                memory[rank][mine[at][0]][mine[at][1]] if at < len(mine) else None for rank, mine in enumerate(places)
+                memory[rank][mine[at][0]][mine[at][1]] if at < len(mine) else None
+                for rank, mine in enumerate(places)
             ]
             for rank, rounds in enumerate(published):
                 for take in rounds[number].takes:
                     if take.start <= at < take.start + take.target.count:
-                        cells, element = memory[rank][take.target.buffer], take.target.start + at - take.start
+                        cells, element = (
+                            memory[rank][take.target.buffer],
+                            take.target.start + at - take.start,
+                        )
                         match take.step:
                             case Recv():
                                 cells[element] = arena[take.peer]
@@ -81,16 +89,27 @@ def test_what_the_contract_wants_is_there(collective, algorithm, world_size):
     work = []
     for rank, held in enumerate(contract.before):
         values = [None] * contract.work_counts[rank]
-        values[held.start : held.stop] = [f"<{rank}:{element}>" for element in range(held.start, held.stop)]
+        values[held.start : held.stop] = [
+            f"<{rank}:{element}>" for element in range(held.start, held.stop)
+        ]
         work.append(values)
     results = run_in_shared_memory(build_all(collective, algorithm, world_size, count=2), work)
     for rank, all_wanted in enumerate(contract.after):
         for wanted in all_wanted:
             for element in range(wanted.chunk.start, wanted.chunk.stop):
-                origin = element if wanted.origin is None else element - wanted.chunk.start + wanted.origin
+                origin = (
+                    element
+                    if wanted.origin is None
+                    else element - wanted.chunk.start + wanted.origin
+                )
                 parts = results[rank][element].replace("><", "> <").split()
                 assert sorted(parts) == sorted(f"<{one}:{origin}>" for one in wanted.contributors)
-                if collective in {"scan", "exscan"} or algorithm in {"direct", "tree", "doubling", "halving"}:
+                if collective in {"scan", "exscan"} or algorithm in {
+                    "direct",
+                    "tree",
+                    "doubling",
+                    "halving",
+                }:
                     assert parts == [f"<{one}:{origin}>" for one in wanted.contributors]
 
 
@@ -99,7 +118,12 @@ def test_what_the_contract_wants_is_there(collective, algorithm, world_size):
     [
         ("all_reduce", "direct", 4, 1),
         ("scan", "direct", 4, 1),
-        ("exscan", "direct", 4, 2),  # its copy may not be left out: a rank takes into the place that it copied
+        (
+            "exscan",
+            "direct",
+            4,
+            2,
+        ),  # its copy may not be left out: a rank takes into the place that it copied
         ("reduce_scatter", "direct", 4, 1),
         ("all_to_all", "direct", 4, 1),
         ("all_to_all", "bruck", 4, 3),  # it packs: what it sends is made of several copies
@@ -116,10 +140,16 @@ def test_each_rank_publishes_its_foreign_blocks_once():
     (first,), (second,), (third,) = (publications(plans, rank) for rank in range(3))
     assert [chunk.count for chunk in first.ranges] == [2, 3]
     assert (second.length, third.length, first.longest) == (10, 8, 10)
-    assert [(take.peer, take.start, take.target.count) for take in first.takes] == [(2, 0, 0), (1, 0, 4)]
+    assert [(take.peer, take.start, take.target.count) for take in first.takes] == [
+        (2, 0, 0),
+        (1, 0, 4),
+    ]
 
 
 def test_a_receive_without_a_send_is_told():
-    plans = [Plan("test", "test", rank, 2, 1, 0, rounds) for rank, rounds in enumerate([((Recv(1, Chunk(0, 1)),),), ((),)])]
+    plans = [
+        Plan("test", "test", rank, 2, 1, 0, rounds)
+        for rank, rounds in enumerate([((Recv(1, Chunk(0, 1)),),), ((),)])
+    ]
     with pytest.raises(PlanError, match="rank 1 sends nothing to rank 0"):
         publications(plans, 0)

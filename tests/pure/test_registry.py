@@ -33,7 +33,11 @@ REPOSITORY = Path(__file__).parents[2]
 def test_every_collective_is_in_the_table():
     named = {name for one in COLLECTIVES.values() for name in one.functions}
     others = {"tree_sum", "new_group", "mesh", "Group", "shared_array"}
-    public = {name for name in sv.__all__ if getattr(getattr(sv, name), "__module__", "").startswith("syncvar.collectives")}
+    public = {
+        name
+        for name in sv.__all__
+        if getattr(getattr(sv, name), "__module__", "").startswith("syncvar.collectives")
+    }
     assert {one.name for one in available()} == set(COLLECTIVES)
     assert {name for name in public if "timeout" in signature_text(name)} - others <= named
 
@@ -66,7 +70,7 @@ def test_every_op_has_a_reference():
     assert set(OPS) <= set(FOLDED_OPS)
 
 
-# -- contributions and what must come of them ---------------------------------------------------------------------
+# -- contributions and what must come of them ------------------------------------------------------
 
 
 def exact(value):
@@ -89,7 +93,10 @@ def test_sums_and_means_are_the_exact_ones(dtype, size):
         assert [exact(one) for one in got] == totals
 
 
-@pytest.mark.parametrize(("dtype", "size"), [*product(["float16", "bfloat16", "int8", "uint8", "complex64", "float64"], [2, 5, 64])])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [*product(["float16", "bfloat16", "int8", "uint8", "complex64", "float64"], [2, 5, 64])],
+)
 def test_products_stay_small(dtype, size):
     total = combined(Case(0, size, (PERIOD,), dtype, "prod"), range(size)).astype(np.complex128)
     assert set(np.abs(total)) == {2.0}
@@ -171,8 +178,18 @@ def test_what_is_wrong_is_found_and_counted(got, wanted, words, wrong):
 
 def test_the_lines_of_the_test():
     paths = {
-        "arena": [Outcome("all_reduce", "the combination", 12), Outcome("barrier", "nobody leaves", 3)],
-        "zmq": [Outcome("all_reduce", "the combination", 12, failures=[f"rank {rank}: wrong" for rank in range(5)])],
+        "arena": [
+            Outcome("all_reduce", "the combination", 12),
+            Outcome("barrier", "nobody leaves", 3),
+        ],
+        "zmq": [
+            Outcome(
+                "all_reduce",
+                "the combination",
+                12,
+                failures=[f"rank {rank}: wrong" for rank in range(5)],
+            )
+        ],
     }
     lines, is_good = outcome_lines(paths)
     assert not is_good

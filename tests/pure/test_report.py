@@ -44,7 +44,9 @@ def test_block_with_traceback_others_and_commands():
 
 def test_block_shows_the_last_lines_where_there_is_no_traceback():
     text = failure_block(Failure(rank=0, status=-11, last_lines=[f"line {i}" for i in range(50)]))
-    assert text.startswith("syncvar: rank 0 was killed by signal 11 (SIGSEGV)\nevidence: last 40 lines of rank 0\n")
+    assert text.startswith(
+        "syncvar: rank 0 was killed by signal 11 (SIGSEGV)\nevidence: last 40 lines of rank 0\n"
+    )
     assert "  line 10\n" in text
     assert "  line 9\n" not in text
 
@@ -55,7 +57,9 @@ def test_lines_that_stand_above_are_not_repeated():
 
 
 def test_block_names_the_whole_output_and_does_not_repeat_options():
-    text = failure_block(Failure(rank=1, status=3), arguments=["--debug", "0", "a.py"], log_dir="logs")
+    text = failure_block(
+        Failure(rank=1, status=3), arguments=["--debug", "0", "a.py"], log_dir="logs"
+    )
     assert text == (
         "syncvar: rank 1 exited with status 3\nevidence: rank 1 wrote nothing\n"
         "whole output: logs (rank-1.out and rank-1.err)\n"
@@ -63,7 +67,9 @@ def test_block_names_the_whole_output_and_does_not_repeat_options():
 
 
 def test_block_names_the_flight_records():
-    text = failure_block(Failure(rank=1, status=3), records="flight records in a\n (syncvar explain 12345678)")
+    text = failure_block(
+        Failure(rank=1, status=3), records="flight records in a\n (syncvar explain 12345678)"
+    )
     assert text.endswith("\nevidence: flight records in a\\x0a (syncvar explain 12345678)\n")
 
 
@@ -78,7 +84,9 @@ def test_a_rank_that_misses_the_variables_of_torch_is_offered_them(arguments):
 
 
 def test_block_of_the_job_as_a_whole():
-    text = failure_block(Failure(rank=-1, status=None, reason="ranks 3, 4 did not come within 300 s"))
+    text = failure_block(
+        Failure(rank=-1, status=None, reason="ranks 3, 4 did not come within 300 s")
+    )
     assert text == "syncvar: the job failed: ranks 3, 4 did not come within 300 s\n"
 
 
@@ -93,7 +101,9 @@ def test_hints_go_before_our_own_commands():
 
 
 def test_text_of_ranks_is_escaped_and_makes_no_new_lines():
-    failure = Failure(rank=0, status=1, host="h\x1b[2J", traceback="E: a\x0cb\u202ec\r\n\x1b]0;t\x07", call="x\ny")
+    failure = Failure(
+        rank=0, status=1, host="h\x1b[2J", traceback="E: a\x0cb\u202ec\r\n\x1b]0;t\x07", call="x\ny"
+    )
     text = failure_block(failure, [Other(1, "a\nb\x9bc")], hints=["h\x1b"])
     assert "\x1b" not in text
     assert r"on h\x1b[2J" in text
@@ -145,7 +155,12 @@ def test_where_messages_differ_three_are_listed():
 
 
 def test_what_a_rank_says_of_itself_makes_no_difference():
-    text = block(*[trace(7, f"ConfigError: no such op\nrefused on rank {rank}; see rank 7") for rank in range(7)])
+    text = block(
+        *[
+            trace(7, f"ConfigError: no such op\nrefused on rank {rank}; see rank 7")
+            for rank in range(7)
+        ]
+    )
     assert "evidence: traceback of ranks 0-6\n" in text
     assert text.endswith("  ConfigError: no such op\n  refused on rank 0; see rank 7\n")
     text = block(trace(7, "KeyError: 1\nnote a"), trace(7, "KeyError: 1\nnote b"))
@@ -153,42 +168,70 @@ def test_what_a_rank_says_of_itself_makes_no_difference():
 
 
 def test_errors_of_others_are_shown_but_those_that_follow_from_the_first():
-    text = block(trace(1, "A"), trace(2, "B"), trace(3, "PeerLost: …"), trace(2, "B"), trace(4, "C"), trace(5, "D"), own=(2,))
+    text = block(
+        trace(1, "A"),
+        trace(2, "B"),
+        trace(3, "PeerLost: …"),
+        trace(2, "B"),
+        trace(4, "C"),
+        trace(5, "D"),
+        own=(2,),
+    )
     assert [line for line in text.split("\n") if line.startswith("evidence: ")] == [
-        "evidence: traceback of rank 0", "evidence: traceback of ranks 1, 3", "evidence: traceback of rank 4",
-    ]  # fmt: skip
+        "evidence: traceback of rank 0",
+        "evidence: traceback of ranks 1, 3",
+        "evidence: traceback of rank 4",
+    ]
     assert text.endswith("others:\n  ranks 2, 5: elsewhere\n")
 
 
 def test_errors_are_shown_after_a_failure_that_is_none():
     raised = [Raised(rank, trace(7, "ValueError: while ending")) for rank in (0, 2)]
-    text = failure_block(Failure(rank=-1, status=None, reason="the limit"), [Other(1, "there")], raised=raised)
+    text = failure_block(
+        Failure(rank=-1, status=None, reason="the limit"), [Other(1, "there")], raised=raised
+    )
     assert "evidence: traceback of ranks 0, 2\n" in text
     text = failure_block(Failure(rank=1, status=-9, last_lines=["x"]), raised=raised)
     assert "evidence: last line of rank 1\n  x\nevidence: traceback of ranks 0, 2\n" in text
     text = interrupted_block("SIGINT", [Other(1, "there")], raised)
-    assert text.endswith("rank 1: there\nevidence: traceback of ranks 0, 2\n  Traceback (most recent call last):\n" + '    File "a.py", line 7, in <module>\n      f()\n  ValueError: while ending\n')
+    assert text.endswith(
+        "rank 1: there\nevidence: traceback of ranks 0, 2\n  Traceback (most recent call last):\n"
+        '    File "a.py", line 7, in <module>\n      f()\n  ValueError: while ending\n'
+    )
 
 
 def test_last_words_and_syntax_errors_are_told_once():
-    assert "evidence: last words of ranks 0-2\n  out of luck\n" in block("out of luck", "out of luck", "out of luck")
+    assert "evidence: last words of ranks 0-2\n  out of luck\n" in block(
+        "out of luck", "out of luck", "out of luck"
+    )
     syntax = '  File "a.py", line 2\n    if True print(1)\n       ^\nSyntaxError: invalid syntax\n'
     assert "evidence: traceback of ranks 0, 1\n" in block(syntax, syntax)
 
 
 def test_many_different_others_are_summed_up():
-    text = failure_block(Failure(rank=0, status=1), [Other(rank, f"at line {rank}") for rank in range(1, 65)])
+    text = failure_block(
+        Failure(rank=0, status=1), [Other(rank, f"at line {rank}") for rank in range(1, 65)]
+    )
     assert "  rank 7: at line 7\n  ranks 8-64: elsewhere\n" in text
 
 
 def test_blocks_use_no_exclamation_marks():
-    text = failure_block(Failure(rank=0, status=1), [Other(1, "computing")], arguments=["a.py"], log_dir="logs")
+    text = failure_block(
+        Failure(rank=0, status=1), [Other(1, "computing")], arguments=["a.py"], log_dir="logs"
+    )
     assert "!" not in text
 
 
 @pytest.mark.parametrize(
     ("ranks", "text"),
-    [((), ""), ((5,), "5"), ((0, 1), "0, 1"), ((0, 1, 2), "0-2"), ((7, 0, 1, 2, 3, 7), "0-3, 7"), ((1, 3, 5), "1, 3, 5")],
+    [
+        ((), ""),
+        ((5,), "5"),
+        ((0, 1), "0, 1"),
+        ((0, 1, 2), "0-2"),
+        ((7, 0, 1, 2, 3, 7), "0-3, 7"),
+        ((1, 3, 5), "1, 3, 5"),
+    ],
 )
 def test_ranks_are_compressed(ranks, text):
     assert rank_spans(ranks) == text
@@ -203,7 +246,11 @@ def test_statuses():
 
 
 def test_every_own_code_has_a_meaning():
-    codes = {value for name, value in vars(exits).items() if name[0].isupper() and name.isupper() and isinstance(value, int)}
+    codes = {
+        value
+        for name, value in vars(exits).items()
+        if name[0].isupper() and name.isupper() and isinstance(value, int)
+    }
     assert codes == set(exits.MEANINGS)
 
 
@@ -214,8 +261,32 @@ def test_secrets_are_masked():
 
 
 def test_secrets_on_the_command_line_are_masked_in_what_to_try():
-    arguments = ["--env", "TOKEN=abc", "--env=API_KEY=abc", "--env", "TOKEN", "-x", "KEY=abc", "-xKEY=abc", "-n", "2", "a.py", "KEY=1"]
+    arguments = [
+        "--env",
+        "TOKEN=abc",
+        "--env=API_KEY=abc",
+        "--env",
+        "TOKEN",
+        "-x",
+        "KEY=abc",
+        "-xKEY=abc",
+        "-n",
+        "2",
+        "a.py",
+        "KEY=1",
+    ]
     assert mask_arguments(arguments) == [
-        "--env", "TOKEN=***", "--env=API_KEY=***", "--env", "TOKEN", "-x", "KEY=***", "-xKEY=***", "-n", "2", "a.py", "KEY=1",
-    ]  # fmt: skip
+        "--env",
+        "TOKEN=***",
+        "--env=API_KEY=***",
+        "--env",
+        "TOKEN",
+        "-x",
+        "KEY=***",
+        "-xKEY=***",
+        "-n",
+        "2",
+        "a.py",
+        "KEY=1",
+    ]
     assert "abc" not in failure_block(Failure(rank=0, status=1), arguments=arguments)

@@ -79,7 +79,12 @@ def test_contributions_travel_raw():
     rounds = list(reproducible_all_reduce(2, 5, 20))
     pieces = [step.chunk for steps in rounds[:4] for step in steps if isinstance(step, Send)]
     assert sorted(chunk.start for chunk in pieces) == [0, 4, 12, 16]
-    assert [step.peer for steps in rounds[:4] for step in steps if isinstance(step, Send)] == [3, 4, 0, 1]
+    assert [step.peer for steps in rounds[:4] for step in steps if isinstance(step, Send)] == [
+        3,
+        4,
+        0,
+        1,
+    ]
 
 
 @given(data=st.data(), count=st.integers(1, 70))
@@ -102,10 +107,16 @@ def test_the_nodes_of_any_cut_make_the_whole_tree(data, count):
     owner = data.draw(st.lists(st.integers(0, 5), min_size=count, max_size=count))
     held = {}
     for rank in range(6):
-        for node in whole_nodes(runs_of(item for item in range(count) if owner[item] == rank), count):
+        for node in whole_nodes(
+            runs_of(item for item in range(count) if owner[item] == rank), count
+        ):
             held[node] = tree_expression(*node)
 
     def whole(lo, hi):
-        return held[lo, hi] if (lo, hi) in held else (whole(lo, split(lo, hi)), whole(split(lo, hi), hi))
+        return (
+            held[lo, hi]
+            if (lo, hi) in held
+            else (whole(lo, split(lo, hi)), whole(split(lo, hi), hi))
+        )
 
     assert whole(0, count) == tree_expression(0, count)

@@ -46,12 +46,18 @@ def test_an_end_that_would_come_again_is_the_end(code):
 
 def test_usage_configuration_keys_limits_disagreement_and_the_time_limit_are_hopeless_and_losses_are_not():
     assert set(HOPELESS_CODES) == {2, 71, 76, 77, 78, 124, 126, 127}
-    assert set(HOPELESS_CODES) & {exits.INTERNAL, exits.CHECKPOINT, exits.PREEMPTED, exits.RENDEZVOUS, 1, 137, 139, 143} == set()
+    assert (
+        set(HOPELESS_CODES)
+        & {exits.INTERNAL, exits.CHECKPOINT, exits.PREEMPTED, exits.RENDEZVOUS, 1, 137, 139, 143}
+        == set()
+    )
 
 
 @pytest.mark.parametrize("error", sorted(HOPELESS_ERRORS))
 def test_an_exception_that_speaks_of_the_program_is_the_end(error):
-    decision = Restarting(5, 1.0).after(Ending(exit_code=1, why="rank 0 exited with status 1", error=error))
+    decision = Restarting(5, 1.0).after(
+        Ending(exit_code=1, why="rank 0 exited with status 1", error=error)
+    )
     assert decision == Decision(restarts=False, reason=f"{error} would come again")
     assert Restarting(5, 1.0).after(Ending(exit_code=1, why="x", error="ValueError")).restarts
 
@@ -66,23 +72,37 @@ def test_the_exceptions_of_the_library_in_the_list_exist():
 
 def test_ranks_that_never_met_are_not_started_again_and_those_that_had_are():
     never = Ending(exit_code=exits.RENDEZVOUS, why="the job failed", had_met=False)
-    assert Restarting(2, 1.0).after(never) == Decision(restarts=False, reason="the ranks have never met")
+    assert Restarting(2, 1.0).after(never) == Decision(
+        restarts=False, reason="the ranks have never met"
+    )
     job = Restarting(2, 1.0)
     assert job.after(KILLED).restarts
-    assert job.after(Ending(exit_code=exits.RENDEZVOUS, why="the job failed", had_met=True)).restarts
-    assert Restarting(2, 1.0).after(Ending(exit_code=137, why="killed while the ranks met", had_met=False)).restarts
+    assert job.after(
+        Ending(exit_code=exits.RENDEZVOUS, why="the job failed", had_met=True)
+    ).restarts
+    assert (
+        Restarting(2, 1.0)
+        .after(Ending(exit_code=137, why="killed while the ranks met", had_met=False))
+        .restarts
+    )
 
 
 @pytest.mark.parametrize("ending", [KILLED, STOPPED])
 def test_who_was_told_to_end_has_ended(ending):
-    told = Ending(exit_code=ending.exit_code, why=ending.why, lasted_s=ending.lasted_s, was_told=True)
-    assert Restarting(9, 1.0).after(told) == Decision(restarts=False, reason="the launcher was told to end")
+    told = Ending(
+        exit_code=ending.exit_code, why=ending.why, lasted_s=ending.lasted_s, was_told=True
+    )
+    assert Restarting(9, 1.0).after(told) == Decision(
+        restarts=False, reason="the launcher was told to end"
+    )
 
 
 def test_a_stop_that_nobody_asked_the_launcher_for_does_not_count():
     job = Restarting(1, 1.0)
     for number in range(1, 50):
-        assert job.after(STOPPED) == Decision(restarts=True, reason=f"restart {number}, which does not count", pause_s=1.0)
+        assert job.after(STOPPED) == Decision(
+            restarts=True, reason=f"restart {number}, which does not count", pause_s=1.0
+        )
     assert job.after(KILLED) == Decision(restarts=True, reason="restart 1 of 1", pause_s=1.0)
     assert job.after(STOPPED).restarts
     assert not job.after(KILLED).restarts
@@ -102,16 +122,29 @@ def test_one_rank_that_asks_alone_has_failed():
 
 
 def test_pauses_double_up_to_half_a_minute():
-    assert [pause_s(number, 0.5) for number in (1, 2, 3, 6, 7, 8, 10_000)] == [0.5, 1, 2, 16, 30, 30, 30]
+    assert [pause_s(number, 0.5) for number in (1, 2, 3, 6, 7, 8, 10_000)] == [
+        0.5,
+        1,
+        2,
+        16,
+        30,
+        30,
+        30,
+    ]
     assert [pause_s(number, 0.0) for number in (1, 5)] == [0, 0]
-    assert [pause_s(number, 100.0) for number in (1, 2, 3)] == [100, 100, 100], "who asks for more gets it"
+    assert [pause_s(number, 100.0) for number in (1, 2, 3)] == [100, 100, 100], (
+        "who asks for more gets it"
+    )
 
 
 def test_the_summary_tells_each_restart_and_why():
     job = Restarting(100, 1.0)
     assert job.summary() == []
     job.after(KILLED)
-    assert job.summary() == ["started again 1 time:", "  1. after 3.0 s: rank 1 was killed by signal 9 (SIGKILL)"]
+    assert job.summary() == [
+        "started again 1 time:",
+        "  1. after 3.0 s: rank 1 was killed by signal 9 (SIGKILL)",
+    ]
     job.after(STOPPED)
     assert job.summary()[0] == "started again 2 times:"
     assert job.summary()[2] == "  2. after 60.0 s: all ranks stopped as asked"
@@ -119,4 +152,6 @@ def test_the_summary_tells_each_restart_and_why():
         job.after(KILLED)
     lines = job.summary()
     assert lines[:2] == ["started again 32 times:", "  (earlier ones left out)"]
-    assert [line.split(".")[0].strip() for line in lines[2:]] == [str(number) for number in range(23, 33)]
+    assert [line.split(".")[0].strip() for line in lines[2:]] == [
+        str(number) for number in range(23, 33)
+    ]

@@ -38,7 +38,8 @@ def test_ring_all_reduce_sends_two_buffers_less_two_chunks(world_size, count):
 def test_ring_all_gather_sends_all_blocks_but_the_neighbours(counts):
     n = len(counts)
     report = verify(
-        build_all("all_gather", "ring", n, counts=counts), contract_of("all_gather", n, counts=counts)
+        build_all("all_gather", "ring", n, counts=counts),
+        contract_of("all_gather", n, counts=counts),
     )
     assert report.rounds == n - 1
     assert report.messages == (n - 1,) * n
@@ -61,11 +62,17 @@ def test_ring_with_fewer_elements_than_ranks_sends_empty_chunks():
 def test_only_rank_0_keeps_its_value_on_the_left():
     for rank in range(5):
         reductions = [
-            step for steps in ring_all_reduce(rank, 5, 10) for step in steps if isinstance(step, RecvReduce)
+            step
+            for steps in ring_all_reduce(rank, 5, 10)
+            for step in steps
+            if isinstance(step, RecvReduce)
         ]
         assert {step.incoming_left for step in reductions} == {rank != 0}
 
 
 def test_second_half_of_the_ring_only_replaces():
     rounds = list(ring_all_reduce(1, 3, 6))
-    assert [type(step) for steps in rounds for step in steps] == [Send, RecvReduce] * 2 + [Send, Recv] * 2
+    assert [type(step) for steps in rounds for step in steps] == [Send, RecvReduce] * 2 + [
+        Send,
+        Recv,
+    ] * 2

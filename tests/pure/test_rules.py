@@ -1,9 +1,18 @@
 from syncvar.cli.rules import rules_text
-from syncvar.variables.policy import Context, Operation, VariableAggregation, VariableSynchronization, decide
+from syncvar.variables.policy import (
+    Context,
+    Operation,
+    VariableAggregation,
+    VariableSynchronization,
+    decide,
+)
 
 
 def test_the_table_has_every_operation_once_for_each_mode_and_aggregation():
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in rules_text().splitlines()[2:]]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in rules_text().splitlines()[2:]
+    ]
     for operation in Operation:
         for synchronization in VariableSynchronization:
             for aggregation in VariableAggregation:
@@ -16,4 +25,8 @@ def test_the_table_has_every_operation_once_for_each_mode_and_aggregation():
                 ]
                 assert len(found) == 1, (operation, synchronization, aggregation)
                 refused = decide(synchronization, aggregation, Context.REPLICA, operation).error
-                assert (found[0][3] == refused.__name__) if refused else not found[0][3].endswith("Error")
+                assert (
+                    (found[0][3] == refused.__name__)
+                    if refused
+                    else not found[0][3].endswith("Error")
+                )

@@ -100,17 +100,23 @@ def test_in_shared_memory_everything_is_direct(collective):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 7, 8, 12, 16, 24])
-@pytest.mark.parametrize("collective", [name for name in ALGORITHMS if name not in {"barrier", "header_exchange"}])
+@pytest.mark.parametrize(
+    "collective", [name for name in ALGORITHMS if name not in {"barrier", "header_exchange"}]
+)
 def test_the_table_is_near_the_best_of_the_predictions(collective, world_size):
     in_blocks = collective in {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
     for size in (0, 9, 14, 16, 17, 18, 19, 20, 21, 22, 26):
         count = max(1, (1 << size) // world_size) if in_blocks else 1 << size
         seconds = {
-            algorithm: predicted_seconds(build_all(collective, algorithm, world_size, count=count), 1)
+            algorithm: predicted_seconds(
+                build_all(collective, algorithm, world_size, count=count), 1
+            )
             for algorithm in ALGORITHMS[collective]
             if unsuited(collective, algorithm, world_size, even=True) is None
         }
-        chosen = choose(collective, count * world_size if in_blocks else count, world_size, even=True).algorithm
+        chosen = choose(
+            collective, count * world_size if in_blocks else count, world_size, even=True
+        ).algorithm
         assert seconds[chosen] <= 1.75 * min(seconds.values()), (size, chosen, seconds)
 
 
@@ -122,7 +128,8 @@ def test_a_reproducible_all_reduce_takes_only_algorithms_that_sum_by_the_tree(nb
     assert choice.algorithm == algorithm
     assert "sums by the tree" in choice.reason
     verify(
-        build_all("all_reduce", choice.algorithm, 5, count=7), contract_of("all_reduce", 5, count=7, tree=True)
+        build_all("all_reduce", choice.algorithm, 5, count=7),
+        contract_of("all_reduce", 5, count=7, tree=True),
     )
     for forced in ("direct", "tree", "reproducible"):
         assert choose("all_reduce", nbytes, 3, reproducible=True, forced=forced).algorithm == forced
@@ -202,7 +209,9 @@ def test_an_all_gather_takes_one_count_per_rank():
 
 
 def test_dissemination_refuses_uneven_blocks():
-    with pytest.raises(ConfigError, match="all_gather by 'dissemination' needs blocks of equal count"):
+    with pytest.raises(
+        ConfigError, match="all_gather by 'dissemination' needs blocks of equal count"
+    ):
         build("all_gather", "dissemination", 0, 2, counts=[1, 2])
     assert build("all_gather", "dissemination", 0, 2, counts=[2, 2]) == build(
         "all_gather", "dissemination", 0, 2, count=2
@@ -211,7 +220,12 @@ def test_dissemination_refuses_uneven_blocks():
 
 def test_a_plan_says_what_it_is():
     plan = build("all_gather", "ring", 1, 3, counts=[1, 2, 3])
-    assert (plan.collective, plan.algorithm, plan.rank, plan.world_size) == ("all_gather", "ring", 1, 3)
+    assert (plan.collective, plan.algorithm, plan.rank, plan.world_size) == (
+        "all_gather",
+        "ring",
+        1,
+        3,
+    )
     assert (plan.work_count, plan.scratch_count) == (6, 0)
     assert build("barrier", "dissemination", 0, 2, count=9).work_count == 0
 
@@ -222,7 +236,9 @@ def test_scratch_reaches_as_far_as_the_chunks():
 
 
 def test_building_is_a_pure_function():
-    assert build_all("all_reduce", "ring", 4, count=9) == build_all("all_reduce", "ring", 4, count=9)
+    assert build_all("all_reduce", "ring", 4, count=9) == build_all(
+        "all_reduce", "ring", 4, count=9
+    )
 
 
 def test_an_all_gather_by_doubling_refuses_other_numbers_than_powers_of_two():
@@ -272,8 +288,14 @@ def test_a_job_demands_algorithms_in_a_text(text, forced):
         ("all_reduce:", "collective:algorithm, not 'all_reduce:'"),
         ("all_reduce:ring,", "collective:algorithm, not ''"),
         ("allreduce:ring", "no collective 'allreduce' .did you mean all_reduce"),
-        ("all_reduce:rign", "no algorithm 'rign' for all_reduce .did you mean ring.*Known: direct, owners"),
-        ("all_reduce:ring,all_reduce:tree", "two algorithms are demanded for all_reduce: 'ring' and 'tree'"),
+        (
+            "all_reduce:rign",
+            "no algorithm 'rign' for all_reduce .did you mean ring.*Known: direct, owners",
+        ),
+        (
+            "all_reduce:ring,all_reduce:tree",
+            "two algorithms are demanded for all_reduce: 'ring' and 'tree'",
+        ),
     ],
 )
 def test_a_demand_that_cannot_be_read_is_refused(text, words):

@@ -11,9 +11,16 @@ from syncvar_launcher.report import Failure, Other, failure_block
 
 def serve(server, job="job", generation=2, host_index=0):
     return {
-        "kind": "serve", "server": server, "job": job, "generation": generation, "address": f"ipc://s{server}",
-        "outside": f"tcp://h{host_index}:{server}", "host": f"h{host_index}", "host_index": host_index, "pid": 100 + server,
-    }  # fmt: skip
+        "kind": "serve",
+        "server": server,
+        "job": job,
+        "generation": generation,
+        "address": f"ipc://s{server}",
+        "outside": f"tcp://h{host_index}:{server}",
+        "host": f"h{host_index}",
+        "host_index": host_index,
+        "pid": 100 + server,
+    }
 
 
 def test_who_asks_is_told_where_servers_are_reached_from_its_host():
@@ -21,7 +28,10 @@ def test_who_asks_is_told_where_servers_are_reached_from_its_host():
     assert table.serves(serve(0)) == ""
     assert table.serves(serve(1, host_index=1)) == ""
     told = [parse_message(table.told(host)) for host in (0, 1)]
-    assert [one["addresses"] for one in told] == [{0: "ipc://s0", 1: "tcp://h1:1"}, {0: "tcp://h0:0", 1: "ipc://s1"}]
+    assert [one["addresses"] for one in told] == [
+        {0: "ipc://s0", 1: "tcp://h1:1"},
+        {0: "tcp://h0:0", 1: "ipc://s1"},
+    ]
     assert told[0]["hosts"] == {0: "h0", 1: "h1"}
 
 
@@ -29,7 +39,10 @@ def test_another_job_and_another_start_of_it_are_refused():
     table = ServerTable("job", 2)
     assert table.refusal(serve(0)) == ""
     assert table.refusal(serve(0, job="other")) == "this is another job"
-    assert table.refusal(serve(0, generation=1)) == "the processes of generation 1 have been replaced by those of 2"
+    assert (
+        table.refusal(serve(0, generation=1))
+        == "the processes of generation 1 have been replaced by those of 2"
+    )
 
 
 def test_a_place_is_taken_once_and_not_after_it_was_given_up():
@@ -67,7 +80,12 @@ def test_what_is_known_of_a_server_is_told():
     told.append(table.position(SERVER_0))
     table.ended(SERVER_0, "")
     table.ended(SERVER_0 + 1, "signal 9")
-    assert [*told, table.position(SERVER_0), table.position(SERVER_0 + 1)] == ["not serving yet", "serving", "finished", "ended: signal 9"]
+    assert [*told, table.position(SERVER_0), table.position(SERVER_0 + 1)] == [
+        "not serving yet",
+        "serving",
+        "finished",
+        "ended: signal 9",
+    ]
 
 
 def test_a_server_that_has_a_copy_is_noted_once_and_one_of_another_start_is_not():
@@ -79,7 +97,12 @@ def test_a_server_that_has_a_copy_is_noted_once_and_one_of_another_start_is_not(
 
 
 def test_processes_are_called_what_they_are():
-    assert [process_name(one) for one in (0, 7, SERVER_0, SERVER_0 + 1)] == ["rank 0", "rank 7", "server 0", "server 1"]
+    assert [process_name(one) for one in (0, 7, SERVER_0, SERVER_0 + 1)] == [
+        "rank 0",
+        "rank 7",
+        "server 0",
+        "server 1",
+    ]
     assert [short_name(one) for one in (7, SERVER_0 + 1)] == ["7", "server 1"]
     assert [is_server(one) for one in (SERVER_0 - 1, SERVER_0)] == [False, True]
     assert str(PeerLost(SERVER_0 + 1, "b", "signal 9")) == "server 1 on b was lost: signal 9"
@@ -87,7 +110,12 @@ def test_processes_are_called_what_they_are():
 
 def test_the_failure_block_names_a_server():
     others = [Other(0, "computing"), Other(SERVER_0, "serving"), Other(SERVER_0 + 2, "serving")]
-    text = failure_block(Failure(SERVER_0 + 1, -9, "b", elapsed_s=1.0), others, arguments=["-n", "1", "a.py"], log_dir="logs")
+    text = failure_block(
+        Failure(SERVER_0 + 1, -9, "b", elapsed_s=1.0),
+        others,
+        arguments=["-n", "1", "a.py"],
+        log_dir="logs",
+    )
     assert text.splitlines() == [
         "syncvar: server 1 on b was killed by signal 9 (SIGKILL) after 1.0 s",
         "evidence: server 1 wrote nothing",

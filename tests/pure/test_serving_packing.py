@@ -23,7 +23,9 @@ def whole_of(message):
 @pytest.mark.parametrize("has_checksum", [False, True])
 def test_parts_come_out_as_they_went_in(apart_nbytes, has_checksum):
     message = packed(PARTS, segment=HERE, has_checksum=has_checksum, apart_nbytes=apart_nbytes)
-    assert [len(one) for one in message.apart] == [len(one) for one in PARTS if len(one) >= apart_nbytes]
+    assert [len(one) for one in message.apart] == [
+        len(one) for one in PARTS if len(one) >= apart_nbytes
+    ]
     frames, segment = unpacked(whole_of(message), message.apart)
     assert ([bytes(one) for one in frames], segment) == (PARTS, HERE)
 
@@ -38,10 +40,15 @@ def test_what_is_lent_is_borrowed_and_nothing_of_it_is_sent():
     lent = [SharedMemoryReference(HERE, 64, 8), SharedMemoryReference(HERE, 0, 100)]
     message = packed(PARTS, [(2, lent[0]), (3, lent[1])], segment=HERE)
     asked = []
-    frames, segment = unpacked(whole_of(message), (), lambda reference: asked.append(reference) or b"lent")
+    frames, segment = unpacked(
+        whole_of(message), (), lambda reference: asked.append(reference) or b"lent"
+    )
     assert (asked, segment, frames[2:4]) == (lent, HERE, [b"lent"] * 2)
     assert b"xxxxxxxx" not in whole_of(message)
-    with pytest.raises(InternalError, match=r"8 bytes .*in segment .* \(host 2, generation 3\), and this process has mapped no shared memory"):
+    with pytest.raises(
+        InternalError,
+        match=r"8 bytes .*in segment .* \(host 2, generation 3\), and this process has mapped no shared memory",
+    ):
         unpacked(whole_of(message))
     with pytest.raises(ValueError, match="does not say in which shared memory"):
         unpacked(whole_of(packed(PARTS, [(2, lent[0])])))
@@ -52,7 +59,9 @@ def test_what_is_cut_off_or_changed_is_refused():
     for end in range(0, len(whole), 8):
         with pytest.raises(ValueError, match=r"message|cut"):
             unpacked(whole[:end] if end < 8 else end.to_bytes(8, "little") + whole[8:end])
-    for at, bit in itertools.product((whole.index(b"head"), whole.index(b"y" * 100) + 99), range(8)):
+    for at, bit in itertools.product(
+        (whole.index(b"head"), whole.index(b"y" * 100) + 99), range(8)
+    ):
         changed = bytearray(whole)
         changed[at] ^= 1 << bit
         with pytest.raises(ValueError, match="not as it was sent"):
@@ -60,7 +69,18 @@ def test_what_is_cut_off_or_changed_is_refused():
 
 
 def test_parts_travel_in_frames_of_which_none_is_long():
-    parts = [bytes(size) + b"." for size in (0, FRAME_NBYTES - 2, FRAME_NBYTES - 1, FRAME_NBYTES, 2 * FRAME_NBYTES - 1, 9, 3 * FRAME_NBYTES)]
+    parts = [
+        bytes(size) + b"."
+        for size in (
+            0,
+            FRAME_NBYTES - 2,
+            FRAME_NBYTES - 1,
+            FRAME_NBYTES,
+            2 * FRAME_NBYTES - 1,
+            9,
+            3 * FRAME_NBYTES,
+        )
+    ]
     frames = [frame for part in parts for frame in cut(part)]
     assert max(map(len, frames)) == FRAME_NBYTES
     assert [bytes(one) for one in joined(iter(frames))] == parts

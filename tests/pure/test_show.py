@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from syncvar.plans import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send, build_all, plan_text, step_text
+from syncvar.plans import (
+    Buffer,
+    Chunk,
+    Copy,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Send,
+    build_all,
+    plan_text,
+    step_text,
+)
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -29,7 +40,12 @@ FIGURES = {
     "direct_gather_3": ("gather", "direct", 3, {"counts": [2, 0, 3], "root": 1}),
     "direct_scatter_3": ("scatter", "direct", 3, {"counts": [2, 0, 3], "root": 1}),
     "direct_reduce_scatter_3": ("reduce_scatter", "direct", 3, {"counts": [2, 1, 3]}),
-    "direct_all_to_all_3": ("all_to_all", "direct", 3, {"matrix": [[1, 2, 0], [3, 0, 1], [2, 2, 2]]}),
+    "direct_all_to_all_3": (
+        "all_to_all",
+        "direct",
+        3,
+        {"matrix": [[1, 2, 0], [3, 0, 1], [2, 2, 2]]},
+    ),
     "direct_scan_3": ("scan", "direct", 3, {"count": 2}),
     "direct_exscan_3": ("exscan", "direct", 3, {"count": 2}),
     "doubling_5": ("all_reduce", "doubling", 5, {"count": 2}),
@@ -48,7 +64,12 @@ FIGURES = {
     "owners_reduce_3": ("reduce", "owners", 3, {"count": 4, "root": 1}),
     "ring_reduce_scatter_3": ("reduce_scatter", "ring", 3, {"counts": [2, 1, 3]}),
     "pairwise_reduce_scatter_3": ("reduce_scatter", "pairwise", 3, {"counts": [2, 1, 3]}),
-    "pairwise_all_to_all_3": ("all_to_all", "pairwise", 3, {"matrix": [[1, 2, 0], [3, 0, 1], [2, 2, 2]]}),
+    "pairwise_all_to_all_3": (
+        "all_to_all",
+        "pairwise",
+        3,
+        {"matrix": [[1, 2, 0], [3, 0, 1], [2, 2, 2]]},
+    ),
     "bruck_3": ("all_to_all", "bruck", 3, {"count": 2}),
     "reproducible_5": ("all_reduce", "reproducible", 5, {"count": 7}),
 }
@@ -79,8 +100,14 @@ def test_a_group_of_one_is_a_heading():
         (RecvReduce(1, Chunk(2, 4), incoming_left=True), "w[2:4] = <1> + w[2:4]"),
         (RecvReduce(1, Chunk(2, 4), incoming_left=False), "w[2:4] = w[2:4] + <1>"),
         (Copy(Chunk(0, 2), Chunk(2, 4, Buffer.SCRATCH)), "s[2:4] = w[0:2]"),
-        (Reduce(Chunk(0, 2, Buffer.SCRATCH), Chunk(2, 4), source_left=True), "w[2:4] = s[0:2] + w[2:4]"),
-        (Reduce(Chunk(0, 2, Buffer.SCRATCH), Chunk(2, 4), source_left=False), "w[2:4] = w[2:4] + s[0:2]"),
+        (
+            Reduce(Chunk(0, 2, Buffer.SCRATCH), Chunk(2, 4), source_left=True),
+            "w[2:4] = s[0:2] + w[2:4]",
+        ),
+        (
+            Reduce(Chunk(0, 2, Buffer.SCRATCH), Chunk(2, 4), source_left=False),
+            "w[2:4] = w[2:4] + s[0:2]",
+        ),
     ],
 )
 def test_a_step_reads_as_an_assignment(step, text):
@@ -89,21 +116,43 @@ def test_a_step_reads_as_an_assignment(step, text):
 
 def test_no_line_ends_in_a_space():
     for collective, algorithm, world_size, arguments in FIGURES.values():
-        for line in plan_text(build_all(collective, algorithm, world_size, **arguments)).splitlines():
+        for line in plan_text(
+            build_all(collective, algorithm, world_size, **arguments)
+        ).splitlines():
             assert line == line.rstrip()
 
 
 def test_a_long_figure_is_shortened_by_dots():
-    text = plan_text(build_all("all_to_all", "direct", 9, matrix=[[(s + d) % 3 for d in range(9)] for s in range(9)]), most=4)
+    text = plan_text(
+        build_all(
+            "all_to_all", "direct", 9, matrix=[[(s + d) % 3 for d in range(9)] for s in range(9)]
+        ),
+        most=4,
+    )
     rows = text.splitlines()[2:]
-    assert [row.split("|")[0].strip() for row in rows] == ["round 0", "rank 0", "rank 1", "rank 2", "...", "rank 8"]
+    assert [row.split("|")[0].strip() for row in rows] == [
+        "round 0",
+        "rank 0",
+        "rank 1",
+        "rank 2",
+        "...",
+        "rank 8",
+    ]
     assert rows[1].split("|")[1].count(" to ") == 3
     assert "; ...; " in rows[1]
-    assert text.splitlines()[0] == "all_to_all by direct: world size 9, 18 / 18 / 18 / ... / 18 elements, scratch 0" or (
+    assert text.splitlines()[
+        0
+    ] == "all_to_all by direct: world size 9, 18 / 18 / 18 / ... / 18 elements, scratch 0" or (
         "world size 9, 18 elements" in text
     )
-    rounds = [line for line in plan_text(build_all("all_reduce", "ring", 6, count=6), most=4).splitlines() if line[:3] in ("rou", "...")]
-    assert [line.split("|")[0].strip() for line in rounds if line.startswith("round")] == [f"round {k}" for k in (0, 1, 2, 9)]
+    rounds = [
+        line
+        for line in plan_text(build_all("all_reduce", "ring", 6, count=6), most=4).splitlines()
+        if line[:3] in ("rou", "...")
+    ]
+    assert [line.split("|")[0].strip() for line in rounds if line.startswith("round")] == [
+        f"round {k}" for k in (0, 1, 2, 9)
+    ]
 
 
 def test_what_is_short_is_shown_whole():

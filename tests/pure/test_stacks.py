@@ -44,7 +44,11 @@ Current thread 0x00007f0951a19b80 (most recent call first):
 
 def test_dumps_are_read_with_their_names():
     assert dumps_of(DUMP) == [
-        Thread("", True, (Frame("/job/tré中😀.py", 8, "éa"), Frame('/job/a", line 2 in it.py', 0, "<module>"))),
+        Thread(
+            "",
+            True,
+            (Frame("/job/tré中😀.py", 8, "éa"), Frame('/job/a", line 2 in it.py', 0, "<module>")),
+        ),
         Thread("0x00007f0950cc66c0", False, (Frame("/job/a.py", 10, "<lambda>"),)),
         Thread("0x00007f0950cc66c1", False, ()),
         Thread("0x00007f0951a19b80", True, (Frame("/job/a.py", 9, "f"),)),
@@ -62,16 +66,48 @@ def test_dumps_are_read_with_their_names():
         (user(0), "in user code, train.py:?"),
         (ours(7, 8) + user(49), "in syncvar/engine/engine.py:7, called at train.py:49"),
         (ours(5, file="examples/digits.py"), "in user code, syncvar/examples/digits.py:5"),
-        (user(7, file="/v/lib/python3/dist-packages/numpy/linalg.py") + user(49), "in numpy/linalg.py:7, called at train.py:49"),
-        (user(7, file=f"{STANDARD}/subprocess.py") + user(49), "in subprocess.py:7, called at train.py:49"),
-        (user(7, 8, file="/v/lib/python3/site-packages/tool/run.py"), "in user code, tool/run.py:7 < tool/run.py:8"),
-        ([*user(9), Frame("<frozen importlib._bootstrap>", 1, "_load"), *user(49)], "in user code, train.py:9 < train.py:49"),
+        (
+            user(7, file="/v/lib/python3/dist-packages/numpy/linalg.py") + user(49),
+            "in numpy/linalg.py:7, called at train.py:49",
+        ),
+        (
+            user(7, file=f"{STANDARD}/subprocess.py") + user(49),
+            "in subprocess.py:7, called at train.py:49",
+        ),
+        (
+            user(7, 8, file="/v/lib/python3/site-packages/tool/run.py"),
+            "in user code, tool/run.py:7 < tool/run.py:8",
+        ),
+        (
+            [*user(9), Frame("<frozen importlib._bootstrap>", 1, "_load"), *user(49)],
+            "in user code, train.py:9 < train.py:49",
+        ),
         (user(9) + ours(2) + user(49), "in user code, train.py:9 < train.py:49"),
-        ([Frame("/v/site-packages/zmq/poll.py", 3, "poll"), *ours(4, file="serving/watching.py"), *LOOP], "waiting for requests"),
+        (
+            [
+                Frame("/v/site-packages/zmq/poll.py", 3, "poll"),
+                *ours(4, file="serving/watching.py"),
+                *LOOP,
+            ],
+            "waiting for requests",
+        ),
         (LOOP, "waiting for requests"),
-        ([*user(7, file="/v/site-packages/numpy/core.py"), Frame(f"{PACKAGE}/servers/ledger.py", 5, "execute"), *LOOP], "at a request, in numpy/core.py:7"),
-        (user(7, file=f"{STANDARD}/gc.py") + ours(106, 110, file="stacks.py") + user(12), "in user code, train.py:12"),
-        (ours(106, file="stacks.py") + ours(2) + user(49), "in syncvar/engine/engine.py:2, called at train.py:49"),
+        (
+            [
+                *user(7, file="/v/site-packages/numpy/core.py"),
+                Frame(f"{PACKAGE}/servers/ledger.py", 5, "execute"),
+                *LOOP,
+            ],
+            "at a request, in numpy/core.py:7",
+        ),
+        (
+            user(7, file=f"{STANDARD}/gc.py") + ours(106, 110, file="stacks.py") + user(12),
+            "in user code, train.py:12",
+        ),
+        (
+            ours(106, file="stacks.py") + ours(2) + user(49),
+            "in syncvar/engine/engine.py:2, called at train.py:49",
+        ),
         ([], ""),
     ],
 )
@@ -81,15 +117,31 @@ def test_a_stack_is_told_in_one_line(frames, line):
 
 
 def test_one_frame_is_kept_of_each_way_through_syncvar():
-    assert shown(ours(1, 2) + user(3) + ours(4, 5) + user(6) + START) == ours(1) + user(3) + ours(4) + user(6)
+    assert shown(ours(1, 2) + user(3) + ours(4, 5) + user(6) + START) == ours(1) + user(3) + ours(
+        4
+    ) + user(6)
 
 
-JOB = {"name": "1a2b3c4d", "pid": 7, "workers": 5, "servers": 0, "lasted_s": 12.4, "command": "syncvar-launch -n 5 train.py", "folder": "/job"}
+JOB = {
+    "name": "1a2b3c4d",
+    "pid": 7,
+    "workers": 5,
+    "servers": 0,
+    "lasted_s": 12.4,
+    "command": "syncvar-launch -n 5 train.py",
+    "folder": "/job",
+}
 
 
 def answer_of(rank, position, frames=(), instead="", ident=""):
     threads = [[ident, True, [list(frame) for frame in (*frames, *START)]]] if frames else []
-    return {"rank": rank, "pid": 100 + rank, "position": position, "instead": instead, "threads": threads}
+    return {
+        "rank": rank,
+        "pid": 100 + rank,
+        "position": position,
+        "instead": instead,
+        "threads": threads,
+    }
 
 
 def test_equal_stacks_are_shown_once_and_who_does_not_answer_is_named():
@@ -112,8 +164,15 @@ def test_equal_stacks_are_shown_once_and_who_does_not_answer_is_named():
 
 
 def test_servers_are_shown_beside_ranks_with_their_own_frames():
-    waiting = [Frame("/v/site-packages/zmq/poll.py", 3, "poll"), *ours(4, file="serving/watching.py"), *LOOP]
-    answers = [answer_of(0, "not joined yet", user(9)), *(answer_of(SERVER_0 + server, SERVING, waiting) for server in (0, 1))]
+    waiting = [
+        Frame("/v/site-packages/zmq/poll.py", 3, "poll"),
+        *ours(4, file="serving/watching.py"),
+        *LOOP,
+    ]
+    answers = [
+        answer_of(0, "not joined yet", user(9)),
+        *(answer_of(SERVER_0 + server, SERVING, waiting) for server in (0, 1)),
+    ]
     text = stacks_text({"job": JOB | {"workers": 1, "servers": 2}, "ranks": answers})
     assert text.startswith("job 1a2b3c4d: 1 rank and 2 servers, launcher 7")
     assert text.split("\n")[3:-1] == [
@@ -145,11 +204,27 @@ def test_every_frame_and_thread_is_shown_where_that_is_asked_for():
         ("not waiting in any call", "in user code, a.py:1", "in user code, a.py:1"),
         ("not waiting in any call", "", "not waiting in any call"),
         ("not waiting in any call", STOPPED, f"not waiting in any call; {STOPPED}"),
-        ("not waiting in any call; no Python thread answers", STOPPED, f"not waiting in any call; {STOPPED}"),
-        ("not waiting in any call; no Python thread answers", "in user code, a.py:1", "in user code, a.py:1; no Python thread answers"),
+        (
+            "not waiting in any call; no Python thread answers",
+            STOPPED,
+            f"not waiting in any call; {STOPPED}",
+        ),
+        (
+            "not waiting in any call; no Python thread answers",
+            "in user code, a.py:1",
+            "in user code, a.py:1; no Python thread answers",
+        ),
         ("not joined yet", "in user code, a.py:1", "not joined yet; in user code, a.py:1"),
-        ("waiting in barrier (call 1) at a.py:1 in f", "in user code, a.py:1", "waiting in barrier (call 1) at a.py:1 in f"),
-        ("waiting in barrier (call 1) at a.py:1 in f", STOPPED, f"waiting in barrier (call 1) at a.py:1 in f; {STOPPED}"),
+        (
+            "waiting in barrier (call 1) at a.py:1 in f",
+            "in user code, a.py:1",
+            "waiting in barrier (call 1) at a.py:1 in f",
+        ),
+        (
+            "waiting in barrier (call 1) at a.py:1 in f",
+            STOPPED,
+            f"waiting in barrier (call 1) at a.py:1 in f; {STOPPED}",
+        ),
         ("finished", "", "finished"),
         ("serving", "waiting for requests", "waiting for requests"),
         ("serving", STOPPED, f"serving; {STOPPED}"),

@@ -89,7 +89,9 @@ def test_a_disagreement_is_heavier_than_a_loss_and_lighter_than_an_own_failure()
 def test_a_plain_end_has_the_code_that_shells_give_it(status):
     one = supervisor(1)
     one.exited(0, status, 1.0, joined=True)
-    assert one.outcome().exit_code == (70 if status == 0 else status if status > 0 else 128 - status)
+    assert one.outcome().exit_code == (
+        70 if status == 0 else status if status > 0 else 128 - status
+    )
 
 
 def test_the_others_are_told_once_of_each_failure():
@@ -130,7 +132,9 @@ def test_those_that_we_ended_are_never_the_cause(status):
     one.failed(1, DISAGREE, 100.0)
     one.tick(102.0)
     one.exited(0, status, 102.1, joined=True)
-    one.failed(2, {"error": "SystemExit", "message": "143", "traceback": "", "exit_code": 143}, 102.2)
+    one.failed(
+        2, {"error": "SystemExit", "message": "143", "traceback": "", "exit_code": 143}, 102.2
+    )
     end(one, 1, 2)
     assert one.outcome().cause.rank == 1
     assert one.outcome().exit_code == 76
@@ -171,7 +175,11 @@ def test_after_a_signal_workers_that_saved_and_ask_to_be_run_again_are_believed(
         one.signalled(15, 5.0)
         for rank, code in enumerate(codes):
             if code:
-                one.failed(rank, {"error": "SystemExit", "message": "", "traceback": "", "exit_code": code}, 6.0)
+                one.failed(
+                    rank,
+                    {"error": "SystemExit", "message": "", "traceback": "", "exit_code": code},
+                    6.0,
+                )
             else:
                 one.goodbye(rank)
             one.exited(rank, code, 6.0, joined=False)
@@ -214,7 +222,9 @@ def test_ranks_that_all_left_in_order_with_75_have_stopped_and_none_has_failed()
         one = supervisor()
         for rank in order:
             assert one.failed(rank, STOP, 1.0) == []
-            assert one.exited(rank, 75, 1.1, joined=False) == [], "the others are not told of a loss: they save too"
+            assert one.exited(rank, 75, 1.1, joined=False) == [], (
+                "the others are not told of a loss: they save too"
+            )
         assert one.is_over
         assert one.outcome().exit_code == 75
         assert one.outcome().cause is None
@@ -395,7 +405,9 @@ def test_a_rank_with_a_failure_of_its_own_is_the_cause_of_a_meeting_that_failed(
         (True, False, True, False),
     ],
 )
-def test_status_zero_is_success_only_for_those_who_left_in_order(is_command, goodbye, joined, succeeds):
+def test_status_zero_is_success_only_for_those_who_left_in_order(
+    is_command, goodbye, joined, succeeds
+):
     one = supervisor(1, is_command=is_command)
     if goodbye:
         one.goodbye(0)
@@ -433,7 +445,14 @@ def test_a_server_that_is_told_to_end_before_it_serves_has_not_failed():
     one = with_servers(((),), workers=1)
     one.goodbye(0)
     one.exited(0, 0, 1.0, joined=False)
-    assert one.failed(SERVER_0, {"error": "SystemExit", "message": "143", "traceback": "", "exit_code": 143}, 1.1) == []
+    assert (
+        one.failed(
+            SERVER_0,
+            {"error": "SystemExit", "message": "143", "traceback": "", "exit_code": 143},
+            1.1,
+        )
+        == []
+    )
     assert one.exited(SERVER_0, 143, 1.2, joined=False) == []
     assert one.outcome().exit_code == 0
 
@@ -441,7 +460,9 @@ def test_a_server_that_is_told_to_end_before_it_serves_has_not_failed():
 @pytest.mark.parametrize("status", [-9, 1, 0])
 def test_a_server_without_a_copy_that_ends_is_the_cause(status):
     one = with_servers(((), ()))
-    assert [action.rank for action in one.exited(SERVER_0 + 1, status, 1.0, joined=False)] == [SERVER_0 + 1]
+    assert [action.rank for action in one.exited(SERVER_0 + 1, status, 1.0, joined=False)] == [
+        SERVER_0 + 1
+    ]
     for rank in range(2):
         one.failed(rank, LOST, 1.5)
         one.exited(rank, 70, 1.5, joined=False)
@@ -451,7 +472,13 @@ def test_a_server_without_a_copy_that_ends_is_the_cause(status):
 
 
 def test_a_server_whose_copy_is_there_is_done_without_and_the_next_may_be_one_too_many():
-    for mirrors, order, fatal in ((PAIR, (0, 1), 1), (PAIR, (1, 0), 1), (TRIPLE, (0, 1), 1), (TRIPLE, (0, 2), 1), (((), (0,)), (1, 0), 1)):
+    for mirrors, order, fatal in (
+        (PAIR, (0, 1), 1),
+        (PAIR, (1, 0), 1),
+        (TRIPLE, (0, 1), 1),
+        (TRIPLE, (0, 2), 1),
+        (((), (0,)), (1, 0), 1),
+    ):
         one = with_servers(mirrors)
         for place, server in enumerate(order):
             (action,) = one.exited(SERVER_0 + server, -9, 1.0, joined=False)
@@ -464,13 +491,20 @@ def test_new_copies_count_where_servers_are_lost_one_after_the_other():
     assert [type(action) for action in one.exited(SERVER_0, -9, 1.0, joined=False)] == [DoWithout]
     one.copied(2, 0)
     one.copied(1, 2)
-    assert [type(action) for action in one.exited(SERVER_0 + 1, -9, 2.0, joined=False)] == [DoWithout]
-    assert [type(action) for action in one.exited(SERVER_0 + 2, -9, 3.0, joined=False)] == [Announce]
+    assert [type(action) for action in one.exited(SERVER_0 + 1, -9, 2.0, joined=False)] == [
+        DoWithout
+    ]
+    assert [type(action) for action in one.exited(SERVER_0 + 2, -9, 3.0, joined=False)] == [
+        Announce
+    ]
 
 
 def test_a_server_that_is_stopped_is_ended_before_its_copy_takes_its_place():
     one = with_servers(PAIR)
-    assert one.silent(SERVER_0, "its process is stopped", 1.0) == [DoWithout(SERVER_0, "its process is stopped"), Kill((SERVER_0,))]
+    assert one.silent(SERVER_0, "its process is stopped", 1.0) == [
+        DoWithout(SERVER_0, "its process is stopped"),
+        Kill((SERVER_0,)),
+    ]
     assert one.silent(SERVER_0, "its process is stopped", 2.0) == []
     assert one.exited(SERVER_0, -9, 2.0, joined=False) == []
     assert one.outcome().exit_code == 0
@@ -495,7 +529,9 @@ def test_a_worker_that_nobody_waits_for_is_started_again_alone():
         (again,) = one.tick(2.0)
         assert again.rank == 1
         assert again.reason == ("signal 9" if how == "signal" else "uncaught ValueError: mine")
-        assert isinstance(one.exited(1, -9, 3.0, joined=False)[0], Announce)  # so often, and not once more
+        assert isinstance(
+            one.exited(1, -9, 3.0, joined=False)[0], Announce
+        )  # so often, and not once more
         assert one.outcome().cause.rank == 1
 
 
@@ -509,15 +545,24 @@ def test_servers_stay_while_the_last_worker_is_about_to_be_started_again():
 
 def test_a_worker_whose_failure_would_come_again_is_not_started_again_alone():
     one = with_servers(((),), restarts=3)
-    (action,) = one.failed(1, {"error": "SyntaxError", "message": "no", "traceback": "", "exit_code": 1}, 1.0, joined=False)
+    (action,) = one.failed(
+        1,
+        {"error": "SyntaxError", "message": "no", "traceback": "", "exit_code": 1},
+        1.0,
+        joined=False,
+    )
     assert isinstance(action, Announce)
     two = with_servers(((),), restarts=3)
     assert isinstance(two.exited(1, 2, 1.0, joined=False)[0], Announce)  # wrong arguments
 
 
-@pytest.mark.parametrize("why", ["it had joined the others", "there are no servers", "the job is ending"])
+@pytest.mark.parametrize(
+    "why", ["it had joined the others", "there are no servers", "the job is ending"]
+)
 def test_a_worker_is_not_started_again_alone_where_that_does_not_help(why):
-    one = Supervisor(2, CONFIG, False, 0.0, mirrors=() if "no servers" in why else ((),), restarts=3)
+    one = Supervisor(
+        2, CONFIG, False, 0.0, mirrors=() if "no servers" in why else ((),), restarts=3
+    )
     if "ending" in why:
         one.signalled(15, 0.5)
     one.exited(1, -9, 1.0, joined="joined" in why)
@@ -538,7 +583,9 @@ def test_a_failure_forgets_who_was_to_be_started_again():
 def test_workers_are_told_to_end_before_servers_which_may_have_to_save_for_them():
     one = with_servers(((),))
     assert one.signalled(2, 1.0) == [Terminate((0, 1))]
-    assert [action for action in one.exited(0, 143, 1.5, joined=False) if isinstance(action, Terminate)] == []
+    assert [
+        action for action in one.exited(0, 143, 1.5, joined=False) if isinstance(action, Terminate)
+    ] == []
     assert one.exited(1, 143, 1.6, joined=False)[-1] == Terminate((SERVER_0,))
     assert one.signalled(2, 1.7) == [Kill((SERVER_0,))]
 

@@ -35,7 +35,16 @@ def test_the_size_of_a_call_is_as_nccl_tests_counts_it(call, nbytes, size):
 
 
 def test_classes_of_sizes():
-    assert [size_class(n) for n in (0, 1, 16, 18, 257, 1 << 20, (1 << 20) + 120, 1 << 60)] == [0, 16, 16, 256, 256, 1 << 20, 1 << 20, 1 << 32]
+    assert [size_class(n) for n in (0, 1, 16, 18, 257, 1 << 20, (1 << 20) + 120, 1 << 60)] == [
+        0,
+        16,
+        16,
+        256,
+        256,
+        1 << 20,
+        1 << 20,
+        1 << 32,
+    ]
 
 
 def test_the_factors_are_those_of_the_bench():
@@ -80,7 +89,10 @@ def test_more_calls_are_counted_than_the_ring_holds(tmp_path):
         recorder.begin(told("send(float32[2] to rank 1, tag 0)", path="links"), number).end()
     waiting.end()
     recorder.closed()
-    rows = {(row["call"], row["class"]): row for row in json.loads((tmp_path / "stats-1.3.json").read_text())["rows"]}
+    rows = {
+        (row["call"], row["class"]): row
+        for row in json.loads((tmp_path / "stats-1.3.json").read_text())["rows"]
+    }
     assert set(rows) == {("all_reduce(sum)", 16), ("broadcast", 4096), ("barrier", 0), ("send", 16)}
     assert rows["all_reduce(sum)", 16]["calls"] == 3001
     assert rows["all_reduce(sum)", 16]["nbytes"] == 8 * 3001
@@ -96,25 +108,53 @@ def test_nothing_is_counted_where_nobody_asks():
 
 
 def row(rank, call="all_reduce(sum)", ns=10**9, calls=10, nbytes=10 * 10**9, end=1 << 32, **more):
-    return {"call": call, "group": 0, "ranks": "0-3", "size": 4, "class": end, "calls": calls, "nbytes": nbytes, "ns": ns, "failed": 0} | more
+    return {
+        "call": call,
+        "group": 0,
+        "ranks": "0-3",
+        "size": 4,
+        "class": end,
+        "calls": calls,
+        "nbytes": nbytes,
+        "ns": ns,
+        "failed": 0,
+    } | more
 
 
 def test_ranks_are_put_together():
-    rows = merged({rank: [row(rank, ns=(1 if rank == 2 else 3) * 10**9), row(rank, "barrier", 1000, nbytes=0, end=0)] for rank in range(4)})
+    rows = merged(
+        {
+            rank: [
+                row(rank, ns=(1 if rank == 2 else 3) * 10**9),
+                row(rank, "barrier", 1000, nbytes=0, end=0),
+            ]
+            for rank in range(4)
+        }
+    )
     assert [one["call"] for one in rows] == ["all_reduce(sum)", "barrier"]
     first, barrier = rows
-    assert (first["calls"], first["nbytes"], first["min_s"], first["mean_s"], first["max_s"]) == (10, 10**10, 1.0, 2.5, 3.0)
+    assert (first["calls"], first["nbytes"], first["min_s"], first["mean_s"], first["max_s"]) == (
+        10,
+        10**10,
+        1.0,
+        2.5,
+        3.0,
+    )
     assert first["waiting"] == pytest.approx(0.6)
     assert (first["algbw"], first["busbw"]) == (pytest.approx(4.0), pytest.approx(6.0))
     assert barrier["algbw"] is barrier["busbw"] is None
     twice = merged({0: [row(0), row(0)]})
-    assert (twice[0]["calls"], twice[0]["waiting"]) == (20, None), "a rank that met anew; nobody to compare with"
+    assert (twice[0]["calls"], twice[0]["waiting"]) == (20, None), (
+        "a rank that met anew; nobody to compare with"
+    )
     unknown = merged({0: [row(0, nbytes=-1)], 1: [row(1)]})[0]
     assert (unknown["nbytes"], unknown["algbw"]) == (None, None)
 
 
 def test_the_table_has_at_most_twenty_lines():
-    told_by = {rank: [row(rank, f"call{number}", ns=number) for number in range(40)] for rank in range(2)}
+    told_by = {
+        rank: [row(rank, f"call{number}", ns=number) for number in range(40)] for rank in range(2)
+    }
     lines = table(merged(told_by), [2, 3]).splitlines()
     assert len(lines) <= 20
     assert "26 more kinds" in lines[-3]
@@ -125,7 +165,17 @@ def test_the_table_has_at_most_twenty_lines():
 
 def test_files_that_are_none_are_left_out(tmp_path):
     (tmp_path / "stats-0.0.json").write_text(json.dumps({"rank": 0, "rows": [row(0)]}))
-    for number, text in enumerate(("", "[]", "{}", '{"rank": 1, "rows": [{}]}', '{"rank": "x", "rows": []}', '{"rank": 1, "rows": 5}', "\x00")):
+    for number, text in enumerate(
+        (
+            "",
+            "[]",
+            "{}",
+            '{"rank": 1, "rows": [{}]}',
+            '{"rank": "x", "rows": []}',
+            '{"rank": 1, "rows": 5}',
+            "\x00",
+        )
+    ):
         (tmp_path / f"stats-9.{number}.json").write_text(text)
     assert list(read_totals(tmp_path)) == [0]
     text = table(merged({0: [row(0, call="\x1b[2J" * 50, ranks="\x1b")]}))

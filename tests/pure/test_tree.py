@@ -22,7 +22,9 @@ def test_broadcast_takes_log_rounds_and_one_message_per_other_rank(world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 9, 17])
 def test_tree_all_reduce_goes_up_and_down_once(world_size):
     n, depth = world_size, ceil(log2(world_size))
-    report = verify(build_all("all_reduce", "tree", n, count=3), contract_of("all_reduce", n, count=3))
+    report = verify(
+        build_all("all_reduce", "tree", n, count=3), contract_of("all_reduce", n, count=3)
+    )
     assert report.rounds == 2 * depth
     assert sum(report.messages) == 2 * (n - 1)
     assert sum(report.elements) == 2 * (n - 1) * 3

@@ -70,7 +70,11 @@ def test_an_empty_plan_of_one_rank_meets_every_contract():
 
 def test_an_empty_plan_of_two_ranks_meets_no_contract():
     rejected(
-        plans_of((), ()), all_reduce_contract(2, 1), "rank 0", "element 0 holds x0", "wants ranks (0, 1)"
+        plans_of((), ()),
+        all_reduce_contract(2, 1),
+        "rank 0",
+        "element 0 holds x0",
+        "wants ranks (0, 1)",
     )
     rejected(plans_of((), ()), all_gather_contract([0, 1]), "rank 0", "holds nothing")
     rejected(plans_of((), ()), broadcast_contract(2, 1, 0), "rank 1", "holds nothing")
@@ -107,7 +111,10 @@ def test_two_ranks_that_receive_before_they_send_deadlock():
         work=0,
     )
     rejected(
-        plans, barrier_contract(2), "deadlock", "rank 0, round 0, step 0 (Recv w[0:0] = <1>) waits for rank 1"
+        plans,
+        barrier_contract(2),
+        "deadlock",
+        "rank 0, round 0, step 0 (Recv w[0:0] = <1>) waits for rank 1",
     )
 
 
@@ -118,7 +125,10 @@ def test_sends_that_need_a_buffer_deadlock():
         work=0,
     )
     rejected(
-        plans, barrier_contract(2), "deadlock", "rank 0, round 0, step 0 (Send w[0:0] to 1) waits for rank 1"
+        plans,
+        barrier_contract(2),
+        "deadlock",
+        "rank 0, round 0, step 0 (Send w[0:0] to 1) waits for rank 1",
     )
 
 
@@ -193,7 +203,12 @@ def test_written_ranges_of_a_round_do_not_overlap_each_other():
 @pytest.mark.parametrize("sent", [Chunk(0, 3), Chunk(1, 2), Chunk(2, 3)])
 def test_written_ranges_of_a_round_do_not_overlap_sent_ones(sent):
     for other in ((Send(1, sent), Recv(2, Chunk(1, 3))), (Send(1, Chunk(1, 3)), Recv(2, sent))):
-        rejected(plans_of([other], [], [], work=3), all_reduce_contract(3, 3), "rank 0, round 0", "overlap")
+        rejected(
+            plans_of([other], [], [], work=3),
+            all_reduce_contract(3, 3),
+            "rank 0, round 0",
+            "overlap",
+        )
 
 
 def test_sent_ranges_of_a_round_may_overlap():
@@ -203,9 +218,15 @@ def test_sent_ranges_of_a_round_may_overlap():
 
 
 def test_local_steps_have_equal_counts_and_do_not_overlap_themselves():
-    for step in (Copy(Chunk(0, 2), Chunk(2, 3)), Reduce(Chunk(0, 1), Chunk(1, 3), source_left=True)):
+    for step in (
+        Copy(Chunk(0, 2), Chunk(2, 3)),
+        Reduce(Chunk(0, 1), Chunk(1, 3), source_left=True),
+    ):
         rejected(plans_of([(step,)], work=3), all_reduce_contract(1, 3), "differ in count")
-    for step in (Copy(Chunk(0, 2), Chunk(1, 3)), Reduce(Chunk(0, 1), Chunk(0, 1), source_left=True)):
+    for step in (
+        Copy(Chunk(0, 2), Chunk(1, 3)),
+        Reduce(Chunk(0, 1), Chunk(0, 1), source_left=True),
+    ):
         rejected(plans_of([(step,)], work=3), all_reduce_contract(1, 3), "overlap")
 
 
@@ -235,7 +256,9 @@ def test_the_lower_contributor_is_the_left_operand():
 
 def test_a_contribution_counts_once():
     twice = (Copy(ONE, SLOT), Reduce(SLOT, ONE, source_left=False))
-    rejected(plans_of([twice], scratch=1), all_reduce_contract(1, 1), "step 1", "counted twice: x0 + x0")
+    rejected(
+        plans_of([twice], scratch=1), all_reduce_contract(1, 1), "step 1", "counted twice: x0 + x0"
+    )
 
 
 def test_elements_do_not_mix():
@@ -257,8 +280,12 @@ def test_all_ranks_hold_the_same_expression():
         return [(Copy(ONE, slots[rank]),), (*steps, *sums)]
 
     left_first = [
-        rank_rounds(0, Reduce(slots[1], ONE, source_left=False), Reduce(slots[2], ONE, source_left=False)),
-        rank_rounds(1, Reduce(slots[0], ONE, source_left=True), Reduce(slots[2], ONE, source_left=False)),
+        rank_rounds(
+            0, Reduce(slots[1], ONE, source_left=False), Reduce(slots[2], ONE, source_left=False)
+        ),
+        rank_rounds(
+            1, Reduce(slots[0], ONE, source_left=True), Reduce(slots[2], ONE, source_left=False)
+        ),
     ]
     last_alike = rank_rounds(
         2, Reduce(slots[1], slots[0], source_left=False), Reduce(slots[0], ONE, source_left=True)
@@ -281,7 +308,9 @@ def test_memory_is_borrowed_in_the_round_of_its_send():
         [(Send(0, ONE), Recv(0, SLOT), Reduce(SLOT, ONE, source_left=True))],
         scratch=1,
     )
-    rejected(plans, all_reduce_contract(2, 1), "step 2", "borrowed by the send to rank 1 in round 0")
+    rejected(
+        plans, all_reduce_contract(2, 1), "step 2", "borrowed by the send to rank 1 in round 0"
+    )
 
 
 def test_memory_is_borrowed_until_the_receipt_is_known_however_many_rounds_pass():
@@ -311,9 +340,15 @@ def test_memory_is_borrowed_until_the_receipt_is_known_however_many_rounds_pass(
 
 def test_a_receive_may_overwrite_borrowed_memory_only_with_a_message_that_follows_the_receipt():
     # Rank 0 gives its value to 1, and 2 gives one to 0 in the next round. Only if 2 has heard from 1 may it land there.
-    contract = Contract("test", 3, (1,) * 3, (ONE, NOTHING, ONE), ((Wanted(ONE, (2,)),), (), ()), ((),) * 3)
-    ignorant = plans_of([(Send(1, ONE),), (Recv(2, ONE),)], [(Recv(0, ONE),)], [(), (Send(0, ONE),)])
-    rejected(ignorant, contract, "rank 0, round 1, step 0", "borrowed by the send to rank 1 in round 0")
+    contract = Contract(
+        "test", 3, (1,) * 3, (ONE, NOTHING, ONE), ((Wanted(ONE, (2,)),), (), ()), ((),) * 3
+    )
+    ignorant = plans_of(
+        [(Send(1, ONE),), (Recv(2, ONE),)], [(Recv(0, ONE),)], [(), (Send(0, ONE),)]
+    )
+    rejected(
+        ignorant, contract, "rank 0, round 1, step 0", "borrowed by the send to rank 1 in round 0"
+    )
     told = plans_of(
         [(Send(1, ONE),), (), (Recv(2, ONE),)],
         [(Recv(0, ONE),), (Send(2, NOTHING),)],
@@ -345,7 +380,9 @@ def test_a_reduction_to_rank_0_meets_its_own_contract():
     work = Chunk(0, 2)
     wanted = Wanted(work, tuple(range(6)), tree_expression(0, 6))
     contract = Contract("reduce", 6, (2,) * 6, (work,) * 6, ((wanted,), *((),) * 5), ((),) * 6)
-    assert verify(plans_of(*rounds, work=2), contract) == Report(3, (0, 1, 1, 1, 1, 1), (0, 2, 2, 2, 2, 2))
+    assert verify(plans_of(*rounds, work=2), contract) == Report(
+        3, (0, 1, 1, 1, 1, 1), (0, 2, 2, 2, 2, 2)
+    )
 
 
 def test_there_is_a_contract_for_each_collective_by_name():
@@ -354,7 +391,9 @@ def test_there_is_a_contract_for_each_collective_by_name():
     assert contract_of("all_gather", 2, counts=[1, 3]) == all_gather_contract([1, 3])
     assert contract_of("broadcast", 3, count=2, root=1) == broadcast_contract(3, 2, 1)
     assert contract_of("barrier", 3) == barrier_contract(3)
-    assert contract_of("reduce", 3, count=2, root=1, tree=True) == reduce_contract(3, 2, 1, tree=True)
+    assert contract_of("reduce", 3, count=2, root=1, tree=True) == reduce_contract(
+        3, 2, 1, tree=True
+    )
     assert contract_of("gather", 2, count=3, root=1) == gather_contract([3, 3], 1)
     assert contract_of("scatter", 2, counts=[3, 1]) == scatter_contract([3, 1], 0)
     assert contract_of("reduce_scatter", 2, counts=[3, 1]) == reduce_scatter_contract([3, 1])

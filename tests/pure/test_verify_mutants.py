@@ -5,7 +5,6 @@ is not a change. A mutant that becomes the very same plan when empty chunks are 
 same plan. Nothing else survives.
 """
 
-
 import pytest
 
 from syncvar.errors import PlanError
@@ -27,7 +26,13 @@ from syncvar.plans import (
 
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 OF_BLOCKS = {"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"}
-FOLD_OR_SKIP = {"doubling", "halving", "tree", "scatter_gather", "bruck"}  # five ranks are a case of their own
+FOLD_OR_SKIP = {
+    "doubling",
+    "halving",
+    "tree",
+    "scatter_gather",
+    "bruck",
+}  # five ranks are a case of their own
 PAIRS = [
     (collective, algorithm, n)
     for collective, names in ALGORITHMS.items()
@@ -163,7 +168,11 @@ def test_uneven_blocks_leave_no_change_unnoticed(collective, algorithm):
             continue
         case = {"counts": [2, 0, 3, 1][:world_size]}
         if collective == "all_to_all":
-            case = {"matrix": [[(3 * s + 2 * d) % 4 for d in range(world_size)] for s in range(world_size)]}
+            case = {
+                "matrix": [
+                    [(3 * s + 2 * d) % 4 for d in range(world_size)] for s in range(world_size)
+                ]
+            }
         if collective in ROOTED:
             case["root"] = 1
         plans = [with_room(plan) for plan in build_all(collective, algorithm, world_size, **case)]
@@ -172,5 +181,10 @@ def test_uneven_blocks_leave_no_change_unnoticed(collective, algorithm):
             for name, rounds in mutated_rounds(plan.rounds, world_size):
                 if without_empty_detail(rounds) != without_empty_detail(plan.rounds):
                     with pytest.raises(PlanError):
-                        verify([*plans[:rank], plan._replace(rounds=rounds), *plans[rank + 1 :]], contract)
-                        pytest.fail(f"{algorithm} on {world_size} ranks, rank {rank}: {name} was accepted")
+                        verify(
+                            [*plans[:rank], plan._replace(rounds=rounds), *plans[rank + 1 :]],
+                            contract,
+                        )
+                        pytest.fail(
+                            f"{algorithm} on {world_size} ranks, rank {rank}: {name} was accepted"
+                        )

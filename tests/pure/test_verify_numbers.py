@@ -36,11 +36,19 @@ def run_on_lists(plans, work):
                     case Recv(peer, chunk):
                         put(plan.rank, chunk, mail.pop((peer, plan.rank)))
                     case RecvReduce(peer, chunk, left):
-                        put(plan.rank, chunk, total(plan.rank, chunk, mail.pop((peer, plan.rank)), left))
+                        put(
+                            plan.rank,
+                            chunk,
+                            total(plan.rank, chunk, mail.pop((peer, plan.rank)), left),
+                        )
                     case Copy(source, target):
                         put(plan.rank, target, get(plan.rank, source))
                     case Reduce(source, target, left):
-                        put(plan.rank, target, total(plan.rank, target, get(plan.rank, source), left))
+                        put(
+                            plan.rank,
+                            target,
+                            total(plan.rank, target, get(plan.rank, source), left),
+                        )
         assert mail == {}
     return [one[Buffer.WORK] for one in memory]
 
@@ -89,7 +97,9 @@ def test_the_root_ends_with_the_sum(algorithm, world_size):
     for root in range(world_size):
         work = [[10**rank * x for x in range(5)] for rank in range(world_size)]
         plans = build_all("reduce", algorithm, world_size, count=5, root=root)
-        assert run_on_lists(plans, work)[root] == [sum(column) for column in zip(*work, strict=True)]
+        assert run_on_lists(plans, work)[root] == [
+            sum(column) for column in zip(*work, strict=True)
+        ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 13])
@@ -102,10 +112,14 @@ def test_gather_is_scatter_backwards(world_size):
             plans = build_all("gather", algorithm, world_size, counts=counts, root=root)
             assert run_on_lists(plans, work)[root] == owner
         for algorithm in ALGORITHMS["scatter"]:
-            work = [list(owner) if rank == root else [None] * len(owner) for rank in range(world_size)]
+            work = [
+                list(owner) if rank == root else [None] * len(owner) for rank in range(world_size)
+            ]
             plans = build_all("scatter", algorithm, world_size, counts=counts, root=root)
             for rank, result in enumerate(run_on_lists(plans, work)):
-                assert [x for x, one in zip(result, owner, strict=True) if one == rank] == [rank] * counts[rank]
+                assert [x for x, one in zip(result, owner, strict=True) if one == rank] == [
+                    rank
+                ] * counts[rank]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 13])
@@ -125,9 +139,15 @@ def test_each_rank_ends_with_the_sum_of_its_block(algorithm, world_size):
 @pytest.mark.parametrize("algorithm", ALGORITHMS["all_to_all"])
 def test_blocks_change_places(algorithm, world_size):
     n = world_size
-    size = [[2] * n] * n if algorithm == "bruck" else [[(s + 2 * d) % 3 for d in range(n)] for s in range(n)]
+    size = (
+        [[2] * n] * n
+        if algorithm == "bruck"
+        else [[(s + 2 * d) % 3 for d in range(n)] for s in range(n)]
+    )
     work = [
-        [(s, d, i) for d in range(n) for i in range(size[s][d])] + [None] * sum(row[s] for row in size) for s in range(n)
+        [(s, d, i) for d in range(n) for i in range(size[s][d])]
+        + [None] * sum(row[s] for row in size)
+        for s in range(n)
     ]
     results = run_on_lists(build_all("all_to_all", algorithm, n, matrix=size), work)
     for d, result in enumerate(results):
@@ -139,7 +159,11 @@ def test_blocks_change_places(algorithm, world_size):
 def test_a_scan_keeps_the_order_of_the_ranks(algorithm, world_size):
     work = [[chr(ord("a") + rank)] * 3 for rank in range(world_size)]
     every = "".join(chr(ord("a") + rank) for rank in range(world_size))
-    for rank, result in enumerate(run_on_lists(build_all("scan", algorithm, world_size, count=3), work)):
+    for rank, result in enumerate(
+        run_on_lists(build_all("scan", algorithm, world_size, count=3), work)
+    ):
         assert result == [every[: rank + 1]] * 3
-    for rank, result in enumerate(run_on_lists(build_all("exscan", algorithm, world_size, count=3), work)):
+    for rank, result in enumerate(
+        run_on_lists(build_all("exscan", algorithm, world_size, count=3), work)
+    ):
         assert result == [every[:rank] or "a"] * 3

@@ -46,8 +46,18 @@ def sizes(collective, algorithm, world_size, *, thorough):
         even = [{"count": count} for count in ((0, 1, 3) if thorough else (0, 1))]
         if unsuited(collective, algorithm, n, even=False):
             return even
-        return [*even, {"matrix": [[(5 * source + 3 * target) % 4 for target in range(n)] for source in range(n)]}]
-    return [{"count": count} for count in sorted({0, 1, n - 1, n, n + 1, 2 * n + 3} if thorough else {0, n + 1})]
+        return [
+            *even,
+            {
+                "matrix": [
+                    [(5 * source + 3 * target) % 4 for target in range(n)] for source in range(n)
+                ]
+            },
+        ]
+    return [
+        {"count": count}
+        for count in sorted({0, 1, n - 1, n, n + 1, 2 * n + 3} if thorough else {0, n + 1})
+    ]
 
 
 def cases(collective, algorithm, world_size, *, thorough):
@@ -59,7 +69,9 @@ def cases(collective, algorithm, world_size, *, thorough):
     if collective not in ROOTED:
         return every
     roots = range(n) if thorough else {0, n - 1} if n > 32 else {0, 1 % n, n // 2, n - 1}
-    return [{**size, "root": n // 3} for size in every] + [{**every[-1], "root": root} for root in roots]
+    return [{**size, "root": n // 3} for size in every] + [
+        {**every[-1], "root": root} for root in roots
+    ]
 
 
 def prove(collective, algorithm, world_size, *, thorough):
@@ -82,7 +94,9 @@ def test_the_plan_fulfils_its_contract(collective, algorithm, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", range(1, RANKS_MAX + 1))
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
-def test_the_plan_fulfils_its_contract_for_every_world_size_and_count(collective, algorithm, world_size):
+def test_the_plan_fulfils_its_contract_for_every_world_size_and_count(
+    collective, algorithm, world_size
+):
     for n in able(collective, algorithm, [world_size]):
         prove(collective, algorithm, n, thorough=True)
 
@@ -90,7 +104,9 @@ def test_the_plan_fulfils_its_contract_for_every_world_size_and_count(collective
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
 def test_a_group_of_one_has_nothing_to_do(collective, algorithm):
     (plan,) = build_all(collective, algorithm, 1, count=3)
-    copies = ((Copy(Chunk(0, 3), Chunk(3, 6)),),)  # from the half for destinations to the half from sources
+    copies = (
+        (Copy(Chunk(0, 3), Chunk(3, 6)),),
+    )  # from the half for destinations to the half from sources
     assert plan.rounds == (copies if collective == "all_to_all" else ())
     assert plan.scratch_count == 0
 

@@ -16,30 +16,49 @@ _spec.loader.exec_module(table)
 
 def named():
     """Return every test that the table names."""
-    return {test for row in table.ROWS.values() for tests in row.tests.values() for test in tests} | {
-        test for _, tests in table.CONTROLS.values() for test in tests
-    }
+    return {
+        test for row in table.ROWS.values() for tests in row.tests.values() for test in tests
+    } | {test for _, tests in table.CONTROLS.values() for test in tests}
 
 
 def functions(name):
     """Return the tests of a file without their cases."""
     tree = ast.parse((TESTS / name).read_text())
-    return {f"{name}::{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return {
+        f"{name}::{node.name}"
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
 
 
 def test_every_test_that_is_named_exists():
     files = {test.partition("::")[0] for test in named()}
-    assert not sorted({test.partition("[")[0] for test in named()} - set().union(*map(functions, files)))
+    assert not sorted(
+        {test.partition("[")[0] for test in named()} - set().union(*map(functions, files))
+    )
 
 
 def test_every_case_that_is_named_exists():
     cases = {test for test in named() if "[" in test}
-    files = sorted({f"tests/{test.partition('::')[0]}" for test in cases})  # collecting takes its time: only what has cases
+    files = sorted(
+        {f"tests/{test.partition('::')[0]}" for test in cases}
+    )  # collecting takes its time: only what has cases
     line = [
-        sys.executable, "-m", "pytest", "--collect-only", "--assert=plain", "-q",
-        "-m", "", "-p", "no:cacheprovider", *files,
-    ]  # fmt: skip
-    done = subprocess.run(line, cwd=TESTS.parent, capture_output=True, text=True, timeout=100, check=True)
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "--assert=plain",
+        "-q",
+        "-m",
+        "",
+        "-p",
+        "no:cacheprovider",
+        *files,
+    ]
+    done = subprocess.run(
+        line, cwd=TESTS.parent, capture_output=True, text=True, timeout=100, check=True
+    )
     assert not sorted(cases - {text.removeprefix("tests/") for text in done.stdout.splitlines()})
 
 
@@ -55,7 +74,9 @@ def test_every_phase_of_a_row_has_a_test():
         without = "".join(phase for phase in table.PHASES[name] if not row.tests.get(phase))
         if without and not row.waits_for:
             lacking[name] = without
-    assert lacking == table.MISSING, "a phase without a test is said, and one that has got a test is no longer said"
+    assert lacking == table.MISSING, (
+        "a phase without a test is said, and one that has got a test is no longer said"
+    )
 
 
 def test_bounds_are_positive_and_short_ones_are_not_longer():
@@ -65,7 +86,11 @@ def test_bounds_are_positive_and_short_ones_are_not_longer():
 
 def test_the_tests_speak_of_no_other_fault():
     """A test that has the number of a fault in its name shows a fault that is in the table."""
-    names = {number for path in TESTS.rglob("test_*.py") for number in re.findall(r"def test_f(\d\d)_", path.read_text())}
+    names = {
+        number
+        for path in TESTS.rglob("test_*.py")
+        for number in re.findall(r"def test_f(\d\d)_", path.read_text())
+    }
     assert {f"F{number}" for number in names} <= set(table.ROWS)
 
 

@@ -131,25 +131,42 @@ def test_clean_again():
 '''
 
 CLEAN = {
-    "test_clean", "test_compiled", "test_shared_memory_of_others", "test_semaphore_of_others", "test_slow_end", "test_interrupted", "test_hung_up",
+    "test_clean",
+    "test_compiled",
+    "test_shared_memory_of_others",
+    "test_semaphore_of_others",
+    "test_slow_end",
+    "test_interrupted",
+    "test_hung_up",
     "test_clean_again",
-}  # fmt: skip
+}
 IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)  # as under nohup in the background
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leaks")
-    shorter = CONFTEST.read_text().replace("SETTLE_S = 2.0", "SETTLE_S = 0.4").replace("AGAIN_S = 20.0", "AGAIN_S = 0.5")
+    shorter = (
+        CONFTEST.read_text()
+        .replace("SETTLE_S = 2.0", "SETTLE_S = 0.4")
+        .replace("AGAIN_S = 20.0", "AGAIN_S = 0.5")
+    )
     prefix = f"syncvar-test-{os.getpid()}-"  # another run of these tests has others
-    (folder / "conftest.py").write_text(shorter.replace('_PREFIX = "syncvar-"', f'_PREFIX = "{prefix}"'))
+    (folder / "conftest.py").write_text(
+        shorter.replace('_PREFIX = "syncvar-"', f'_PREFIX = "{prefix}"')
+    )
     (folder / "test_leaks.py").write_text(LEAKS.replace("PREFIX", prefix))
     (folder / "pytest.ini").write_text("[pytest]\n")
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "-q", str(folder)],
-        capture_output=True, text=True, timeout=60, cwd=folder, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-        check=False, preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in IGNORED],  # noqa: PLW1509
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        check=False,
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_IGN) for number in IGNORED],  # noqa: PLW1509
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,8 +185,12 @@ def outcome(tmp_path_factory):
     ],
 )
 def test_a_leak_is_told(outcome, name, words):
-    assert re.search(rf"^ERROR \S*::{name} - Failed: the test le", outcome.stdout, re.MULTILINE), outcome.stdout
-    block = re.search(rf"ERROR at teardown of {name} _+\n(.*?)\n(___|===)", outcome.stdout, re.DOTALL)
+    assert re.search(rf"^ERROR \S*::{name} - Failed: the test le", outcome.stdout, re.MULTILINE), (
+        outcome.stdout
+    )
+    block = re.search(
+        rf"ERROR at teardown of {name} _+\n(.*?)\n(___|===)", outcome.stdout, re.DOTALL
+    )
     assert re.search(words, block[1]), block[1]
 
 
@@ -188,8 +209,12 @@ def test_modules_that_processes_have_compiled_stay_out_of_the_tree_and_go_with_t
 
 
 def test_a_test_that_is_stuck_fails_alone_and_its_fixtures_end_too(outcome):
-    assert re.search(r"^FAILED \S*::test_stuck - Failed: Timeout", outcome.stdout, re.MULTILINE), outcome.stdout
-    assert re.search(r"^ERROR \S*::test_stuck - Failed: Timeout", outcome.stdout, re.MULTILINE), outcome.stdout
+    assert re.search(r"^FAILED \S*::test_stuck - Failed: Timeout", outcome.stdout, re.MULTILINE), (
+        outcome.stdout
+    )
+    assert re.search(r"^ERROR \S*::test_stuck - Failed: Timeout", outcome.stdout, re.MULTILINE), (
+        outcome.stdout
+    )
     assert re.search(r"^PASSED \S*::test_clean_again", outcome.stdout, re.MULTILINE), outcome.stdout
 
 
@@ -205,9 +230,22 @@ def test_what_is_left_out_is_told_by_the_process_that_started_the_others(tmp_pat
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "few").mkdir()
     (tmp_path / "few" / "conftest.py").write_text(LEAVES_OUT)
-    (tmp_path / "few" / "test_few.py").write_text("import pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_it(n): pass\n")
+    (tmp_path / "few" / "test_few.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('n', range(3))\ndef test_it(n): pass\n"
+    )
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     for options in ([], ["-n", "1"]):
-        words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, str(tmp_path)]
-        told = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *options,
+            str(tmp_path),
+        ]
+        told = subprocess.run(
+            words, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
         assert told.stdout.count("2 tests of nothing were left out: there is nothing") == 1, told

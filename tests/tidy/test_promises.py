@@ -12,17 +12,31 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMISES = tomllib.loads((REPOSITORY / "tests" / "promises.toml").read_text())["promise"]
 KEYS = {"says", "test", "set", "constant", "amount", "cases", "ids"}
-MARKS = {"default": "not slow and not tensors and not mpi and not ray and not dask and not slurm", "slow": "slow and not peers"}  # as pyproject.toml and .ci/run have them
+MARKS = {
+    "default": "not slow and not tensors and not mpi and not ray and not dask and not slurm",
+    "slow": "slow and not peers",
+}  # as pyproject.toml and .ci/run have them
 
 
 def collected(marks):
     """Return the ids of the cases that a run with these marks has, of the files that the table names."""
     files = sorted({promise["test"].partition("::")[0] for promise in PROMISES})
     line = [
-        sys.executable, "-m", "pytest", "--collect-only", "--assert=plain", "-q",
-        "-p", "no:cacheprovider", "-m", marks, *files,
-    ]  # fmt: skip
-    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False)
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "--assert=plain",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        marks,
+        *files,
+    ]
+    done = subprocess.run(
+        line, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if "::" in line]
 
@@ -36,14 +50,20 @@ def of(test, ids):
     return [one for one in ids if one == test or one.startswith(f"{test}[")]
 
 
-@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise["test"].rpartition("::")[2])
+@pytest.mark.parametrize(
+    "promise", PROMISES, ids=lambda promise: promise["test"].rpartition("::")[2]
+)
 def test_a_promise_is_kept(promise, cases):
     assert promise.keys() <= KEYS, "no other keys"
-    assert of(promise["test"], cases[promise["set"]]), f"{promise['test']} is not in the {promise['set']} set"
+    assert of(promise["test"], cases[promise["set"]]), (
+        f"{promise['test']} is not in the {promise['set']} set"
+    )
     every = of(promise["test"], [*cases["default"], *cases["slow"]])
     assert len(every) >= promise.get("cases", 1)
     for pattern in promise.get("ids", ()):
-        assert any(re.search(pattern, one) for one in every), f"no case {pattern!r} of {promise['test']}"
+        assert any(re.search(pattern, one) for one in every), (
+            f"no case {pattern!r} of {promise['test']}"
+        )
     if "constant" in promise:
         path, _, function = promise["test"].partition("::")
         tree = ast.parse((REPOSITORY / path).read_text())
@@ -53,7 +73,11 @@ def test_a_promise_is_kept(promise, cases):
             if isinstance(node, ast.Assign) and node.targets[0].id == promise["constant"]
         )
         assert value >= promise["amount"], promise["says"]
-        (body,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+        (body,) = (
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name == function
+        )
         names = {node.id for node in ast.walk(body) if isinstance(node, ast.Name)}
         assert promise["constant"] in names, f"{function} does not use {promise['constant']}"
 
@@ -63,5 +87,7 @@ def test_ci_runs_every_set():
     assert "pytest -q -m tensors" in text
     assert f"-m '{MARKS['slow']}'" in text
     assert "pytest" in text
-    addopts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
+    addopts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["pytest"][
+        "ini_options"
+    ]["addopts"]
     assert addopts[-2:] == ["-m", MARKS["default"]]

@@ -27,17 +27,23 @@ def test_a_public_name(name):
         for attribute, member in vars(value).items():
             if attribute.startswith("_"):
                 continue
-            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            function = (
+                member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            )
             if inspect.isfunction(function):
                 check_annotations(f"{name}.{attribute}", function)
-                assert inspect.getdoc(getattr(value, attribute)), f"{name}.{attribute} has no docstring"
+                assert inspect.getdoc(getattr(value, attribute)), (
+                    f"{name}.{attribute} has no docstring"
+                )
 
 
 def check_annotations(name, function):
     signature = inspect.signature(function)
     for parameter in list(signature.parameters.values()):
         if parameter.name not in ("self", "cls"):
-            assert parameter.annotation is not inspect.Parameter.empty, f"{name}: {parameter.name} has no type"
+            assert parameter.annotation is not inspect.Parameter.empty, (
+                f"{name}: {parameter.name} has no type"
+            )
     assert signature.return_annotation is not inspect.Signature.empty, f"{name} has no return type"
 
 

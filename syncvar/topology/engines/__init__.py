@@ -10,12 +10,34 @@ from syncvar.topology.engines.slurm import Slurm
 from syncvar.topology.engines.tensorflow import TfConfig
 from syncvar.topology.engines.torch import Torchrun
 
-__all__ = ["ADDRESS", "BY_HAND", "ENGINES", "FOLDER", "MPI", "PMI", "Engine", "TfConfig", "Told", "Torchrun"]
+__all__ = [
+    "ADDRESS",
+    "BY_HAND",
+    "ENGINES",
+    "FOLDER",
+    "MPI",
+    "PMI",
+    "Engine",
+    "TfConfig",
+    "Told",
+    "Torchrun",
+]
 
 BY_HAND: tuple[type[Engine], ...] = (Torchrun, TfConfig)
 """Those whose variables a program, or a person, may have set for processes that something else has started."""
 
 ENGINES: tuple[type[Engine], ...] = (
-    *BY_HAND, Horovod, OpenMpi, Mvapich, Hydra, Pals, Flux, Jsrun, Slurm, Pmix, Pbsdsh, IndexedJob,
-)  # fmt: skip
+    *BY_HAND,
+    Horovod,
+    OpenMpi,
+    Mvapich,
+    Hydra,
+    Pals,
+    Flux,
+    Jsrun,
+    Slurm,
+    Pmix,
+    Pbsdsh,
+    IndexedJob,
+)
 """The innermost first, as one starts the other: mpirun on what srun has started, in a pod of Kubernetes."""

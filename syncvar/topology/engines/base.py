@@ -109,10 +109,21 @@ class Engine:
         if not size or self.rank not in self.environ:
             return None
         rank = whole(self.environ, self.rank)
-        if size > 1 and not (self.local_rank in self.environ and local_size and (self.run() or self.way() == PMI)):
+        if size > 1 and not (
+            self.local_rank in self.environ and local_size and (self.run() or self.way() == PMI)
+        ):
             return None
-        local_rank = whole(self.environ, self.local_rank) if self.local_rank in self.environ and size > 1 else 0
-        return self._checked(rank, size, local_rank, whole(self.environ, local_size) if local_size and size > 1 else 1)
+        local_rank = (
+            whole(self.environ, self.local_rank)
+            if self.local_rank in self.environ and size > 1
+            else 0
+        )
+        return self._checked(
+            rank,
+            size,
+            local_rank,
+            whole(self.environ, local_size) if local_size and size > 1 else 1,
+        )
 
     def seen(self) -> tuple[str, str] | None:
         """Return that it has started several processes, or cannot say that it has started one: in words, and how many as text."""
@@ -121,13 +132,18 @@ class Engine:
             if count > 1:
                 is_all = name in self.sizes
                 here = "" if is_all else " on this host"
-                return f"{name}={count}: {self.name} has started {count} processes{here}", str(count) if is_all else "N"
+                return f"{name}={count}: {self.name} has started {count} processes{here}", str(
+                    count
+                ) if is_all else "N"
             if count == 1 and name in self.sizes:
                 return None
         if self.rank not in self.environ:
             return None
         rank = whole(self.environ, self.rank)
-        return f"{self.rank}={rank}: {self.name} {'has' if rank else 'may have'} started more processes than this one", "N"
+        return (
+            f"{self.rank}={rank}: {self.name} {'has' if rank else 'may have'} started more processes than this one",
+            "N",
+        )
 
     def named(self, names: tuple[str, ...]) -> str:
         """Return the first of some variables that is set; empty where none is."""
@@ -135,17 +151,26 @@ class Engine:
 
     def _checked(self, rank: int, size: int, local_rank: int, local_size: int, **more: Any) -> Told:
         """Return what is told, with its numbers compared; on one host everything else follows from them."""
-        for name, value, limit in ((self.rank, rank, size), (self.local_rank, local_rank, local_size or size)):
+        for name, value, limit in (
+            (self.rank, rank, size),
+            (self.local_rank, local_rank, local_size or size),
+        ):
             if value >= limit:
                 raise ConfigError(f"{name}={value} is outside of {limit} ({self.source()})")
         if local_size > size or local_rank > rank:
-            raise ConfigError(f"{self.local_rank}={local_rank} of {local_size} contradicts {self.rank}={rank} of {size}")
+            raise ConfigError(
+                f"{self.local_rank}={local_rank} of {local_size} contradicts {self.rank}={rank} of {size}"
+            )
         is_one_host = local_size == size
         address, port = self._master()
         answers = {
-            "host_index": 0 if is_one_host else -1, "host_count": int(is_one_host), "run": self.run(), "way": self.way(),
-            "address": address, "port": port,
-        }  # fmt: skip
+            "host_index": 0 if is_one_host else -1,
+            "host_count": int(is_one_host),
+            "run": self.run(),
+            "way": self.way(),
+            "address": address,
+            "port": port,
+        }
         return Told(self.source(), rank, size, local_rank, local_size, **(answers | more))
 
     def source(self) -> str:

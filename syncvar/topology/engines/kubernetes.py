@@ -42,12 +42,19 @@ class IndexedJob(Engine):
             return None
         rank = whole(self.environ, self.rank)
         if "JOBSET_GLOBAL_REPLICAS" in self.environ:
-            jobs, job = (whole(self.environ, name) for name in ("JOBSET_GLOBAL_REPLICAS", "JOBSET_JOB_GLOBAL_INDEX"))
+            jobs, job = (
+                whole(self.environ, name)
+                for name in ("JOBSET_GLOBAL_REPLICAS", "JOBSET_JOB_GLOBAL_INDEX")
+            )
             if not jobs or size % jobs:
-                raise ConfigError(f"{_SIZE}={size} is no multiple of JOBSET_GLOBAL_REPLICAS={jobs}: all jobs of the set have as many pods")
+                raise ConfigError(
+                    f"{_SIZE}={size} is no multiple of JOBSET_GLOBAL_REPLICAS={jobs}: all jobs of the set have as many pods"
+                )
             rank += job * (size // jobs)
         if rank >= size:
-            raise ConfigError(f"{self.rank}={self.environ[self.rank]} is rank {rank}, outside of {_SIZE}={size}: the number of pods of all jobs")
+            raise ConfigError(
+                f"{self.rank}={self.environ[self.rank]} is rank {rank}, outside of {_SIZE}={size}: the number of pods of all jobs"
+            )
         port = port_of(self.environ.get("MASTER_PORT", str(_PORT)), "MASTER_PORT")
         again = self.environ.get("JOBSET_RESTART_ATTEMPT", "")
         restarts = whole(self.environ, "JOBSET_RESTART_ATTEMPT") if again else 0

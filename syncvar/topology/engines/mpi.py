@@ -28,7 +28,9 @@ class Horovod(Engine):
 
     def run(self) -> str:
         """Return where it serves this run."""
-        place = [self.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT")]
+        place = [
+            self.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}", "") for part in ("ADDR", "PORT")
+        ]
         return " ".join(place) if all(place) else ""
 
 
@@ -38,13 +40,19 @@ class OpenMpi(Engine):
     name = "mpirun of Open MPI"
     rank = "OMPI_COMM_WORLD_RANK"
     sizes = ("OMPI_COMM_WORLD_SIZE",)
-    local_rank = "OMPI_COMM_WORLD_LOCAL_RANK"  # OMPI_COMM_WORLD_NODE_RANK counts over all jobs of the host
+    local_rank = (
+        "OMPI_COMM_WORLD_LOCAL_RANK"  # OMPI_COMM_WORLD_NODE_RANK counts over all jobs of the host
+    )
     local_sizes = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
 
     def run(self) -> str:
         """Return the job's name, with what was drawn for it."""
         name = self.environ.get("PMIX_NAMESPACE") or self.environ.get("OMPI_MCA_ess_base_jobid", "")
-        return f"{name} {self.environ.get('OMPI_MCA_orte_precondition_transports', '')}" if name else ""
+        return (
+            f"{name} {self.environ.get('OMPI_MCA_orte_precondition_transports', '')}"
+            if name
+            else ""
+        )
 
 
 class Hydra(Engine):
@@ -55,7 +63,11 @@ class Hydra(Engine):
     sizes = ("PMI_SIZE",)
     local_rank = "MPI_LOCALRANKID"
     local_sizes = ("MPI_LOCALNRANKS",)
-    _outer = (("PALS_RANKID", ""), ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+    _outer = (
+        ("PALS_RANKID", ""),
+        ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    )
 
     def is_present(self) -> bool:
         """Return whether it has started this process, rather than a scheduler that speaks PMI as well."""
@@ -65,7 +77,9 @@ class Hydra(Engine):
         if "MPI_LOCALRANKID" in environ or "HYDI_CONTROL_FD" in environ:
             return True
         return not any(
-            rank in environ and environ.get("PMI_RANK") == environ[rank] and (not size or environ.get("PMI_SIZE") == environ.get(size))
+            rank in environ
+            and environ.get("PMI_RANK") == environ[rank]
+            and (not size or environ.get("PMI_SIZE") == environ.get(size))
             for rank, size in self._outer
         )
 

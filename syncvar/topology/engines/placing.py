@@ -37,7 +37,10 @@ def placed(told: Told, hosts: Sequence[Hashable], names: Sequence[str], remedy: 
         )
     place = places[told.rank]
     return told._replace(
-        local_rank=told.rank - places.index(place), local_world_size=places.count(place), host_index=place, host_count=len(order)
+        local_rank=told.rank - places.index(place),
+        local_world_size=places.count(place),
+        host_index=place,
+        host_count=len(order),
     )
 
 
@@ -76,9 +79,16 @@ def host_of_each(mapping: str, size: int) -> list[int]:
         head, *rest = mapping.replace("(", " ").replace(")", " ").replace(",", " ").split()
         numbers = [int(one) for one in rest]
         blocks = [numbers[index : index + 3] for index in range(0, len(numbers), 3)]
-        turn = [host for first, hosts, each in blocks for host in range(first, first + hosts) for _ in range(each)]
+        turn = [
+            host
+            for first, hosts, each in blocks
+            for host in range(first, first + hosts)
+            for _ in range(each)
+        ]
         if head != "vector" or not turn:
             raise ValueError
     except ValueError:
-        raise RendezvousError(f"the process manager's mapping of ranks to hosts, {mapping!r}, cannot be understood") from None
+        raise RendezvousError(
+            f"the process manager's mapping of ranks to hosts, {mapping!r}, cannot be understood"
+        ) from None
     return [turn[rank % len(turn)] for rank in range(size)]

@@ -28,7 +28,12 @@ class Flux(Engine):
         """Return what it says of this process; None where nobody says how many of its job are on this host."""
         size = self.size()
         is_one_host = size == 1 or self.environ.get("FLUX_JOB_NNODES") == "1"
-        if not size or not self.run() or not (is_one_host or self.way() == PMI) or (size > 1 and self.local_rank not in self.environ):
+        if (
+            not size
+            or not self.run()
+            or not (is_one_host or self.way() == PMI)
+            or (size > 1 and self.local_rank not in self.environ)
+        ):
             return None
         rank = whole(self.environ, self.rank) if self.rank in self.environ else 0
         local_rank = whole(self.environ, self.local_rank) if size > 1 else 0
@@ -46,7 +51,11 @@ class Pals(Engine):
 
     def is_present(self) -> bool:
         """Return whether it has started this process."""
-        return any(name.startswith("PALS_") for name in (*self.sizes, self.rank, *self.local_sizes) if name in self.environ)
+        return any(
+            name.startswith("PALS_")
+            for name in (*self.sizes, self.rank, *self.local_sizes)
+            if name in self.environ
+        )
 
     def run(self) -> str:
         """Return its name of this run."""

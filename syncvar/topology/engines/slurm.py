@@ -32,8 +32,14 @@ class Slurm(Engine):
 
     def run(self) -> str:
         """Return the step: of which cluster, which job and which of its starts, and where its srun listens: numbers come again."""
-        job, step = self.environ.get("SLURM_JOB_ID", self.environ.get("SLURM_JOBID", "")), self._step()
-        cluster, again = self.environ.get("SLURM_CLUSTER_NAME", ""), self.environ.get("SLURM_RESTART_COUNT", "0")
+        job, step = (
+            self.environ.get("SLURM_JOB_ID", self.environ.get("SLURM_JOBID", "")),
+            self._step(),
+        )
+        cluster, again = (
+            self.environ.get("SLURM_CLUSTER_NAME", ""),
+            self.environ.get("SLURM_RESTART_COUNT", "0"),
+        )
         port = self.environ.get("SLURM_STEP_LAUNCHER_PORT", "")
         return f"{cluster} {job}.{step} {again} {port}" if job and step else ""
 
@@ -46,9 +52,18 @@ class Slurm(Engine):
         environ, size = self.environ, self.size()
         if size == 1:
             return self._checked(0, 1, 0, 1)
-        if not size or not self.run() or any(name not in environ for name in ("SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", self.local_rank)):
+        if (
+            not size
+            or not self.run()
+            or any(
+                name not in environ
+                for name in ("SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE", self.local_rank)
+            )
+        ):
             return None
-        rank, host, local_rank = (whole(environ, name) for name in (self.rank, "SLURM_NODEID", self.local_rank))
+        rank, host, local_rank = (
+            whole(environ, name) for name in (self.rank, "SLURM_NODEID", self.local_rank)
+        )
         on_hosts = counts(environ["SLURM_STEP_TASKS_PER_NODE"], "SLURM_STEP_TASKS_PER_NODE")
         if sum(on_hosts) != size or host >= len(on_hosts):
             raise ConfigError(
@@ -56,14 +71,28 @@ class Slurm(Engine):
                 f"and SLURM_NODEID={host}"
             )
         first = sum(on_hosts[:host])
-        here = environ.get("SLURM_GTIDS", "").split(",")  # of all tasks on this host: so that all see it, if one is not in its order
-        if rank != first + local_rank or here[0] not in ("", str(first)) or here[-1] not in ("", str(first + on_hosts[host] - 1)):
+        here = environ.get("SLURM_GTIDS", "").split(
+            ","
+        )  # of all tasks on this host: so that all see it, if one is not in its order
+        if (
+            rank != first + local_rank
+            or here[0] not in ("", str(first))
+            or here[-1] not in ("", str(first + on_hosts[host] - 1))
+        ):
             raise ConfigError(
                 f"SLURM_PROCID={rank} is the task {local_rank} of host {host}{', which has ' + environ['SLURM_GTIDS'] if here[0] else ''}, and ranks are "
                 f"numbered host by host: write srun --distribution=block"
             )
         again = whole(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0
-        return self._checked(rank, size, local_rank, on_hosts[host], host_index=host, host_count=len(on_hosts), restarts=again)
+        return self._checked(
+            rank,
+            size,
+            local_rank,
+            on_hosts[host],
+            host_index=host,
+            host_count=len(on_hosts),
+            restarts=again,
+        )
 
     def _step(self) -> str:
         return self.environ.get("SLURM_STEP_ID", self.environ.get("SLURM_STEPID", ""))
@@ -87,6 +116,8 @@ def counts(text: str, name: str) -> list[int]:
     for part in text.split(","):
         found = _COUNT.fullmatch(part)
         if found is None:
-            raise ConfigError(f"{name}={text} cannot be understood: {part!r} is no number, and no number with (xN)")
+            raise ConfigError(
+                f"{name}={text} cannot be understood: {part!r} is no number, and no number with (xN)"
+            )
         result += [int(found[1])] * int(found[2] or 1)
     return result

@@ -66,15 +66,28 @@ class TfConfig(Engine):
                 f"TF_CONFIG has tasks of type {', '.join(others) or kind}: only chief and worker become ranks; leave the "
                 f"others out"
             )
-        everyone: list[tuple[str, int]] = [(name, number) for name in _KINDS for number in range(len(tasks.get(name, [])))]
+        everyone: list[tuple[str, int]] = [
+            (name, number) for name in _KINDS for number in range(len(tasks.get(name, [])))
+        ]
         if isinstance(index, str) and index.isascii() and index.isdigit():
             index = int(index)
         if (kind, index) not in everyone or isinstance(index, bool):
-            raise ConfigError(f"TF_CONFIG: there is no task {kind} {index!r} in its cluster of {len(everyone)}")
+            raise ConfigError(
+                f"TF_CONFIG: there is no task {kind} {index!r} in its cluster of {len(everyone)}"
+            )
         addresses = [tasks[name][number] for name, number in everyone]
         hosts, ports = _places(addresses)
         told = Told(
-            "TF_CONFIG", everyone.index((kind, index)), len(everyone), 0, 0, -1, 0, hosts[0].strip("[]"), ports[0], json.dumps(addresses)
+            "TF_CONFIG",
+            everyone.index((kind, index)),
+            len(everyone),
+            0,
+            0,
+            -1,
+            0,
+            hosts[0].strip("[]"),
+            ports[0],
+            json.dumps(addresses),
         )
         return placed(told, hosts, hosts, "List the workers host by host")
 

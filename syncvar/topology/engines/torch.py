@@ -34,7 +34,9 @@ class Torchrun(Engine):
 
     def run(self) -> str:
         """Return the run's name and how often it was started again."""
-        return self.environ.get("TORCHELASTIC_RUN_ID", "") + self.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        return self.environ.get("TORCHELASTIC_RUN_ID", "") + self.environ.get(
+            "TORCHELASTIC_RESTART_COUNT", ""
+        )
 
     def told(self) -> Told:
         """Return what it says of this process.
@@ -45,24 +47,46 @@ class Torchrun(Engine):
         environ = self.environ
         missing = ", ".join(name for name in _ALL if name not in environ)
         if missing:
-            raise ConfigError(f"TORCHELASTIC_RUN_ID is set, as by torchrun, but {missing} is not: start all ranks alike")
+            raise ConfigError(
+                f"TORCHELASTIC_RUN_ID is set, as by torchrun, but {missing} is not: start all ranks alike"
+            )
         rank, world_size = (whole(environ, name) for name in _ALL[:2])
         local = [name for name in _LOCAL if name in environ]
         if len(local) == 1:
-            raise ConfigError(f"of LOCAL_RANK and LOCAL_WORLD_SIZE only {local[0]} is set: set both or none")
+            raise ConfigError(
+                f"of LOCAL_RANK and LOCAL_WORLD_SIZE only {local[0]} is set: set both or none"
+            )
         if local:
             local_rank, local_world_size = (whole(environ, name) for name in _LOCAL)
-            host_index = whole(environ, "GROUP_RANK") if "GROUP_RANK" in environ else (rank - local_rank) // max(1, local_world_size)
-            host_count = whole(environ, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environ else -(-world_size // max(1, local_world_size))
+            host_index = (
+                whole(environ, "GROUP_RANK")
+                if "GROUP_RANK" in environ
+                else (rank - local_rank) // max(1, local_world_size)
+            )
+            host_count = (
+                whole(environ, "GROUP_WORLD_SIZE")
+                if "GROUP_WORLD_SIZE" in environ
+                else -(-world_size // max(1, local_world_size))
+            )
         else:  # as torch.distributed's env:// without torchrun
             is_here = environ["MASTER_ADDR"] in _LOOPBACK
             local_rank, local_world_size = (rank, world_size) if is_here else (0, 1)
             host_index, host_count = (0, 1) if is_here else (rank, world_size)
         told = Told(
-            self.source(), rank, world_size, local_rank, local_world_size, host_index, host_count, environ["MASTER_ADDR"],
-            port_of(environ["MASTER_PORT"], "MASTER_PORT"), self.run(),
-            whole(environ, "TORCHELASTIC_RESTART_COUNT") if "TORCHELASTIC_RESTART_COUNT" in environ else 0,
-        )  # fmt: skip
+            self.source(),
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+            host_index,
+            host_count,
+            environ["MASTER_ADDR"],
+            port_of(environ["MASTER_PORT"], "MASTER_PORT"),
+            self.run(),
+            whole(environ, "TORCHELASTIC_RESTART_COUNT")
+            if "TORCHELASTIC_RESTART_COUNT" in environ
+            else 0,
+        )
         _check(told)
         return told
 
