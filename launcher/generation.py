@@ -25,9 +25,9 @@ from syncvar.restarting import Ending
 from syncvar.roles import SERVER_0, is_server, process_name
 from syncvar.stacks import doing
 from syncvar.transports.addresses import tcp_endpoint
-from syncvar.wire import pack_object
 from syncvar.wire.health import Health
 from syncvar.wire.keys import KEY_BYTES
+from syncvar.wire.objects import pack_object
 from syncvar.word import BEGUN
 from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spared, Spoke, Started
 from syncvar_launcher.agents import Agents

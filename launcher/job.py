@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from syncvar.env import RankEnvironment
 from syncvar.roles import SERVER_0, heirs_of, is_server, mirrors_of, server_hosts
-from syncvar.topology import HostMap, divided
+from syncvar.topology.hosts import HostMap, divided
 from syncvar_launcher import options
 from syncvar_launcher.beginning import Beginning, plan_beginning
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding

@@ -25,7 +25,7 @@ from syncvar.errors import ConfigError, HostUnreachable
 from syncvar.transports.addresses import address_towards, tcp_endpoint
 from syncvar.transports.curve import link_keys
 from syncvar.transports.sockets import bound_messages, events_of, monitor_of, set_family
-from syncvar.wire import PROTOCOL_VERSION
+from syncvar.wire.frame import PROTOCOL_VERSION
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.hello import (
     CHUNK,

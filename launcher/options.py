@@ -21,7 +21,8 @@ from syncvar.arena.room import core_quota
 from syncvar.config import RuntimeConfig, nearest
 from syncvar.env import PREFIX, RankEnvironment
 from syncvar.errors import ConfigError
-from syncvar.topology import divided, started_with_others
+from syncvar.topology.elsewhere import started_with_others
+from syncvar.topology.hosts import divided
 from syncvar_launcher import beginning, binding, output, signals
 from syncvar_launcher.environment import check_assignment, variables
 from syncvar_launcher.placement import MAP_BY

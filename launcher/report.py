@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.exits import describe_exit, exit_code_of, signal_name
 from syncvar.roles import is_server, process_name
-from syncvar.topology import process_list
+from syncvar.topology.ranks import process_list
 from syncvar_launcher.output import escape
 
 if TYPE_CHECKING:

@@ -95,7 +95,7 @@ def _refuse(sentence: str) -> None:
     """Say why nothing was started: the caller of `sv.run` raises it, others read it."""
     outcome = os.environ.get("SYNCVAR_OUTCOME_FILE")
     if outcome is not None:
-        from syncvar.wire import pack_object
+        from syncvar.wire.objects import pack_object
 
         with contextlib.suppress(OSError):  # the caller is gone, or no file can be opened
             with open(outcome, "wb") as file:  # noqa: PTH123
@@ -127,7 +127,7 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     from pathlib import Path
 
     from syncvar.config import doubtful_variables
-    from syncvar.topology import is_meant_alone, started_with_others
+    from syncvar.topology.elsewhere import is_meant_alone, started_with_others
     from syncvar_launcher.job import Job
     from syncvar_launcher.limits import check_limits
     from syncvar_launcher.signals import forwarded

@@ -11,7 +11,7 @@ from syncvar.arena.creating import CreatedArena, create, why_not_here
 from syncvar.arena.handing import Handing, arena_path, servers_arena_path
 from syncvar.arena.layout import Layout, bytes_in_words
 from syncvar.roles import server_hosts
-from syncvar.topology import divided
+from syncvar.topology.hosts import divided
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from syncvar.config import RuntimeConfig
-from syncvar.topology import rank_spans
+from syncvar.topology.ranks import rank_spans
 from syncvar_launcher.binding import BLAS_VARIABLES
 from syncvar_launcher.options import launch_keys
 from syncvar_launcher.output import escape

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from syncvar.evidence import TOTALS
-from syncvar.topology import process_list
+from syncvar.topology.ranks import process_list
 from syncvar.topology.rates import bus_factor
 from syncvar_launcher.output import escape
 

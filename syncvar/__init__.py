@@ -14,25 +14,10 @@ from syncvar.loading import attributes_of
 
 if TYPE_CHECKING:
     from syncvar import data, engines, optimizers, partitioners
-    from syncvar.checkpoint import Checkpoint, CheckpointManager, PendingSave, load, save
-
-    # mypy mistakes a name for the submodule of that name where it checks the package later, so it is imported from there.
-    from syncvar.collectives import (
-        Group,
-        Mesh,
-        all_gather_object,
-        broadcast_object,
-        exscan,
-        gather_object,
-        new_group,
-        recv,
-        recv_object,
-        register_op,
-        scatter_object,
-        send,
-        send_object,
-        sendrecv,
-    )
+    from syncvar.checkpoint.alone import load, save
+    from syncvar.checkpoint.checkpoint import Checkpoint
+    from syncvar.checkpoint.manager import CheckpointManager
+    from syncvar.checkpoint.pending import PendingSave
     from syncvar.collectives.all_gather import all_gather
     from syncvar.collectives.all_reduce import all_reduce
     from syncvar.collectives.all_reduce_shards import all_reduce_shards
@@ -40,10 +25,18 @@ if TYPE_CHECKING:
     from syncvar.collectives.barrier import barrier
     from syncvar.collectives.broadcast import broadcast
     from syncvar.collectives.gather import gather
-    from syncvar.collectives.mesh import mesh
+    from syncvar.collectives.groups import Group, new_group
+    from syncvar.collectives.mesh import Mesh, mesh
+    from syncvar.collectives.objects import (
+        all_gather_object,
+        broadcast_object,
+        gather_object,
+        scatter_object,
+    )
+    from syncvar.collectives.point_to_point import recv, recv_object, send, send_object, sendrecv
     from syncvar.collectives.reduce import reduce
     from syncvar.collectives.reduce_scatter import reduce_scatter
-    from syncvar.collectives.scan import scan
+    from syncvar.collectives.scan import exscan, scan
     from syncvar.collectives.scatter import scatter
     from syncvar.collectives.tree_sum import tree_sum
     from syncvar.engine.waiting import wait_all, wait_any
@@ -84,75 +77,98 @@ if TYPE_CHECKING:
     from syncvar.joining.process import init, is_initialized, shutdown
     from syncvar.launching import run
     from syncvar.memory_in_common import shared_array
+    from syncvar.ops import register_op
     from syncvar.resident import empty, zeros
-    from syncvar.strategies import (
-        CentralStorageStrategy,
-        ClusterCoordinator,
-        DistributedDataset,
-        DistributedIterator,
-        InputContext,
-        MirroredStrategy,
-        MultiWorkerMirroredStrategy,
-        ParameterServerStrategy,
-        ReduceOp,
-        RemoteValue,
+    from syncvar.strategies.base import Strategy
+    from syncvar.strategies.central_storage import CentralStorageStrategy
+    from syncvar.strategies.contexts import (
         ReplicaContext,
-        ShardedVariable,
-        Strategy,
-        Uneven,
         ValueContext,
-        Variable,
         get_replica_context,
         get_strategy,
         has_strategy,
         in_cross_replica_context,
     )
-    from syncvar.strategies.uneven import uneven
-    from syncvar.variables import (
-        DistributedValues,
-        Explanation,
-        Mirrored,
-        PerReplica,
-        ShardInfo,
-        VariableAggregation,
-        VariableSynchronization,
-        assign_add_all,
-        assign_all,
-        assign_sub_all,
-        check_equal,
-    )
+    from syncvar.strategies.coordinator import ClusterCoordinator, RemoteValue
+    from syncvar.strategies.inputs import DistributedDataset, DistributedIterator, InputContext
+    from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
+    from syncvar.strategies.parameter_server import ParameterServerStrategy
+    from syncvar.strategies.reducing import ReduceOp
+    from syncvar.strategies.server_variables import ShardedVariable
+    from syncvar.strategies.uneven import Uneven, uneven
+    from syncvar.variables.by_shards import ShardInfo
+    from syncvar.variables.equality import check_equal
+    from syncvar.variables.explanation import Explanation
+    from syncvar.variables.grouped import assign_add_all, assign_all, assign_sub_all
+    from syncvar.variables.policy import VariableAggregation, VariableSynchronization
+    from syncvar.variables.values import DistributedValues, Mirrored, PerReplica
+    from syncvar.variables.variable import Variable
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "syncvar.checkpoint": ("Checkpoint", "CheckpointManager", "PendingSave", "load", "save"),
-    "syncvar.collectives": (
-        "Group", "Mesh", "all_gather", "all_gather_object", "all_reduce", "all_reduce_shards", "all_to_all", "barrier",
-        "broadcast", "broadcast_object", "exscan", "gather", "gather_object", "mesh", "new_group", "recv", "recv_object", "reduce",
-        "reduce_scatter", "register_op", "scan", "scatter", "scatter_object", "send", "send_object", "sendrecv", "tree_sum",
+    "syncvar.checkpoint.alone": ("load", "save"),
+    "syncvar.checkpoint.checkpoint": ("Checkpoint",),
+    "syncvar.checkpoint.manager": ("CheckpointManager",),
+    "syncvar.checkpoint.pending": ("PendingSave",),
+    "syncvar.collectives.all_gather": ("all_gather",),
+    "syncvar.collectives.all_reduce": ("all_reduce",),
+    "syncvar.collectives.all_reduce_shards": ("all_reduce_shards",),
+    "syncvar.collectives.all_to_all": ("all_to_all",),
+    "syncvar.collectives.barrier": ("barrier",),
+    "syncvar.collectives.broadcast": ("broadcast",),
+    "syncvar.collectives.gather": ("gather",),
+    "syncvar.collectives.groups": ("Group", "new_group"),
+    "syncvar.collectives.mesh": ("Mesh", "mesh"),
+    "syncvar.collectives.objects": (
+        "all_gather_object", "broadcast_object", "gather_object", "scatter_object",
     ),
+    "syncvar.collectives.point_to_point": (
+        "recv", "recv_object", "send", "send_object", "sendrecv",
+    ),
+    "syncvar.collectives.reduce": ("reduce",),
+    "syncvar.collectives.reduce_scatter": ("reduce_scatter",),
+    "syncvar.collectives.scan": ("exscan", "scan"),
+    "syncvar.collectives.scatter": ("scatter",),
+    "syncvar.collectives.tree_sum": ("tree_sum",),
+    "syncvar.engine.waiting": ("wait_all", "wait_any"),
+    "syncvar.engine.work": ("Work",),
     "syncvar.errors": (
-        "ArenaFull", "ArenaUnavailable", "CheckpointError", "ConfigError", "Corrupt", "DeadlineExceeded", "GroupBroken",
-        "HandshakeError", "HostUnreachable", "InternalError", "LaunchError", "MismatchError", "NoAggregation", "NotFound",
-        "PeerLost", "PlanError", "RankFailed", "RendezvousError", "RowOutOfRange", "SyncvarError", "TransportError",
+        "ArenaFull", "ArenaUnavailable", "CheckpointError", "ConfigError", "Corrupt",
+        "DeadlineExceeded", "GroupBroken", "HandshakeError", "HostUnreachable", "InternalError",
+        "LaunchError", "MismatchError", "NoAggregation", "NotFound", "PeerLost", "PlanError",
+        "RankFailed", "RendezvousError", "RowOutOfRange", "SyncvarError", "TransportError",
         "UsageError",
     ),
-    "syncvar.identity": ("host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count", "world_size"),
+    "syncvar.identity": (
+        "host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count",
+        "world_size",
+    ),
     "syncvar.joining.process": ("init", "is_initialized", "shutdown"),
     "syncvar.launching": ("run",),
     "syncvar.memory_in_common": ("shared_array",),
+    "syncvar.ops": ("register_op",),
     "syncvar.resident": ("empty", "zeros"),
-    "syncvar.engine.waiting": ("wait_all", "wait_any"),
-    "syncvar.engine.work": ("Work",),
-    "syncvar.strategies": (
-        "CentralStorageStrategy", "ClusterCoordinator", "DistributedDataset", "DistributedIterator", "InputContext", "MirroredStrategy",
-        "MultiWorkerMirroredStrategy", "ParameterServerStrategy", "ReduceOp", "RemoteValue", "ReplicaContext", "ShardedVariable", "Strategy", "Uneven", "ValueContext", "Variable", "get_replica_context",
-        "get_strategy", "has_strategy", "in_cross_replica_context", "uneven",
+    "syncvar.strategies.base": ("Strategy",),
+    "syncvar.strategies.central_storage": ("CentralStorageStrategy",),
+    "syncvar.strategies.contexts": (
+        "ReplicaContext", "ValueContext", "get_replica_context", "get_strategy", "has_strategy",
+        "in_cross_replica_context",
     ),
-    "syncvar.variables": (
-        "DistributedValues", "Explanation", "Mirrored", "PerReplica", "ShardInfo", "VariableAggregation", "VariableSynchronization",
-        "assign_add_all", "assign_all", "assign_sub_all", "check_equal",
-    ),
+    "syncvar.strategies.coordinator": ("ClusterCoordinator", "RemoteValue"),
+    "syncvar.strategies.inputs": ("DistributedDataset", "DistributedIterator", "InputContext"),
+    "syncvar.strategies.mirrored": ("MirroredStrategy", "MultiWorkerMirroredStrategy"),
+    "syncvar.strategies.parameter_server": ("ParameterServerStrategy",),
+    "syncvar.strategies.reducing": ("ReduceOp",),
+    "syncvar.strategies.server_variables": ("ShardedVariable",),
+    "syncvar.strategies.uneven": ("Uneven", "uneven"),
+    "syncvar.variables.by_shards": ("ShardInfo",),
+    "syncvar.variables.equality": ("check_equal",),
+    "syncvar.variables.explanation": ("Explanation",),
+    "syncvar.variables.grouped": ("assign_add_all", "assign_all", "assign_sub_all"),
+    "syncvar.variables.policy": ("VariableAggregation", "VariableSynchronization"),
+    "syncvar.variables.values": ("DistributedValues", "Mirrored", "PerReplica"),
+    "syncvar.variables.variable": ("Variable",),
 }  # fmt: skip
 _ROOMS = ("data", "engines", "optimizers", "partitioners")
 _found = attributes_of(__name__, {name: home for home, names in _HOMES.items() for name in names})

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from syncvar.cli import main
+from syncvar.cli.main import main
 
 sys.exit(main())

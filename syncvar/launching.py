@@ -23,9 +23,8 @@ from syncvar.begin import command_of, pack_path
 from syncvar.env import PREFIX
 from syncvar.errors import ConfigError, LaunchError, RankFailed, SyncvarError
 from syncvar.run_options import RunOptions, checked_options
-from syncvar.wire import pack_object, unpack_object
 from syncvar.wire.exceptions import unpack_exception
-from syncvar.wire.objects import may_travel
+from syncvar.wire.objects import may_travel, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -12,7 +12,7 @@ import numpy as np
 
 from syncvar.choices import word_of
 from syncvar.errors import ConfigError
-from syncvar.wire import dtype_index
+from syncvar.wire.dtypes import dtype_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ import numpy as np
 
 from syncvar.data.state import integer_of
 from syncvar.errors import ConfigError
-from syncvar.plans import even_chunks
+from syncvar.plans.chunks import even_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

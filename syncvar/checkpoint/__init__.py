@@ -10,12 +10,3 @@ is the commit.
 * `files`, `lock`, `reading`: the disk. What is written there is synced before it counts, what is read is compared before it is used.
 * Pure: `manifest` and `tensors` (what the files hold, checked), `agreement` and `sharing` (who writes what), `naming`, `retention`.
 """
-
-from __future__ import annotations
-
-from syncvar.checkpoint.alone import load, save
-from syncvar.checkpoint.checkpoint import Checkpoint
-from syncvar.checkpoint.manager import CheckpointManager
-from syncvar.checkpoint.pending import PendingSave
-
-__all__ = ["Checkpoint", "CheckpointManager", "PendingSave", "load", "save"]

@@ -33,9 +33,11 @@ from syncvar.checkpoint.tensors import (
 from syncvar.errors import CheckpointError, ConfigError, Corrupt, NotFound, WireError
 from syncvar.optimizers import Optimizer
 from syncvar.strategies.server_variables import ServerVariable
-from syncvar.variables import Variable, VariableAggregation, VariableSynchronization
-from syncvar.wire import DEPTH_MAX, DTYPE_NAMES, dtype_from_index, pack_object, unpack_object
+from syncvar.variables.policy import VariableAggregation, VariableSynchronization
+from syncvar.variables.variable import Variable
 from syncvar.wire.arrays import as_array
+from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.wire.objects import DEPTH_MAX, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

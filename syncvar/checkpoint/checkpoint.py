@@ -30,7 +30,7 @@ from syncvar.checkpoint.saving import Saving
 from syncvar.checkpoint.together import Alone
 from syncvar.errors import ConfigError
 from syncvar.optimizers import Optimizer
-from syncvar.strategies import get_strategy
+from syncvar.strategies.contexts import get_strategy
 from syncvar.strategies.server_variables import ServerVariable
 
 if TYPE_CHECKING:

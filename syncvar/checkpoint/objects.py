@@ -22,12 +22,19 @@ from syncvar.checkpoint.manifest import digest_of
 from syncvar.checkpoint.together import Alone
 from syncvar.errors import CheckpointError, ConfigError, WireError
 from syncvar.joining.process import current
-from syncvar.variables import Variable, VariableSynchronization
 from syncvar.variables.places import places
-from syncvar.variables.policy import Context, Effect, Operation, Travel, decide
+from syncvar.variables.policy import (
+    Context,
+    Effect,
+    Operation,
+    Travel,
+    VariableSynchronization,
+    decide,
+)
 from syncvar.variables.splitting import share_of
 from syncvar.variables.stepping import are_parts, replace_copy
-from syncvar.wire import is_plain, pack_object, unpack_object
+from syncvar.variables.variable import Variable
+from syncvar.wire.objects import is_plain, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from syncvar.optimizers import Optimizer
     from syncvar.servers.shard import RuleKey
     from syncvar.strategies.server_state import ServerState
-    from syncvar.variables import Variable
+    from syncvar.variables.variable import Variable
 
 __all__ = [
     "Collected",

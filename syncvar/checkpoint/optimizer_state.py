@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from syncvar.checkpoint.together import Together
     from syncvar.optimizers import Optimizer
     from syncvar.optimizers.slots import SavedSlot
-    from syncvar.variables import Variable
+    from syncvar.variables.variable import Variable
 
 __all__ = [
     "RuleLeaf",

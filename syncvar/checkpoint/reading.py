@@ -19,7 +19,7 @@ from syncvar.checkpoint.tensors import (
     stored_shape,
 )
 from syncvar.errors import CheckpointError, Corrupt, NotFound
-from syncvar.wire import DTYPE_NAMES, dtype_from_index
+from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

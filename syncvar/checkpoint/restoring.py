@@ -23,7 +23,7 @@ from syncvar.checkpoint.optimizer_state import (
 from syncvar.checkpoint.reading import Source
 from syncvar.checkpoint.together import gathered
 from syncvar.errors import CheckpointError, ConfigError, Corrupt, NotFound
-from syncvar.variables import VariableSynchronization
+from syncvar.variables.policy import VariableSynchronization
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,7 @@ from syncvar.cli.registry import dtypes, find, ops_of
 from syncvar.cli.starting import is_launched, start_workers
 from syncvar.config import nearest
 from syncvar.errors import ConfigError
-from syncvar.plans import ALGORITHMS
+from syncvar.plans.table import ALGORITHMS
 from syncvar.requested_files import check_file
 
 if TYPE_CHECKING:

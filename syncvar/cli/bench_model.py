@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.joining.process import current
 from syncvar.ops import reduction
-from syncvar.plans import ALGORITHMS, build_all, choose
 from syncvar.plans.cost import ARENA, LINKS, predicted_seconds
-from syncvar.wire import DTYPE_NAMES, dtype_from_index
+from syncvar.plans.select import choose
+from syncvar.plans.table import ALGORITHMS, build_all
+from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
 
 if TYPE_CHECKING:
     import argparse
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
     from syncvar.cli.contributions import Case
     from syncvar.cli.registry import Collective
-    from syncvar.plans import Plan
     from syncvar.plans.cost import CostModel
+    from syncvar.plans.model import Plan
 
 __all__ = ["Model", "fitted"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.plans import even_chunks
+from syncvar.plans.chunks import even_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -234,6 +234,6 @@ def _identity(op: str, kind: np.dtype[Any]) -> Any:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    from syncvar.wire import DTYPE_NAMES, dtype_from_index
+    from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
 
     return dtype_from_index(DTYPE_NAMES.index(name))

@@ -18,7 +18,7 @@ from syncvar.cli.records import (
 )
 from syncvar.roles import is_server, process_name
 from syncvar.stacks import where
-from syncvar.topology import process_list, rank_list
+from syncvar.topology.ranks import process_list, rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence

@@ -7,27 +7,19 @@ from typing import TYPE_CHECKING, Any
 from syncvar.cli.bench_table import parse_size
 from syncvar.cli.plan_program import program_lines
 from syncvar.errors import ConfigError
-from syncvar.plans import (
-    ALGORITHMS,
-    ARENA,
-    LINKS,
-    build_all,
-    choose,
-    parse_forced,
-    plan_text,
-    predicted_seconds,
-    suited,
-    sums_by_the_tree,
-    traffic,
-    unsuited,
-)
-from syncvar.wire import DTYPE_NAMES
+from syncvar.plans.checker import traffic
+from syncvar.plans.cost import ARENA, LINKS, predicted_seconds
+from syncvar.plans.select import choose, parse_forced, suited
+from syncvar.plans.show import plan_text
+from syncvar.plans.table import ALGORITHMS, build_all, sums_by_the_tree, unsuited
+from syncvar.wire.dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
     import argparse
 
     from syncvar.config import RuntimeConfig
-    from syncvar.plans import CostModel, Plan
+    from syncvar.plans.cost import CostModel
+    from syncvar.plans.model import Plan
 
 __all__ = ["add_options", "text"]
 

@@ -11,7 +11,8 @@ from syncvar.execution.lower_rounds import lower_rounds
 from syncvar.execution.moves import cells_of_blocks, fits_slots, is_worth_reading
 from syncvar.execution.program import program_text
 from syncvar.execution.reductions import cells_of, is_direct
-from syncvar.plans import build_all, publications
+from syncvar.plans.published import publications
+from syncvar.plans.table import build_all
 
 if TYPE_CHECKING:
     from syncvar.execution.program import Program

@@ -13,7 +13,7 @@ from syncvar.recording.call_numbers import ordinal
 from syncvar.recording.entries import Event
 from syncvar.recording.recorder import FORMAT
 from syncvar.stacks import Frame
-from syncvar.topology import rank_list
+from syncvar.topology.ranks import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -16,7 +16,7 @@ from syncvar.config import nearest
 from syncvar.errors import ConfigError
 from syncvar.ops import OPS, identity, reduction
 from syncvar.topology.rates import BUS_FACTORS
-from syncvar.wire import DTYPE_NAMES, dtype_from_index
+from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -16,7 +16,7 @@ import msgpack
 from syncvar.errors import ConfigError
 from syncvar.joining.directory import holders_of_meetings
 from syncvar.stacks import Frame, doing, shown, where
-from syncvar.topology import process_list
+from syncvar.topology.ranks import process_list
 
 if TYPE_CHECKING:
     import argparse

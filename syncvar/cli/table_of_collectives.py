@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import syncvar as sv
 from syncvar.cli.registry import available, dtypes, ops_of
 from syncvar.ops import OPS
-from syncvar.plans import ALGORITHMS
+from syncvar.plans.table import ALGORITHMS
 
 if TYPE_CHECKING:
     from syncvar.cli.registry import Collective

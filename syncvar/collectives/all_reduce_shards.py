@@ -27,8 +27,11 @@ from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.errors import ConfigError, MismatchError
 from syncvar.ops import finish, quiet, reduction
-from syncvar.plans import Chunk, even_chunks, runs_of, whole_nodes
-from syncvar.wire import DTYPE_NAMES, dtype_from_index, dtype_index, pack_object, unpack_object
+from syncvar.plans.chunks import even_chunks
+from syncvar.plans.model import Chunk
+from syncvar.plans.shards import runs_of, whole_nodes
+from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
+from syncvar.wire.objects import pack_object, unpack_object
 from syncvar.wire.structures import (
     Structure,
     arrays_of,

@@ -16,9 +16,11 @@ from syncvar.engine.group import fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.errors import ConfigError, MismatchError
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.plans import even_chunks
-from syncvar.wire import DTYPE_NAMES, Untaken, dtype_index, pack_object, unpack_object
+from syncvar.plans.chunks import even_chunks
 from syncvar.wire.arrays import deliver
+from syncvar.wire.dtypes import DTYPE_NAMES, dtype_index
+from syncvar.wire.libraries import Untaken
+from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator

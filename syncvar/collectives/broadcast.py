@@ -11,8 +11,9 @@ from syncvar.collectives.moving import UNMOVED, Moving, detail_of, fits_out, mov
 from syncvar.engine.group import fingerprint
 from syncvar.errors import ConfigError, MismatchError
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
 from syncvar.wire.arrays import deliver
+from syncvar.wire.dtypes import dtype_from_index, dtype_index
+from syncvar.wire.objects import pack_object, unpack_object
 from syncvar.wire.records import ARRAY, BYTES, NOTHING, Record, array_record
 from syncvar.wire.structures import (
     arrays_in,

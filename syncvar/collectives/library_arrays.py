@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.engine.work import Work
-from syncvar.wire import Untaken, library_of
 from syncvar.wire.arrays import told
+from syncvar.wire.libraries import Untaken, library_of
 from syncvar.wire.structures import is_structure, parts_of, rebuilt
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from syncvar.collectives.moving import UNMOVED, Moving, detail_of, moves
 from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.wire import pack_object, unpack_object
+from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -19,9 +19,9 @@ from syncvar.engine.messages import Receiving, Sending
 from syncvar.engine.operation import Stage
 from syncvar.joining.process import current
 from syncvar.kernel import Count
-from syncvar.plans import Chunk, Plan, Recv, Send
 from syncvar.plans.link_rounds import prepare
-from syncvar.wire import dtype_from_index
+from syncvar.plans.model import Chunk, Plan, Recv, Send
+from syncvar.wire.dtypes import dtype_from_index
 from syncvar.wire.records import (
     ARRAY,
     BYTES,
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from syncvar.engine.group import Communicator
     from syncvar.engine.message_ends import Landing
-    from syncvar.plans import Step
     from syncvar.plans.link_rounds import Prepared
+    from syncvar.plans.model import Step
 
 __all__ = ["line_of", "sending_words", "to_receive", "to_send"]
 

@@ -24,8 +24,8 @@ from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.joining.process import current, messages_entered_natively
 from syncvar.kernel import remember
 from syncvar.loading import unexpected
-from syncvar.wire import pack_object, unpack_object
 from syncvar.wire.arrays import as_array, deliver
+from syncvar.wire.objects import pack_object, unpack_object
 from syncvar.wire.records import ARRAY, BYTES, array_record
 from syncvar.wire.structures import is_structure
 

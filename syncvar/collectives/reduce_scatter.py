@@ -15,7 +15,7 @@ from syncvar.collectives.reducing import contribution, described, outcome, run_p
 from syncvar.errors import ConfigError, UsageError
 from syncvar.execution.moves import Blocks, Layout
 from syncvar.ops import OPS, op_name
-from syncvar.plans import even_chunks
+from syncvar.plans.chunks import even_chunks
 from syncvar.wire.arrays import as_array, checked_output, deliver
 
 if TYPE_CHECKING:

@@ -22,9 +22,10 @@ from syncvar.collectives.moving import (
 from syncvar.engine.group import fingerprint
 from syncvar.errors import ConfigError
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.plans import even_chunks
-from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
+from syncvar.plans.chunks import even_chunks
 from syncvar.wire.arrays import as_array, deliver
+from syncvar.wire.dtypes import dtype_from_index, dtype_index
+from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator

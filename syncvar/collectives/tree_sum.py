@@ -10,7 +10,7 @@ from syncvar.collectives.library_arrays import given_back
 from syncvar.errors import ConfigError
 from syncvar.execution.arithmetic import widen
 from syncvar.ops import finish, quiet, reduction
-from syncvar.plans import split
+from syncvar.plans.shards import split
 from syncvar.wire.arrays import as_array
 from syncvar.wire.structures import flatten, unflatten
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.errors import ConfigError
-from syncvar.plans import even_chunks
-from syncvar.wire import DTYPE_NAMES, dtype_from_index
+from syncvar.plans.chunks import even_chunks
 from syncvar.wire.arrays import as_array
+from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.wire.structures import (
     Structure,
     describe,

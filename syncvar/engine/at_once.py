@@ -19,7 +19,7 @@ from syncvar.engine.message_ends import Inward, Outward
 from syncvar.engine.messages import WAY, Sending
 from syncvar.errors import SyncvarError
 from syncvar.recording.entries import Told
-from syncvar.wire import dtype_index
+from syncvar.wire.dtypes import dtype_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable

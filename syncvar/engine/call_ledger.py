@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from syncvar.errors import MismatchError, PeerLost, SyncvarError
-from syncvar.wire import Kind
+from syncvar.wire.frame import Kind
 from syncvar.wire.unreceived import ENTERED_MAX
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from syncvar.engine.operation import Operation
     from syncvar.recording.call_numbers import CallNumbers
-    from syncvar.transports import Frame
-    from syncvar.wire import Message
+    from syncvar.transports.base import Frame
+    from syncvar.wire.control import Message
 
 __all__ = ["CallBlock", "CallLedger", "Counting", "Overtaken", "Passing"]
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from syncvar.engine.call_ledger import CallLedger
 from syncvar.errors import GroupBroken, InternalError, UsageError
 from syncvar.kernel import AdmissionState
-from syncvar.wire import pack_message
+from syncvar.wire.control import pack_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from syncvar.kernel import Begun
     from syncvar.recording.entries import Entry
     from syncvar.recording.recorder import Recorder
-    from syncvar.transports import Control, Transport
+    from syncvar.transports.base import Control, Transport
 
 __all__ = ["GONE_ON", "Awaited", "Core"]
 

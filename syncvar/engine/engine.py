@@ -27,8 +27,8 @@ from syncvar.errors import SyncvarError
 from syncvar.execution.gil import crowd
 from syncvar.recording.entries import Told
 from syncvar.recording.recorder import Recorder
-from syncvar.transports import Lost
-from syncvar.wire import Kind
+from syncvar.transports.base import Lost
+from syncvar.wire.frame import Kind
 from syncvar.wire.unreceived import pack_counts
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
     from syncvar.engine.operation import Operation
     from syncvar.errors import UsageError
-    from syncvar.transports import Control, Transport
+    from syncvar.transports.base import Control, Transport
 
 __all__ = ["Engine"]
 

@@ -17,7 +17,7 @@ from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING
 
-from syncvar.wire import HEADER_NBYTES, Kind, pack_header
+from syncvar.wire.frame import HEADER_NBYTES, Kind, pack_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from syncvar.engine.core import Core
     from syncvar.engine.links import Links
     from syncvar.engine.operation import Operation
-    from syncvar.transports import Frame
+    from syncvar.transports.base import Frame
 
 __all__ = ["Flow"]
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from syncvar.errors import InternalError
 from syncvar.execution.arithmetic import combine_two
-from syncvar.plans import Copy, Reduce
 from syncvar.plans.link_rounds import INCOMING_LEFT, OVERWRITE
-from syncvar.wire import Kind, pack_header
+from syncvar.plans.model import Copy, Reduce
+from syncvar.wire.frame import Kind, pack_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from syncvar.ops import Combiner
     from syncvar.plans.link_rounds import Incoming, LinkRound, Prepared
     from syncvar.recording.entries import Entry
-    from syncvar.transports import Frame
+    from syncvar.transports.base import Frame
 
 __all__ = ["Links", "NoOutlet", "Outlet"]
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from syncvar.arena.box import Form
 from syncvar.errors import SyncvarError
-from syncvar.wire import dtype_from_index
+from syncvar.wire.dtypes import dtype_from_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable

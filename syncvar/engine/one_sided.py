@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 from syncvar.errors import DeadlineExceeded
 from syncvar.recording.entries import UNRECORDED
-from syncvar.wire import Kind, pack_header
+from syncvar.wire.frame import Kind, pack_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncvar.engine.core import Core
     from syncvar.errors import SyncvarError
-    from syncvar.transports import Frame
-    from syncvar.wire import Header
+    from syncvar.transports.base import Frame
+    from syncvar.wire.frame import Header
 
 __all__ = ["Answer", "Question", "Questions"]
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from syncvar.ops import Combiner
     from syncvar.plans.link_rounds import Prepared
     from syncvar.recording.entries import Entry
-    from syncvar.transports import Frame
+    from syncvar.transports.base import Frame
 
     Steps = Generator[int | "Wait", None, Any]
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.execution.rounds import prepare_published
-from syncvar.plans import COMPOSED, build, build_all, choose, stages, suited
+from syncvar.plans.hierarchical import COMPOSED, stages
 from syncvar.plans.link_rounds import Prepared, prepare
+from syncvar.plans.select import choose, suited
+from syncvar.plans.table import build, build_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from syncvar.execution.rounds import Published
-    from syncvar.plans import Part
+    from syncvar.plans.hierarchical import Part
 
 __all__ = ["Planner", "PreparedStages"]
 

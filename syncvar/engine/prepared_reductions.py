@@ -28,7 +28,7 @@ from syncvar.execution.reductions import (
 )
 from syncvar.execution.running import agreed
 from syncvar.ops import quiet_caller, reduction
-from syncvar.plans import tree_order
+from syncvar.plans.reproducible import tree_order
 from syncvar.wire.structures import Leaves
 
 if TYPE_CHECKING:

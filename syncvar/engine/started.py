@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from syncvar.engine.operation import State
 from syncvar.errors import DeadlineExceeded
 from syncvar.recording.call_sites import call_site
-from syncvar.topology import rank_list
-from syncvar.wire import Kind
+from syncvar.topology.ranks import rank_list
+from syncvar.wire.frame import Kind
 
 if TYPE_CHECKING:
     from syncvar.engine.core import Core
     from syncvar.engine.flow import Flow
     from syncvar.engine.operation import Operation
-    from syncvar.transports import Frame
+    from syncvar.transports.base import Frame
 
 __all__ = ["StartedCalls"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from syncvar.engine.core import GONE_ON
 from syncvar.errors import DeadlineExceeded, HandshakeError, PeerLost
 from syncvar.recording.call_sites import call_site
-from syncvar.topology import rank_list
+from syncvar.topology.ranks import rank_list
 
 if TYPE_CHECKING:
     from syncvar.engine.call_ledger import Overtaken
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from syncvar.engine.one_sided import Questions
     from syncvar.engine.operation import Operation
     from syncvar.engine.started import StartedCalls
-    from syncvar.wire import Message
+    from syncvar.wire.control import Message
 
 __all__ = ["VERDICT_GRACE_S", "Verdicts"]
 

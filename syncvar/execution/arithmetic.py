@@ -20,7 +20,7 @@ import numpy as np
 from syncvar.errors import InternalError
 from syncvar.execution.gil import PIECE, crowd, ufunc_holding
 from syncvar.kernel import program as native_program
-from syncvar.plans import tree_order
+from syncvar.plans.reproducible import tree_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

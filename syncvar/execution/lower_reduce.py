@@ -30,7 +30,7 @@ from syncvar.execution.program import (
     assemble,
     in_cell,
 )
-from syncvar.plans import even_chunks
+from syncvar.plans.chunks import even_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

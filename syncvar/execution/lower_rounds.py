@@ -19,13 +19,14 @@ from syncvar.execution.program import (
     Publish,
     Stretch,
 )
-from syncvar.plans import Buffer, RecvReduce
-from syncvar.plans import Copy as CopyStep
+from syncvar.plans.model import Buffer, RecvReduce
+from syncvar.plans.model import Copy as CopyStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.plans import Chunk, Publication, Take
+    from syncvar.plans.model import Chunk
+    from syncvar.plans.published import Publication, Take
 
 __all__ = ["lower_rounds"]
 
@@ -43,7 +44,8 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
             first window is put by the opening, and the steps begin when it has been published by all.
 
     Example:
-        >>> from syncvar.plans import build_all, publications
+        >>> from syncvar.plans.table import build_all
+        >>> from syncvar.plans.published import publications
         >>> plan = publications(build_all("all_reduce", "owners", 2, count=6), 0)
         >>> [type(step).__name__ for step in lower_rounds(plan, 0, 100).steps]
         ['Copy', 'Fold', 'Copy', 'Publish', 'Await', 'Copy']

@@ -29,7 +29,7 @@ from syncvar.execution.arithmetic import Arithmetic
 from syncvar.execution.lower_reduce import EVERYWHERE, Cells, Ends, Places, reduce_code
 from syncvar.execution.program import Kind
 from syncvar.execution.running import agreed, native_of, open_code, run_code
-from syncvar.plans import choose
+from syncvar.plans.select import choose
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence

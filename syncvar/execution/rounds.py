@@ -10,7 +10,7 @@ from syncvar.execution.lower_reduce import EVERYWHERE, Ends
 from syncvar.execution.lower_rounds import lower_rounds
 from syncvar.execution.program import assemble
 from syncvar.execution.running import agreed, open_code, run_code
-from syncvar.plans import Publication, publications
+from syncvar.plans.published import Publication, publications
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from syncvar.arena.channel import Channel
     from syncvar.execution.program import Code
     from syncvar.ops import Combiner
-    from syncvar.plans import Plan
+    from syncvar.plans.model import Plan
 
 __all__ = ["SIDE_BY_SIDE", "Published", "prepare_published", "run_rounds"]
 

@@ -28,7 +28,7 @@ from syncvar.topology.engines.placing import host_of_each, placed
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncvar.topology import Told
+    from syncvar.topology.engines.base import Told
 
 __all__ = ["Cards", "Folder", "ProcessManager", "shared_folder"]
 

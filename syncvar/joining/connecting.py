@@ -14,7 +14,7 @@ from syncvar.joining.freed_memory import keep_freed_memory
 from syncvar.joining.secret import job_secret, keys_of
 from syncvar.logs import log_at
 from syncvar.rank_process import environment_of
-from syncvar.topology import is_meant_alone, told_elsewhere, why_not_alone
+from syncvar.topology.elsewhere import is_meant_alone, told_elsewhere, why_not_alone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
     from syncvar.env import RankEnvironment
     from syncvar.joining.mpi_meeting import MpiCards
-    from syncvar.topology import Told
-    from syncvar.transports import Transport
+    from syncvar.topology.engines.base import Told
+    from syncvar.transports.base import Transport
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.mpi import Fabric
 

@@ -20,10 +20,11 @@ from syncvar.env import RankEnvironment
 from syncvar.errors import RendezvousError, SyncvarError, UsageError
 from syncvar.joining.roll_call import answer_roll_call
 from syncvar.kernel import told, which
-from syncvar.plans import parse_forced
+from syncvar.plans.select import parse_forced
 from syncvar.recording.recorder import Recorder
-from syncvar.topology import HostMap, rank_list
-from syncvar.wire import pack_message
+from syncvar.topology.hosts import HostMap
+from syncvar.topology.ranks import rank_list
+from syncvar.wire.control import pack_message
 from syncvar.wire.unreceived import SentCount, unreceived_text
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from syncvar.arena.mapping import Arena
     from syncvar.config import RuntimeConfig
     from syncvar.stacks import Frame
-    from syncvar.transports import Control, Transport
+    from syncvar.transports.base import Control, Transport
 
 __all__ = ["Context"]
 

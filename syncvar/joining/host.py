@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig
     from syncvar.joining.cards import Cards
     from syncvar.joining.directory import JobDirectory
-    from syncvar.topology import Told
+    from syncvar.topology.engines.base import Told
 
 __all__ = ["READY", "Host"]
 

@@ -21,7 +21,7 @@ from syncvar.fork_cleanup import unregister_exit
 from syncvar.joining.cards import Folder, ProcessManager
 from syncvar.joining.directory import MEETING, JobDirectory
 from syncvar.joining.host import READY, Host
-from syncvar.topology import ADDRESS, PMI
+from syncvar.topology.engines.base import ADDRESS, PMI
 from syncvar.topology.engines.placing import evenly_placed
 from syncvar.transports.addresses import (
     address_towards,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from syncvar.config import RuntimeConfig
     from syncvar.joining.cards import Cards
-    from syncvar.topology import Told
+    from syncvar.topology.engines.base import Told
 
 __all__ = ["Met", "leave", "meet"]
 

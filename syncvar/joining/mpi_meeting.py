@@ -20,7 +20,8 @@ from syncvar.exits import is_failing
 from syncvar.fork_cleanup import register_exit
 from syncvar.joining.cards import Cards
 from syncvar.recording.recorder import boot_identity
-from syncvar.topology import MPI, Told, started_with_others, told_elsewhere
+from syncvar.topology.elsewhere import started_with_others, told_elsewhere
+from syncvar.topology.engines.base import MPI, Told
 from syncvar.topology.engines.placing import placed
 from syncvar.transports.mpi import Fabric, pause_after
 

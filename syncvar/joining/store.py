@@ -11,8 +11,9 @@ from syncvar.errors import ConfigError, RendezvousError, WireError
 from syncvar.transports.connections import Connections
 from syncvar.transports.control import parse_control_identity
 from syncvar.transports.sockets import bound_messages, look_for_silence, milliseconds, set_family
-from syncvar.wire import CONTROL_NBYTES_MAX, Message, pack_message, parse_message
+from syncvar.wire.control import Message, pack_message, parse_message
 from syncvar.wire.coordinator import Action, Coordinator, Fail, Mute, Say
+from syncvar.wire.limits import CONTROL_NBYTES_MAX
 from syncvar.wire.servers import ServerTable
 
 if TYPE_CHECKING:

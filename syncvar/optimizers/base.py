@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.arguments import Rate
-    from syncvar.variables import Variable
     from syncvar.variables.places import Owner, Stepper
+    from syncvar.variables.variable import Variable
 
 __all__ = ["Optimizer"]
 

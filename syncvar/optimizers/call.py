@@ -13,7 +13,6 @@ from syncvar.engine.group import Request, fingerprint
 from syncvar.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype, is_apart
 from syncvar.optimizers.sparse import dense_gradient
-from syncvar.variables import Variable
 from syncvar.variables.casting import operand_array
 from syncvar.variables.places import current_owner
 from syncvar.variables.policy import (
@@ -24,6 +23,7 @@ from syncvar.variables.policy import (
     decide,
 )
 from syncvar.variables.requests import request_of
+from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from syncvar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from syncvar.variables import Variable
     from syncvar.variables.places import Stepper
+    from syncvar.variables.variable import Variable
 
 __all__ = ["Elsewhere", "stepper_of"]
 

@@ -14,11 +14,11 @@ import numpy as np
 from syncvar.errors import ConfigError, UsageError
 from syncvar.optimizers.arithmetic import BLOCK
 from syncvar.optimizers.slots import compute_dtype, is_apart, is_half
-from syncvar.variables import Variable
 from syncvar.variables.casting import operand_array
 from syncvar.variables.policy import VariableSynchronization
 from syncvar.variables.stepping import change_copies
 from syncvar.variables.storage import Storage
+from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

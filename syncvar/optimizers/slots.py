@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.variables import Variable
     from syncvar.variables.places import Owner
+    from syncvar.variables.variable import Variable
 
 __all__ = [
     "ITERATIONS",

@@ -11,7 +11,7 @@ from syncvar.variables.policy import Operation
 from syncvar.variables.rows import checked_rows
 
 if TYPE_CHECKING:
-    from syncvar.variables import Variable
+    from syncvar.variables.variable import Variable
 
 __all__ = ["dense_gradient", "rows_of"]
 

@@ -354,7 +354,7 @@ def contract_of(
     """Return the contract of a collective by name, with the arguments of `syncvar.plans.table.build`.
 
     Args:
-        collective: A key of `syncvar.plans.ALGORITHMS`.
+        collective: A key of `syncvar.plans.table.ALGORITHMS`.
         world_size: Ranks of the group.
         count: Elements of WORK; of each rank's block for a collective of blocks without `counts`; of every block for
             an all-to-all without `matrix`.

@@ -84,7 +84,7 @@ def predicted_seconds(plans: Sequence[Plan], itemsize: int, model: CostModel = L
     Cost: a heap operation per message; it does not depend on the counts.
 
     Example:
-        >>> from syncvar.plans import build_all
+        >>> from syncvar.plans.table import build_all
         >>> model = CostModel(1.0, 0.5, 0.25, 0.0)
         >>> predicted_seconds(build_all("all_reduce", "ring", 4, count=8), 1, model)  # 6 + 2 * 3/4 * 4 + 3/4 * 2
         13.5

@@ -9,7 +9,8 @@ are put together.
 like any other. So the proof is of what runs.
 
 Example:
-    >>> from syncvar.plans import contract_of, verify
+    >>> from syncvar.plans.contracts import contract_of
+    >>> from syncvar.plans.checker import verify
     >>> plans = flattened("all_reduce", (2, 2), count=6)
     >>> verify(plans, contract_of("all_reduce", 4, count=6, tree=True)).messages
     (3, 2, 3, 2)

@@ -70,7 +70,7 @@ def publications(plans: Sequence[Plan], rank: int) -> tuple[Publication, ...]:
     Cost: a pass over the steps of all plans.
 
     Example:
-        >>> from syncvar.plans import build_all
+        >>> from syncvar.plans.table import build_all
         >>> first, second = publications(build_all("all_reduce", "owners", 2, count=6), 0)
         >>> [(chunk.start, chunk.stop) for chunk in first.ranges], first.takes[0].start
         ([(3, 6)], 0)

@@ -21,22 +21,3 @@ lives, and `server_lost` on every session; which server takes the place of a los
 Promises: a push is applied once, however often its message comes, and survives what its answer survived; one worker's requests
 are executed in its order; a transaction over several servers is applied on all of them or on none, also when its worker dies.
 """
-
-from __future__ import annotations
-
-from syncvar.servers.client import Client, Ticket
-from syncvar.servers.messages import Message, Outgoing, Party, frames_of, message_of
-from syncvar.servers.server import Server
-from syncvar.servers.session import Session
-
-__all__ = [
-    "Client",
-    "Message",
-    "Outgoing",
-    "Party",
-    "Server",
-    "Session",
-    "Ticket",
-    "frames_of",
-    "message_of",
-]

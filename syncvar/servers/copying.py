@@ -13,7 +13,7 @@ import numpy as np
 
 from syncvar.servers.ledger import Ledger
 from syncvar.servers.messages import Outgoing
-from syncvar.wire import pack_object, unpack_object
+from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from syncvar.servers.messages import Arrays, Message

@@ -17,7 +17,7 @@ import msgpack
 import numpy as np
 
 from syncvar.errors import WireError
-from syncvar.wire import dtype_from_index, dtype_index
+from syncvar.wire.dtypes import dtype_from_index, dtype_index
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

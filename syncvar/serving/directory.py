@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncvar.errors import HandshakeError, RendezvousError
 from syncvar.roles import SERVER_0
 from syncvar.transports.control import ZeromqControl
-from syncvar.wire import pack_message
+from syncvar.wire.control import pack_message
 
 if TYPE_CHECKING:
     import zmq

@@ -19,7 +19,9 @@ from syncvar.errors import InternalError, SyncvarError, UsageError, WireError
 from syncvar.fork_cleanup import register_exit, unregister_exit
 from syncvar.joining.secret import keys_of
 from syncvar.roles import SERVER_0, heirs_of, is_server, server_hosts
-from syncvar.servers import Client, Session, frames_of, message_of
+from syncvar.servers.client import Client
+from syncvar.servers.messages import frames_of, message_of
+from syncvar.servers.session import Session
 from syncvar.serving.directory import Directory
 from syncvar.serving.lending import lender_of
 from syncvar.serving.links import Links
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
 
     from syncvar.config import RuntimeConfig
     from syncvar.env import RankEnvironment
-    from syncvar.servers import Outgoing, Ticket
-    from syncvar.servers.client import Part
+    from syncvar.servers.client import Part, Ticket
+    from syncvar.servers.messages import Outgoing
 
 __all__ = ["Edge", "settle_all"]
 

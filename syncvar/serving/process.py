@@ -27,7 +27,8 @@ from syncvar.logs import log_at
 from syncvar.recording.entries import Told
 from syncvar.recording.recorder import Recorder
 from syncvar.roles import SERVER_0, heirs_of, is_server, process_name, server_hosts, server_number
-from syncvar.servers import Server, frames_of, message_of
+from syncvar.servers.messages import frames_of, message_of
+from syncvar.servers.server import Server
 from syncvar.serving.directory import Directory
 from syncvar.serving.lending import lender_of
 from syncvar.serving.links import Links
@@ -37,7 +38,7 @@ from syncvar.stacks import frames_before
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping
 
-    from syncvar.servers import Outgoing, Party
+    from syncvar.servers.messages import Outgoing, Party
     from syncvar.serving.directory import Change
     from syncvar.serving.links import Came, Route
 

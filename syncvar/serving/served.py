@@ -13,8 +13,7 @@ from syncvar.roles import process_name, server_number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from syncvar.servers import Message, Outgoing
-    from syncvar.servers.messages import Arrays
+    from syncvar.servers.messages import Arrays, Message, Outgoing
 
 __all__ = ["Served", "what_of"]
 

@@ -21,11 +21,11 @@ from syncvar.strategies.inputs import (
 )
 from syncvar.strategies.reducing import gather_values, local_part, own_part, reduce_values
 from syncvar.strategies.scoped_models import model_ids, refuse_new_models
-from syncvar.variables import PerReplica
 from syncvar.variables.places import Place, current_place, places, stacks
 from syncvar.variables.policy import Context
 from syncvar.variables.roster import Roster
 from syncvar.variables.storage import Storage
+from syncvar.variables.values import PerReplica
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,9 +9,10 @@ from syncvar.collectives.sync_points import meet
 from syncvar.errors import UsageError
 from syncvar.loading import Taught
 from syncvar.strategies.reducing import gather_values, own_part, reduce_values
-from syncvar.variables import DistributedValues, PerReplica, Variable
 from syncvar.variables.places import Place, context_of, current_owner, current_place, places
 from syncvar.variables.policy import Context
+from syncvar.variables.values import DistributedValues, PerReplica
+from syncvar.variables.variable import Variable
 from syncvar.wire.structures import is_structure, parts_of, rebuilt
 
 if TYPE_CHECKING:

@@ -16,14 +16,14 @@ from syncvar.fork_cleanup import register_exit
 from syncvar.loading import object_named
 from syncvar.servers.asking import Asking
 from syncvar.strategies.parameter_server import ParameterServerStrategy
-from syncvar.wire import pack_object, unpack_object
 from syncvar.wire.exceptions import pack_exception, unpack_exception
+from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-    from syncvar.servers import Ticket
+    from syncvar.servers.client import Ticket
 
 __all__ = ["ClusterCoordinator", "PerWorkerDataset", "RemoteValue"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from syncvar.collectives.all_reduce import agree, agreement_request
 from syncvar.engine.group import fingerprint
 from syncvar.errors import MismatchError, UsageError
-from syncvar.topology import rank_list
+from syncvar.topology.ranks import rank_list
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

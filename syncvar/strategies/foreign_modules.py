@@ -8,8 +8,8 @@ from syncvar.collectives.broadcast import broadcast
 from syncvar.collectives.groups import Group
 from syncvar.collectives.objects import broadcast_object
 from syncvar.errors import ConfigError
-from syncvar.variables import Variable
-from syncvar.wire import library_of
+from syncvar.variables.variable import Variable
+from syncvar.wire.libraries import library_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

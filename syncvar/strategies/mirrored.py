@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Never
 
-from syncvar.collectives import communicator_of
+from syncvar.collectives.groups import communicator_of
 from syncvar.engine.group import fingerprint
 from syncvar.joining.process import current
 from syncvar.loading import unexpected
@@ -13,7 +13,7 @@ from syncvar.strategies.base import Strategy
 from syncvar.variables.places import set_default
 
 if TYPE_CHECKING:
-    from syncvar.collectives import Group
+    from syncvar.collectives.groups import Group
     from syncvar.engine.group import Communicator
 
 __all__ = ["DefaultStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy"]

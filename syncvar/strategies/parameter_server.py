@@ -12,8 +12,8 @@ from syncvar.errors import ConfigError, UsageError
 from syncvar.fork_cleanup import register_exit
 from syncvar.joining.process import current, environment_here, joined, on_join
 from syncvar.loading import unexpected
-from syncvar.servers import Ticket
 from syncvar.servers.asking import Asking
+from syncvar.servers.client import Ticket
 from syncvar.servers.local import LocalServers
 from syncvar.strategies.base import Strategy
 from syncvar.strategies.server_access import ServerAccess, ServersHere, checked_staleness
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from syncvar.env import RankEnvironment
     from syncvar.joining.context import Context as Joined
-    from syncvar.variables import Variable
+    from syncvar.variables.variable import Variable
 
 __all__ = ["ParameterServerStrategy"]
 

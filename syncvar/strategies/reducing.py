@@ -18,8 +18,9 @@ from syncvar.collectives.reducing import Reducing, form_of
 from syncvar.engine.group import Request
 from syncvar.errors import ConfigError
 from syncvar.ops import identity, quiet, reduction
-from syncvar.variables import DistributedValues, Variable
 from syncvar.variables.policy import as_member
+from syncvar.variables.values import DistributedValues
+from syncvar.variables.variable import Variable
 from syncvar.wire.arrays import as_array
 from syncvar.wire.structures import (
     Structure,

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.servers import Session, Ticket
+    from syncvar.servers.client import Ticket
+    from syncvar.servers.session import Session
     from syncvar.strategies.base import Strategy
     from syncvar.strategies.server_variables import ServerVariable
 

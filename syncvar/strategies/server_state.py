@@ -16,7 +16,7 @@ from syncvar.servers.asking import Asking
 from syncvar.servers.rules import rule_of
 from syncvar.servers.shard import Slots, Spec
 from syncvar.strategies.server_variables import Reads
-from syncvar.wire import pack_object, unpack_object
+from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

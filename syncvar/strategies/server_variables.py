@@ -12,21 +12,28 @@ from syncvar.partitioners import row_ranges
 from syncvar.servers.asking import Asking
 from syncvar.servers.shard import Spec
 from syncvar.strategies.server_access import ServerAccess, checked_staleness
-from syncvar.variables import Explanation, Variable, VariableAggregation, VariableSynchronization
 from syncvar.variables.by_shards import ShardInfo, checked_shape, require_shape, takes_shard_info
 from syncvar.variables.casting import checked_dtype, plain_array
 from syncvar.variables.creation import checked_name, checked_trainable, checked_value
+from syncvar.variables.explanation import Explanation
 from syncvar.variables.places import current_owner
-from syncvar.variables.policy import Operation, as_member, resolve
+from syncvar.variables.policy import (
+    Operation,
+    VariableAggregation,
+    VariableSynchronization,
+    as_member,
+    resolve,
+)
 from syncvar.variables.rows import checked_rows
+from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
-    from syncvar.servers import Ticket
     from syncvar.servers.asking import Place
+    from syncvar.servers.client import Ticket
     from syncvar.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = ["Reads", "ServerVariable", "ShardedVariable"]

@@ -17,7 +17,7 @@ from syncvar.variables.places import current_place
 from syncvar.variables.policy import Context as Where
 
 if TYPE_CHECKING:
-    from syncvar.collectives import Group
+    from syncvar.collectives.groups import Group
     from syncvar.engine.group import Communicator
     from syncvar.joining.context import Context
     from syncvar.strategies.base import Strategy

@@ -27,15 +27,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.roles import heirs_of
-from syncvar.servers import Client, Server, frames_of, message_of
+from syncvar.servers.client import Client
+from syncvar.servers.messages import frames_of, message_of
+from syncvar.servers.server import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
-    from syncvar.servers import Outgoing, Party, Ticket
     from syncvar.servers.asking import Asking
+    from syncvar.servers.client import Ticket
+    from syncvar.servers.messages import Outgoing, Party
 
 __all__ = ["Ask", "Cluster"]
 

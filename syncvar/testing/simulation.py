@@ -17,11 +17,11 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any
 
-from syncvar.collectives import Group
+from syncvar.collectives.groups import Group
 from syncvar.engine.group import Communicator, Request
 from syncvar.engine.operation import State
-from syncvar.transports import Frame
-from syncvar.wire import HEADER_NBYTES, parse_header
+from syncvar.transports.base import Frame
+from syncvar.wire.frame import HEADER_NBYTES, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from syncvar.transports.base import Frame, Lost, Transport
-from syncvar.wire import Header, Kind, pack_header
+from syncvar.wire.frame import Header, Kind, pack_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

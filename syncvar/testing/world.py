@@ -20,7 +20,7 @@ from syncvar.errors import ArenaUnavailable
 from syncvar.execution.gil import crowd
 from syncvar.joining.context import Context
 from syncvar.joining.process import use
-from syncvar.topology import HostMap, divided
+from syncvar.topology.hosts import HostMap, divided
 from syncvar.transports.memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.wire.coordinator import Coordinator
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.errors import ConfigError
-from syncvar.topology.engines import BY_HAND, ENGINES, Engine, Told, Torchrun
-from syncvar.topology.engines.base import whole
+from syncvar.topology.engines import BY_HAND, ENGINES
+from syncvar.topology.engines.base import Engine, Told, whole
+from syncvar.topology.engines.torch import Torchrun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

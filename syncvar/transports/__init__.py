@@ -6,9 +6,3 @@
 * `memory`: a whole world inside one process, with seeded faults.
 * `control`: the channel to the launcher. `curve`: who may connect over tcp; `strangers`: how few of the others may stay.
 """
-
-from __future__ import annotations
-
-from syncvar.transports.base import Arrival, Control, Frame, Loan, Lost, Transport
-
-__all__ = ["Arrival", "Control", "Frame", "Loan", "Lost", "Transport"]

@@ -20,7 +20,8 @@ from syncvar.transports.sockets import (
     monitor_of,
     set_family,
 )
-from syncvar.wire import CONTROL_NBYTES_MAX, Message, parse_message
+from syncvar.wire.control import Message, parse_message
+from syncvar.wire.limits import CONTROL_NBYTES_MAX
 
 if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncvar.transports.base import Arrival, Frame, Lost
-from syncvar.wire import Kind, Message, parse_header, parse_message
+from syncvar.wire.control import Message, parse_message
 from syncvar.wire.coordinator import Action, Coordinator, Fail, Mute, Say
+from syncvar.wire.frame import Kind, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

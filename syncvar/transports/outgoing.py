@@ -12,7 +12,7 @@ import zmq
 from syncvar.errors import WireError
 from syncvar.transports.endings import CLOSED, ConnectionCopy, Sent, unanswered
 from syncvar.transports.sockets import close_monitor, events_of, monitor_of
-from syncvar.wire import HEADER_NBYTES, Kind, parse_header
+from syncvar.wire.frame import HEADER_NBYTES, Kind, parse_header
 
 if TYPE_CHECKING:
     from syncvar.config import RuntimeConfig

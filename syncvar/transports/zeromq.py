@@ -35,7 +35,7 @@ from syncvar.transports.sockets import (
     set_family,
 )
 from syncvar.transports.wakeup import Wakeup
-from syncvar.wire import CARRIERS, HEADER_NBYTES, Kind, pack_header, parse_header
+from syncvar.wire.frame import CARRIERS, HEADER_NBYTES, Kind, pack_header, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,28 +8,3 @@
 * `casting`, `splitting`: which values may go in, and the exact split of a sum. `protocol`: behaving as an array.
 * `places`: where a thread is. `values`: PerReplica and Mirrored.
 """
-
-from __future__ import annotations
-
-from syncvar.variables.by_shards import ShardInfo
-from syncvar.variables.equality import check_equal
-from syncvar.variables.explanation import Explanation
-from syncvar.variables.grouped import assign_add_all, assign_all, assign_sub_all
-from syncvar.variables.policy import VariableAggregation, VariableSynchronization
-from syncvar.variables.values import DistributedValues, Mirrored, PerReplica
-from syncvar.variables.variable import Variable
-
-__all__ = [
-    "DistributedValues",
-    "Explanation",
-    "Mirrored",
-    "PerReplica",
-    "ShardInfo",
-    "Variable",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "assign_add_all",
-    "assign_all",
-    "assign_sub_all",
-    "check_equal",
-]

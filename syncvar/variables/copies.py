@@ -18,7 +18,8 @@ from syncvar.collectives.tree_sum import tree_combined
 from syncvar.engine.group import fingerprint
 from syncvar.errors import ConfigError, UsageError
 from syncvar.variables.policy import Travel
-from syncvar.wire import dtype_from_index, dtype_index, pack_object, unpack_object
+from syncvar.wire.dtypes import dtype_from_index, dtype_index
+from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

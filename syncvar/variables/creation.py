@@ -30,7 +30,8 @@ from syncvar.variables.policy import (
 )
 from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.splitting import share_of
-from syncvar.wire import DTYPE_NAMES, dtype_from_index, pack_object, unpack_object
+from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.wire.objects import pack_object, unpack_object
 from syncvar.wire.records import BYTES, Record
 
 if TYPE_CHECKING:

@@ -16,15 +16,15 @@ from syncvar.errors import ConfigError, MismatchError
 from syncvar.variables.casting import digest_of
 from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_digests
 from syncvar.variables.variable import Variable
-from syncvar.wire import pack_object, unpack_object
 from syncvar.wire.arrays import as_array
+from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from numpy.typing import NDArray
 
-    from syncvar.collectives import Group
+    from syncvar.collectives.groups import Group
     from syncvar.engine.operation import Stage
 
 __all__ = ["check_equal"]

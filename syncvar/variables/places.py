@@ -128,7 +128,7 @@ def default_owner() -> Owner:
     owner: Owner | None = extras.get("default_strategy")
     if owner is None:
         if not _makers:
-            importlib.import_module("syncvar.strategies")  # the room above, which calls set_default
+            importlib.import_module("syncvar.strategies.mirrored")  # which calls set_default
         owner = extras["default_strategy"] = _makers[0]()
     return owner
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncvar.errors import WireError
-from syncvar.topology import rank_list
+from syncvar.topology.ranks import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

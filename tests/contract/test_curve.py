@@ -23,8 +23,8 @@ from syncvar.transports.curve import Gate, link_keys
 from syncvar.transports.sockets import job_nonce
 from syncvar.transports.strangers import WAITING_MAX
 from syncvar.transports.zeromq import ZeromqTransport
-from syncvar.wire import CONTROL_NBYTES_MAX, Kind, pack_header
-from syncvar.wire.limits import FRAMING_NBYTES, UNPROVED_NBYTES_MAX
+from syncvar.wire.frame import Kind, pack_header
+from syncvar.wire.limits import CONTROL_NBYTES_MAX, FRAMING_NBYTES, UNPROVED_NBYTES_MAX
 
 SECRET = bytes(range(32))
 CONFIG = RuntimeConfig(

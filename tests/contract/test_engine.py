@@ -71,8 +71,8 @@ class Pair:
 
 
 def barrier_operation(engine, call):
-    from syncvar.plans import build
     from syncvar.plans.link_rounds import prepare
+    from syncvar.plans.table import build
 
     def body():
         yield Stage(
@@ -239,7 +239,7 @@ class sv_group_without_meeting:
         self.members = members
 
     def __enter__(self):
-        from syncvar.collectives import Group
+        from syncvar.collectives.groups import Group
 
         return lambda: Group(current().communicator(4711, self.members))
 

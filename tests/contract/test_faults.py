@@ -12,7 +12,7 @@ from syncvar.config import RuntimeConfig
 from syncvar.errors import DeadlineExceeded, PeerLost, TransportError
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.memory import MemoryNetwork, MemoryTransport
-from syncvar.wire import Kind, pack_header
+from syncvar.wire.frame import Kind, pack_header
 
 QUICK = RuntimeConfig(collective_timeout_s=0.4, shutdown_timeout_s=0.2)
 PATIENT = RuntimeConfig(collective_timeout_s=30.0, segment_bytes=4096)

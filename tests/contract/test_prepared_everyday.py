@@ -16,8 +16,9 @@ from syncvar.engine.group import Communicator
 from syncvar.joining.process import current
 from syncvar.kernel import why_not_native
 from syncvar.testing import run_ranks
-from syncvar.variables import Variable, pace
+from syncvar.variables import pace
 from syncvar.variables.roster import Roster
+from syncvar.variables.variable import Variable
 
 SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
 ON_WRITE, AUTO, ON_READ = (

@@ -16,7 +16,7 @@ import pytest
 import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.testing import run_ranks
-from syncvar.wire import DTYPE_NAMES
+from syncvar.wire.dtypes import DTYPE_NAMES
 
 pytestmark = pytest.mark.tensors
 SOON = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)

@@ -5,11 +5,12 @@ import pytest
 
 import syncvar as sv
 from syncvar.errors import PeerLost
-from syncvar.servers import Client, Server
 from syncvar.servers.asking import Asking
+from syncvar.servers.client import Client
 from syncvar.servers.copying import Copying, ledger_of, seed_of
 from syncvar.servers.ledger import Ledger
 from syncvar.servers.local import LocalServers
+from syncvar.servers.server import Server
 from syncvar.servers.shard import Spec
 from syncvar.testing import run_ranks
 

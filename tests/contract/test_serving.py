@@ -20,13 +20,14 @@ from syncvar.config import RuntimeConfig
 from syncvar.env import RankEnvironment
 from syncvar.errors import InternalError
 from syncvar.roles import SERVER_0, heirs_of
-from syncvar.servers import Server, frames_of, message_of
+from syncvar.servers.messages import frames_of, message_of
+from syncvar.servers.server import Server
 from syncvar.serving.lending import LEND_NBYTES_MIN, Lender
 from syncvar.serving.links import Links
 from syncvar.serving.packing import packed, unpacked
 from syncvar.serving.pipes import Door, Pipe
 from syncvar.serving.process import Serving
-from syncvar.wire import pack_message, parse_message
+from syncvar.wire.control import pack_message, parse_message
 
 start_the_collector_of_pyzmq()
 

@@ -6,19 +6,10 @@ import pytest
 import syncvar as sv
 from syncvar.engine.group import Request
 from syncvar.engine.operation import Stage
-from syncvar.plans import (
-    ALGORITHMS,
-    Buffer,
-    Chunk,
-    Plan,
-    Recv,
-    Reduce,
-    Send,
-    build,
-    contract_of,
-    sums_by_the_tree,
-)
+from syncvar.plans.contracts import contract_of
 from syncvar.plans.link_rounds import prepare
+from syncvar.plans.model import Buffer, Chunk, Plan, Recv, Reduce, Send
+from syncvar.plans.table import ALGORITHMS, build, sums_by_the_tree
 from syncvar.testing import Simulation
 
 SIMULATED = ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange")

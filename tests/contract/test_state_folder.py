@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from syncvar.cli import main
+from syncvar.cli.main import main
 from syncvar.evidence import (
     JOBS_KEPT,
     find_job,

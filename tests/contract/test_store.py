@@ -11,8 +11,8 @@ import zmq
 from syncvar.config import RuntimeConfig
 from syncvar.joining.store import Store
 from syncvar.transports.control import control_identity
-from syncvar.wire import CONTROL_NBYTES_MAX, pack_message, parse_message
-from syncvar.wire.limits import FRAMING_NBYTES
+from syncvar.wire.control import pack_message, parse_message
+from syncvar.wire.limits import CONTROL_NBYTES_MAX, FRAMING_NBYTES
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from structures import (
 from test_prepared_equals_plain import CONFIG, LAYOUTS
 
 import syncvar as sv
+from syncvar.collectives.groups import communicator_of
 from syncvar.engine.group import Communicator
 from syncvar.execution import reductions
 from syncvar.execution.gil import crowd
@@ -142,7 +143,7 @@ def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts)
                     sv.all_reduce(kind(x), "mean", out=out)
         return [
             type(one).__name__
-            for key, one in sv.collectives.communicator_of(None).prepared_calls.items()
+            for key, one in communicator_of(None).prepared_calls.items()
             if len(key) == 4 and key[2] is None
         ]
 
@@ -232,7 +233,7 @@ def test_numbers_of_several_kinds_are_reduced_in_c():
     def fn():
         for turn in range(3):
             made = sv.all_reduce({"loss": 1.5, "n": 3, "ok": [np.ones(2, np.float16), turn]})
-        prepared = sv.collectives.communicator_of(None).prepared_calls.values()
+        prepared = communicator_of(None).prepared_calls.values()
         return (
             [type(one).__name__ for one in prepared],
             float(made["loss"]),

@@ -17,7 +17,7 @@ import syncvar as sv
 from syncvar.config import RuntimeConfig
 from syncvar.errors import WireError
 from syncvar.testing import run_ranks
-from syncvar.wire import pack_object, unpack_object
+from syncvar.wire.objects import pack_object, unpack_object
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
 LAYOUTS = {"links": {}, "arena": {"shared": True}}

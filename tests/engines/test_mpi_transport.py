@@ -13,8 +13,8 @@ import pytest
 from mpi_jobs import MPIS, MpiJob, await_true
 
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
-from syncvar.transports import Frame, Lost
-from syncvar.wire import Kind, pack_header
+from syncvar.transports.base import Frame, Lost
+from syncvar.wire.frame import Kind, pack_header
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 

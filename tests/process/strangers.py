@@ -22,7 +22,8 @@ import syncvar.transports.zeromq as zeromq_module
 from syncvar.transports.control import control_identity
 from syncvar.transports.curve import link_keys
 from syncvar.transports.sockets import job_nonce
-from syncvar.wire import Kind, pack_header, pack_message
+from syncvar.wire.control import pack_message
+from syncvar.wire.frame import Kind, pack_header
 
 SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
 LIMIT_S = 10.0

@@ -6,7 +6,7 @@ import signal
 import pytest
 from launching import await_true
 
-from syncvar.cli import main
+from syncvar.cli.main import main
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import tempfile
 import pytest
 from launching import await_true, line_of
 
-from syncvar.cli import main
+from syncvar.cli.main import main
 from syncvar.joining.directory import MEETING, JobDirectory
 from syncvar.parent import libc
 from syncvar.stacks import ALL_THREADS, END, MAIN_THREAD

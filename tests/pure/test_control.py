@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.errors import WireError
-from syncvar.wire import CONTROL_NBYTES_MAX, pack_message, parse_message
+from syncvar.wire.control import pack_message, parse_message
+from syncvar.wire.limits import CONTROL_NBYTES_MAX
 
 GOOD = {
     "join": {

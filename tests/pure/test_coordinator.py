@@ -4,7 +4,7 @@ import pytest
 
 from syncvar.config import RuntimeConfig
 from syncvar.errors import WireError
-from syncvar.wire import pack_message, parse_message
+from syncvar.wire.control import pack_message, parse_message
 from syncvar.wire.coordinator import Coordinator, Fail, Mute, Say, Tell
 
 CONFIG = RuntimeConfig(rendezvous_timeout_s=30.0, roll_call_s=5.0, stall_warning_s=10.0)

@@ -4,23 +4,10 @@ from math import ceil, floor, log2
 
 import pytest
 
-from syncvar.plans import (
-    ALGORITHMS,
-    ARENA,
-    LINKS,
-    PIECES,
-    Buffer,
-    Chunk,
-    Copy,
-    CostModel,
-    Plan,
-    Recv,
-    RecvReduce,
-    Send,
-    build_all,
-    predicted_seconds,
-    unsuited,
-)
+from syncvar.plans.chunks import PIECES
+from syncvar.plans.cost import ARENA, LINKS, CostModel, predicted_seconds
+from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Send
+from syncvar.plans.table import ALGORITHMS, build_all, unsuited
 
 A, B, G = (
     1000.0,

@@ -2,18 +2,11 @@
 
 import pytest
 
-from syncvar.plans import (
-    Buffer,
-    Chunk,
-    Copy,
-    Reduce,
-    Send,
-    all_reduce_contract,
-    build_all,
-    contract_of,
-    direct_all_reduce,
-    verify,
-)
+from syncvar.plans.checker import verify
+from syncvar.plans.contracts import all_reduce_contract, contract_of
+from syncvar.plans.direct import direct_all_reduce
+from syncvar.plans.model import Buffer, Chunk, Copy, Reduce, Send
+from syncvar.plans.table import build_all
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])

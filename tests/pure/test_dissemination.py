@@ -4,7 +4,10 @@ from math import ceil, log2
 
 import pytest
 
-from syncvar.plans import Buffer, Copy, Send, build_all, contract_of, verify
+from syncvar.plans.checker import verify
+from syncvar.plans.contracts import contract_of
+from syncvar.plans.model import Buffer, Copy, Send
+from syncvar.plans.table import build_all
 
 
 @pytest.mark.parametrize("world_size", range(1, 20))

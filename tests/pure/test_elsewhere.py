@@ -6,7 +6,7 @@ import pytest
 
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError
-from syncvar.topology import told_elsewhere, why_not_alone
+from syncvar.topology.elsewhere import told_elsewhere, why_not_alone
 
 TORCH = {
     "RANK": "3",

@@ -10,7 +10,7 @@ import zmq
 import syncvar as sv
 from syncvar.engines.part import End, Part, Place, packed, parts, unpacked
 from syncvar.engines.place import _let_go, arrive
-from syncvar.topology import told_elsewhere
+from syncvar.topology.elsewhere import told_elsewhere
 
 
 def told(grounds, **more):

@@ -7,15 +7,13 @@ import pytest
 
 from syncvar.env import RankEnvironment
 from syncvar.errors import ConfigError, RendezvousError
-from syncvar.topology import (
-    ADDRESS,
-    FOLDER,
-    PMI,
+from syncvar.topology.elsewhere import (
     is_meant_alone,
     started_with_others,
     told_elsewhere,
     why_not_alone,
 )
+from syncvar.topology.engines.base import ADDRESS, FOLDER, PMI
 from syncvar.topology.engines.placing import host_of_each
 from syncvar.topology.engines.slurm import counts
 

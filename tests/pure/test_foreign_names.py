@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.cli import main
 from syncvar.cli.coming_from import LIBRARIES, SHORT, coming_from_text
+from syncvar.cli.main import main
 from syncvar.config import nearest
 from syncvar.errors import ConfigError
 from syncvar.foreign_names import WORDS, explained, words_text

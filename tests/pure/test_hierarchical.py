@@ -5,9 +5,10 @@ import itertools
 import pytest
 
 from syncvar.errors import PlanError
-from syncvar.plans import Plan, Reduce, contract_of, flattened, keeps_the_tree, verify
-from syncvar.plans.contracts import tree_expression
-from syncvar.plans.hierarchical import COMPOSED
+from syncvar.plans.checker import verify
+from syncvar.plans.contracts import contract_of, tree_expression
+from syncvar.plans.hierarchical import COMPOSED, flattened, keeps_the_tree
+from syncvar.plans.model import Plan, Reduce
 
 HOSTS = [
     sizes

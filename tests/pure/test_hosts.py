@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.errors import ConfigError
-from syncvar.topology import HostMap, divided
+from syncvar.topology.hosts import HostMap, divided
 
 maps = st.lists(st.integers(1, 6), min_size=1, max_size=6).map(lambda sizes: HostMap(tuple(sizes)))
 

@@ -24,7 +24,7 @@ from syncvar.execution.program import (
     assemble,
     extents,
 )
-from syncvar.plans import tree_order
+from syncvar.plans.reproducible import tree_order
 
 COUNTS = (1, 3, 4, 5, 8, 9, 16, 17, 23, 33)
 BLOCK = 3

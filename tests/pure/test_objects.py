@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.errors import ConfigError, WireError
-from syncvar.wire import DTYPE_NAMES, dtype_from_index, pack_object, unpack_object
-from syncvar.wire.objects import may_travel
+from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.wire.objects import may_travel, pack_object, unpack_object
 
 arrays = st.builds(
     lambda index, shape, seed: _array(DTYPE_NAMES[index], tuple(shape), seed),

@@ -7,7 +7,7 @@ import pytest
 from syncvar.errors import ConfigError
 from syncvar.ops import OPS as ALL_OPS
 from syncvar.ops import finish, reduction
-from syncvar.wire import DTYPE_NAMES, dtype_from_index
+from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
 
 OPS = ALL_OPS[:5]  # those that every number has; the others are tested with the messages and groups
 HALVES = {"float16", "bfloat16"}

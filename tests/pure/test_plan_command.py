@@ -3,7 +3,8 @@
 import pytest
 
 from syncvar.cli.main import main
-from syncvar.plans import ALGORITHMS, build_all, plan_text
+from syncvar.plans.show import plan_text
+from syncvar.plans.table import ALGORITHMS, build_all
 
 
 @pytest.fixture(autouse=True)

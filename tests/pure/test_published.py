@@ -3,20 +3,10 @@
 import pytest
 
 from syncvar.errors import PlanError
-from syncvar.plans import (
-    ALGORITHMS,
-    Buffer,
-    Chunk,
-    Copy,
-    Plan,
-    Recv,
-    RecvReduce,
-    Reduce,
-    build_all,
-    contract_of,
-    publications,
-    unsuited,
-)
+from syncvar.plans.contracts import contract_of
+from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce
+from syncvar.plans.published import publications
+from syncvar.plans.table import ALGORITHMS, build_all, unsuited
 
 CASES = [
     (collective, algorithm, n)

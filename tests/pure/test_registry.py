@@ -25,7 +25,7 @@ from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES, available, dtypes, op
 from syncvar.cli.selftest import Outcome, outcome_lines
 from syncvar.cli.table_of_collectives import cost_of, signature_of
 from syncvar.ops import OPS
-from syncvar.plans import ALGORITHMS
+from syncvar.plans.table import ALGORITHMS
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -1,7 +1,7 @@
 import pytest
 
 from syncvar import exits
-from syncvar.topology import rank_spans, ranks_of
+from syncvar.topology.ranks import rank_spans, ranks_of
 from syncvar_launcher.report import (
     Failure,
     Other,

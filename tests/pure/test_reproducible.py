@@ -4,21 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncvar.plans import (
-    Copy,
-    Reduce,
-    Send,
-    build_all,
-    contract_of,
-    even_chunks,
-    reproducible_all_reduce,
-    runs_of,
-    split,
-    tree_expression,
-    tree_order,
-    verify,
-    whole_nodes,
-)
+from syncvar.plans.checker import verify
+from syncvar.plans.chunks import even_chunks
+from syncvar.plans.contracts import contract_of, tree_expression
+from syncvar.plans.model import Copy, Reduce, Send
+from syncvar.plans.reproducible import reproducible_all_reduce, tree_order
+from syncvar.plans.shards import runs_of, split, whole_nodes
+from syncvar.plans.table import build_all
 
 
 def by_order(lo, hi):

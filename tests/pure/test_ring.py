@@ -2,18 +2,12 @@
 
 import pytest
 
-from syncvar.plans import (
-    Chunk,
-    Recv,
-    RecvReduce,
-    Send,
-    build_all,
-    contract_of,
-    even_chunks,
-    ring_all_gather,
-    ring_all_reduce,
-    verify,
-)
+from syncvar.plans.checker import verify
+from syncvar.plans.chunks import even_chunks
+from syncvar.plans.contracts import contract_of
+from syncvar.plans.model import Chunk, Recv, RecvReduce, Send
+from syncvar.plans.ring import ring_all_gather, ring_all_reduce
+from syncvar.plans.table import build_all
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 12])

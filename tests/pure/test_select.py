@@ -3,17 +3,11 @@
 import pytest
 
 from syncvar.errors import ConfigError
-from syncvar.plans import (
-    ALGORITHMS,
-    build,
-    build_all,
-    choose,
-    contract_of,
-    parse_forced,
-    predicted_seconds,
-    unsuited,
-    verify,
-)
+from syncvar.plans.checker import verify
+from syncvar.plans.contracts import contract_of
+from syncvar.plans.cost import predicted_seconds
+from syncvar.plans.select import choose, parse_forced
+from syncvar.plans.table import ALGORITHMS, build, build_all, unsuited
 
 KIB = 1024
 

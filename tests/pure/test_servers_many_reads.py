@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from syncvar.roles import SERVER_0
-from syncvar.servers import Client, Server
 from syncvar.servers.asking import Asking
+from syncvar.servers.client import Client
+from syncvar.servers.server import Server
 from syncvar.servers.shard import Spec
 
 

@@ -9,18 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from syncvar.plans import (
-    Buffer,
-    Chunk,
-    Copy,
-    Recv,
-    RecvReduce,
-    Reduce,
-    Send,
-    build_all,
-    plan_text,
-    step_text,
-)
+from syncvar.plans.model import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.plans.show import plan_text, step_text
+from syncvar.plans.table import build_all
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -4,7 +4,10 @@ from math import ceil, log2
 
 import pytest
 
-from syncvar.plans import Send, build_all, contract_of, verify
+from syncvar.plans.checker import verify
+from syncvar.plans.contracts import contract_of
+from syncvar.plans.model import Send
+from syncvar.plans.table import build_all
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 9, 17])

@@ -5,25 +5,15 @@ from dataclasses import replace
 import pytest
 
 from syncvar.errors import InternalError, PlanError
-from syncvar.plans import (
-    Buffer,
-    Chunk,
+from syncvar.plans.checker import Report, verify
+from syncvar.plans.contracts import (
     Contract,
-    Copy,
-    Plan,
-    Recv,
-    RecvReduce,
-    Reduce,
-    Report,
-    Send,
     Wanted,
     all_gather_contract,
     all_reduce_contract,
     all_to_all_contract,
     barrier_contract,
-    binomial_reduce,
     broadcast_contract,
-    build_all,
     contract_of,
     gather_contract,
     reduce_contract,
@@ -31,9 +21,11 @@ from syncvar.plans import (
     scan_contract,
     scatter_contract,
     tree_expression,
-    verify,
 )
 from syncvar.plans.expressions import Expressions
+from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Send
+from syncvar.plans.table import build_all
+from syncvar.plans.tree import binomial_reduce
 
 NOTHING = Chunk(0, 0)
 ONE = Chunk(0, 1)

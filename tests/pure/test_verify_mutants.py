@@ -8,21 +8,10 @@ same plan. Nothing else survives.
 import pytest
 
 from syncvar.errors import PlanError
-from syncvar.plans import (
-    ALGORITHMS,
-    Buffer,
-    Chunk,
-    Copy,
-    Recv,
-    RecvReduce,
-    Reduce,
-    Send,
-    build_all,
-    contract_of,
-    sums_by_the_tree,
-    unsuited,
-    verify,
-)
+from syncvar.plans.checker import verify
+from syncvar.plans.contracts import contract_of
+from syncvar.plans.model import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.plans.table import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 OF_BLOCKS = {"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"}

@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from syncvar.plans import ALGORITHMS, Buffer, Copy, Recv, RecvReduce, Reduce, Send, build_all
+from syncvar.plans.model import Buffer, Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.plans.table import ALGORITHMS, build_all
 
 
 def run_on_lists(plans, work):

@@ -6,17 +6,11 @@ A new row of the table is covered by being there.
 import pytest
 
 from syncvar.errors import PlanError
-from syncvar.plans import (
-    ALGORITHMS,
-    Chunk,
-    Copy,
-    build_all,
-    contract_of,
-    publications,
-    sums_by_the_tree,
-    unsuited,
-    verify,
-)
+from syncvar.plans.checker import verify
+from syncvar.plans.contracts import contract_of
+from syncvar.plans.model import Chunk, Copy
+from syncvar.plans.published import publications
+from syncvar.plans.table import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 
 RANKS_MAX = 64
 BATCHES = {"1-9": range(1, 10), "10-17": (10, 13, 15, 16, 17)}  # the others are with the slow tests
