@@ -8,7 +8,7 @@ import time
 import pytest
 import zmq
 
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.store import Store
 from syncvar.transports.control import control_identity
 from syncvar.wire.control import pack_message, parse_message
@@ -36,6 +36,7 @@ class Peer:
         self.socket.setsockopt(zmq.ROUTING_ID, identity or control_identity(rank))
         self.socket.connect(endpoint)
         self.rank = rank
+        self.kinds = []
 
     def join(self, job="job", rank=None, generation=0):
         about = {"protocol": 1, "byte_order": "little"}
@@ -54,11 +55,11 @@ class Peer:
         )
 
     def heard(self):
-        kinds = []
+        """Return the kinds of all messages that have come so far."""
         with contextlib.suppress(zmq.Again):
             while True:
-                kinds.append(parse_message(self.socket.recv(zmq.NOBLOCK))["kind"])
-        return kinds
+                self.kinds.append(parse_message(self.socket.recv(zmq.NOBLOCK))["kind"])
+        return self.kinds
 
 
 @pytest.fixture
@@ -76,11 +77,19 @@ def connect(endpoint, store):
     context.term()
 
 
-def serve(store, seconds=0.1):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+def serve(store, until, limit_s=60.0):
+    """Serve until a condition is true."""
+    deadline = time.monotonic() + limit_s
+    while not until():
+        assert time.monotonic() < deadline, "the condition did not come true"
         store.serve(time.monotonic())
         time.sleep(0.005)
+
+
+def serve_a_while(store):
+    """Serve where nothing is expected to happen."""
+    until = time.monotonic() + 0.1
+    serve(store, lambda: time.monotonic() > until)
 
 
 BROKE = pack_message("broke", kind_of_break="lost", reason="r", group=-1, call=-1, missing=[0])
@@ -90,7 +99,7 @@ def test_ranks_that_join_get_the_roll(store, connect):
     peers = [connect(rank) for rank in range(2)]
     for peer in peers:
         peer.join()
-    serve(store)
+    serve(store, lambda: all(peer.heard() for peer in peers))
     assert [peer.heard() for peer in peers] == [["roll"], ["roll"]]
     assert store.refused_messages == 0
 
@@ -98,22 +107,22 @@ def test_ranks_that_join_get_the_roll(store, connect):
 def test_a_refused_stranger_is_answered_and_has_no_say(store, connect):
     stranger = connect(1)
     stranger.join(job="another")
-    serve(store)
+    serve(store, stranger.heard)
     assert stranger.heard() == ["refused"]
     stranger.socket.send(BROKE)
-    serve(store)
+    serve(store, lambda: store.refused_messages)
     assert store.refused_messages == 1
     assert store.coordinator.broken_by is None
     peers = [connect(rank) for rank in range(2)]
     for peer in peers:
         peer.join()
-    serve(store)
-    assert [peer.heard() for peer in peers] == [["roll"], ["roll"]]
+    serve(store, lambda: all(peer.heard() for peer in peers))
     stranger.join()
     stranger.socket.send(BROKE)
-    serve(store)
-    assert stranger.heard() == ["refused"]
-    assert [peer.heard() for peer in peers] == [[], []]
+    serve(store, lambda: len(stranger.heard()) == 2)
+    serve_a_while(store)
+    assert stranger.heard() == ["refused", "refused"]
+    assert [peer.heard() for peer in peers] == [["roll"], ["roll"]]
 
 
 @pytest.mark.parametrize(
@@ -132,12 +141,12 @@ def test_nonsense_is_counted_said_and_changes_nothing(store, connect, data):
     peers = [connect(rank) for rank in range(2)]
     for peer in peers:
         peer.join()
-    serve(store)
+    serve(store, lambda: all(peer.heard() for peer in peers))
     peers[0].socket.send(data)
     peers[1].socket.send_multipart([BROKE, BROKE])
-    serve(store)
-    assert store.refused_messages == 2
+    serve(store, lambda: store.refused_messages == 2)
     assert any("refused" in text for text in store.take_said())
+    serve_a_while(store)
     assert [peer.heard() for peer in peers] == [["roll"], ["roll"]]
 
 
@@ -145,7 +154,7 @@ def test_nonsense_is_counted_said_and_changes_nothing(store, connect, data):
 def test_a_peer_without_a_control_identity_is_refused(store, connect, identity):
     peer = connect(0, identity)
     peer.join()
-    serve(store)
+    serve(store, lambda: store.refused_messages)
     assert store.refused_messages == 1
     assert store.coordinator.roll.members == {}
 
@@ -153,7 +162,7 @@ def test_a_peer_without_a_control_identity_is_refused(store, connect, identity):
 def test_a_rank_that_claims_to_be_another_is_refused(store, connect):
     peer = connect(0)
     peer.join(rank=1)
-    serve(store)
+    serve(store, lambda: store.refused_messages)
     assert store.refused_messages == 1
     assert store.coordinator.roll.members == {}
 
@@ -161,9 +170,9 @@ def test_a_rank_that_claims_to_be_another_is_refused(store, connect):
 def test_a_message_that_is_too_long_closes_only_its_own_connection(store, connect):
     peers = [connect(rank) for rank in range(2)]
     peers[0].join()
-    serve(store)
+    serve(store, lambda: store.coordinator.roll.members)
     connect(1).socket.send(bytes(CONTROL_NBYTES_MAX + FRAMING_NBYTES + 1))
-    serve(store)
+    serve_a_while(store)
     peers[1].join()
-    serve(store)
+    serve(store, lambda: all(peer.heard() for peer in peers))
     assert [peer.heard() for peer in peers] == [["roll"], ["roll"]]
