@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import zmq
 
-from syncvar.config import RuntimeConfig
-from syncvar.env import RankEnvironment
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.settings import RuntimeConfig
 from syncvar.servers.asking import Asking
 from syncvar.servers.shard import Spec
 from syncvar.serving.edge import Edge

@@ -13,7 +13,7 @@ import struct
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgpack
 
-from syncvar.parent import libc
-from syncvar.roles import is_server
+from syncvar.core.parent_death import libc
+from syncvar.core.process_ids import is_server
 from syncvar_launcher.children import child_of
 from syncvar_launcher.memory import OutOfMemory
 from syncvar_launcher.sessions import (
@@ -110,7 +110,9 @@ class Worker:
     word: int
     said: bytearray = field(default_factory=bytearray)
     status: int | None = None
-    takes_notice: bool = False  # SIGTERM asks it to save and to end in order, see `syncvar.word`
+    takes_notice: bool = (
+        False  # SIGTERM asks it to save and to end in order, see `syncvar.core.status_pipe`
+    )
 
 
 class Agent:

@@ -10,11 +10,11 @@ import re
 import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from syncvar.errors import WireError
-from syncvar.exits import INTERNAL
-from syncvar.requested_files import EVIDENCE, LostFile, why_unwritten
-from syncvar.roles import SERVER_0
-from syncvar.stacks import Frame, Thread, where
+from syncvar.core.errors import WireError
+from syncvar.core.exit_codes import INTERNAL
+from syncvar.core.output_files import EVIDENCE, LostFile, why_unwritten
+from syncvar.core.process_ids import SERVER_0
+from syncvar.core.stack_dump import Frame, Thread, where
 from syncvar_launcher.agent import Ended, Event, Gone, Output, Spared, Spoke, Started
 from syncvar_launcher.callfiles import call_parts, forget_results, keep_result
 from syncvar_launcher.environment import carried
@@ -510,7 +510,10 @@ class Agents:
 
     def _keep(self, name: str, data: bytes, site: Site) -> None:
         """Write a flight record, or the totals of calls, that a rank or server has left on its host."""
-        from syncvar.evidence import is_record, write_record  # only a job that went wrong needs it
+        from syncvar.core.state_folder import (  # only a job that went wrong needs it
+            is_record,
+            write_record,
+        )
 
         found = re.fullmatch(r"(?:flight-rank|flight-(server)|stats-)(\d+)\..*", name)
         if (

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
 from syncvar_launcher.messages import CALL_PART_NBYTES
 
 if TYPE_CHECKING:

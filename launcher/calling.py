@@ -12,9 +12,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from syncvar.begin import command_of
-from syncvar.errors import HostUnreachable
+from syncvar.core.errors import HostUnreachable
+from syncvar.core.network import address_towards_any, bracketed
 from syncvar.joining.cards import shared_folder
-from syncvar.transports.addresses import address_towards_any, bracketed
 from syncvar_launcher.addresses import allowed, interfaces
 from syncvar_launcher.children import child_of
 from syncvar_launcher.environment import inherited

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
-from syncvar.errors import ConfigError, WireError
-from syncvar.transports.addresses import bracketed, tcp_endpoint
+from syncvar.core.errors import ConfigError, WireError
+from syncvar.core.network import bracketed, tcp_endpoint
 from syncvar.transports.curve import Gate, link_keys
 from syncvar.transports.sockets import bound_messages, events_of, monitor_of, set_family
 from syncvar_launcher.hello import (

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from syncvar.config import RuntimeConfig
-from syncvar.env import PREFIX, RankEnvironment
-from syncvar.errors import ConfigError
+from syncvar.core.environment import PREFIX, RankEnvironment
+from syncvar.core.errors import ConfigError
+from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.secret import WITHHELD
 
 if TYPE_CHECKING:

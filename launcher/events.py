@@ -30,9 +30,9 @@ import stat
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError
-from syncvar.private_files import REQUESTED
-from syncvar.requested_files import LostFile, why_unwritten
+from syncvar.core.errors import ConfigError
+from syncvar.core.output_files import LostFile, why_unwritten
+from syncvar.core.private_files import REQUESTED
 from syncvar_launcher.outlet import Outlet
 
 if TYPE_CHECKING:

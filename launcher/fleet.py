@@ -14,9 +14,9 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar import exits
 from syncvar.begin import command_of
-from syncvar.errors import HostUnreachable, WireError
+from syncvar.core import exit_codes
+from syncvar.core.errors import HostUnreachable, WireError
 from syncvar.wire.keys import KEY_BYTES
 from syncvar_launcher.addresses import Interface, Listeners, allowed, interfaces
 from syncvar_launcher.callfiles import without_call
@@ -106,7 +106,7 @@ class Fleet:
         self._party: Party | None = None
         self._calling: Calling | None = None
         self._collection: Collection | None = None
-        self.exit_code = exits.RENDEZVOUS
+        self.exit_code = exit_codes.RENDEZVOUS
 
     def open(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Log in everywhere, or wait until hosts have joined; check, place the workers, and find addresses by which all reach each other.

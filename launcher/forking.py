@@ -300,7 +300,7 @@ class ForkServer:
             self.waits()
             waited_s = time.monotonic() - began
             if waited_s >= self.limit_s:
-                from syncvar.exits import RENDEZVOUS
+                from syncvar.core.exit_codes import RENDEZVOUS
 
                 sentence = f"{self.describe()} has not answered for {waited_s:.0f} s"
                 self._process.kill()
@@ -345,6 +345,6 @@ def _unpacked(data: bytes) -> Any:
 
 
 def _ended(status: int) -> str:
-    from syncvar.exits import describe_exit
+    from syncvar.core.exit_codes import describe_exit
 
     return describe_exit(status)

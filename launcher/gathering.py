@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from syncvar.errors import ConfigError, HostUnreachable, WireError
-from syncvar.transports.addresses import bracketed
+from syncvar.core.errors import ConfigError, HostUnreachable, WireError
+from syncvar.core.network import bracketed
 from syncvar_launcher.addresses import interfaces
 from syncvar_launcher.door import Door
 from syncvar_launcher.fitness import why_unfit, why_unlike

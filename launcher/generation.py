@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 import syncvar
-from syncvar import exits
+from syncvar.core import exit_codes
+from syncvar.core.network import tcp_endpoint
+from syncvar.core.output_files import LOST_FILE_EVENT
+from syncvar.core.process_ids import SERVER_0, is_server, process_name
+from syncvar.core.restart_policy import Ending
+from syncvar.core.stack_dump import doing
+from syncvar.core.status_pipe import BEGUN
 from syncvar.joining.store import Store
-from syncvar.requested_files import LOST_FILE_EVENT
-from syncvar.restarting import Ending
-from syncvar.roles import SERVER_0, is_server, process_name
-from syncvar.stacks import doing
-from syncvar.transports.addresses import tcp_endpoint
 from syncvar.wire.health import Health
 from syncvar.wire.keys import KEY_BYTES
 from syncvar.wire.objects import pack_object
-from syncvar.word import BEGUN
 from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spared, Spoke, Started
 from syncvar_launcher.agents import Agents
 from syncvar_launcher.beginning import Beginning
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 __all__ = ["Generation", "drop_passing"]
 
 _BUSY_SHARE = 0.2  # of a core
-_IN_ORDER = (0, exits.PREEMPTED)  # the statuses of ranks that have left
+_IN_ORDER = (0, exit_codes.PREEMPTED)  # the statuses of ranks that have left
 _WORD_S = 5.0  # for what a rank has said to arrive behind the news that it has ended
 _PAUSE_S = 0.01
 _ABSENT_SHOWN = 4  # of the ranks that have not joined, each with what it does
@@ -354,13 +354,13 @@ class Generation:
         except _Interrupted:
             self.server = server  # its end is that of all ranks
             number = self.watch.pending.popleft()
-            self.events.add("signal", signal=number, name=exits.signal_name(number))
+            self.events.add("signal", signal=number, name=exit_codes.signal_name(number))
             self._do(self.supervisor.signalled(number, self.watch.now()))
             return
         if refusal is not None:
             self.supervisor.never_began(
                 f"{refusal.why}; --start-method spawn does without it",
-                exits.exit_code_of(refusal.status or exits.INTERNAL),
+                exit_codes.exit_code_of(refusal.status or exit_codes.INTERNAL),
             )
 
     def _fork_from(self, server: ForkServer) -> Refusal | None:
@@ -563,7 +563,7 @@ class Generation:
                 self.store.finished(rank, now)
             if self.options.servers:
                 self.store.servers.ended(
-                    rank, "" if event.status == 0 else exits.describe_exit(event.status)
+                    rank, "" if event.status == 0 else exit_codes.describe_exit(event.status)
                 )
 
     def _is_member(self, rank: int) -> bool:
@@ -643,7 +643,7 @@ class Generation:
             self.sharing.abort(coordinator.roll.generation)
 
     def _interrupt(self, number: int, now: float) -> None:
-        self.events.add("signal", signal=number, name=exits.signal_name(number))
+        self.events.add("signal", signal=number, name=exit_codes.signal_name(number))
         debugged = self.options.debug
         if debugged is not None and number == signal.SIGINT and debugged in self.supervisor.running:
             self.agent.send(
@@ -667,13 +667,13 @@ class Generation:
             drop_passing(self.forwarder, self.watch, "before the ranks began")
         while self.watch.passing:
             number = self.watch.passing.popleft()
-            self.events.add("signal_forwarded", signal=number, name=exits.signal_name(number))
+            self.events.add("signal_forwarded", signal=number, name=exit_codes.signal_name(number))
             spared = self.agent.send_groups(number)
             if spared:
                 self._spare(Spared(number, spared))
             elif self.options.verbose:
                 self.forwarder.say(
-                    f"syncvar: {exits.signal_name(number) or number} passed on to all ranks\n"
+                    f"syncvar: {exit_codes.signal_name(number) or number} passed on to all ranks\n"
                 )
 
     def _spare(self, event: Spared) -> None:
@@ -752,7 +752,7 @@ class Generation:
             return
         server, self.server = self.server, None
         server.close()
-        self.supervisor.never_began(sentence, exits.RENDEZVOUS)
+        self.supervisor.never_began(sentence, exit_codes.RENDEZVOUS)
 
     def _process_words(self, number: int) -> str:
         """Return in words whether the process of a rank or server runs, and its state."""
@@ -813,14 +813,18 @@ class Generation:
             is_last: The ranks are not started again.
         """
         cause = outcome.cause
-        if outcome.exit_code == exits.PREEMPTED and cause is None:
-            told = f" after {exits.signal_name(outcome.interrupted)}" if outcome.interrupted else ""
+        if outcome.exit_code == exit_codes.PREEMPTED and cause is None:
+            told = (
+                f" after {exit_codes.signal_name(outcome.interrupted)}"
+                if outcome.interrupted
+                else ""
+            )
             advice = "; run it again to go on" if is_last else ""
             self.forwarder.say(
-                f"syncvar: the ranks stopped as asked{told} (exit code {exits.PREEMPTED}){advice}\n"
+                f"syncvar: the ranks stopped as asked{told} (exit code {exit_codes.PREEMPTED}){advice}\n"
             )
         elif outcome.interrupted:
-            name = exits.signal_name(outcome.interrupted)
+            name = exit_codes.signal_name(outcome.interrupted)
             reads = outcome.interrupted != signal.SIGPIPE
             places = [
                 Other(number, self._position(number))
@@ -857,7 +861,7 @@ class Generation:
             arguments=arguments,
             log_dir=log_dir,
             records=records,
-            raised=self._raised(exits.OF_OTHERS),
+            raised=self._raised(exit_codes.OF_OTHERS),
             remedies=self._remedies(cause),
             is_whole=self.options.verbose,
         )
@@ -983,7 +987,7 @@ def drop_passing(forwarder: OutputForwarder, watch: Watch, when: str) -> None:
     while watch.passing:
         number = watch.passing.popleft()
         forwarder.say(
-            f"syncvar: {exits.signal_name(number) or number} came {when}, and is dropped\n"
+            f"syncvar: {exit_codes.signal_name(number) or number} came {when}, and is dropped\n"
         )
 
 

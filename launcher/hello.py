@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
 
 __all__ = [
     "CHUNK",

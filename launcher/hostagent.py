@@ -15,8 +15,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError, SyncvarError, WireError
-from syncvar.exits import CONFIGURATION, LIMITS
+from syncvar.core.errors import ConfigError, SyncvarError, WireError
+from syncvar.core.exit_codes import CONFIGURATION, LIMITS
 from syncvar_launcher.addresses import Listeners, reachable
 from syncvar_launcher.agent import Ended, Event, Output, Spoke
 from syncvar_launcher.facts import facts_of

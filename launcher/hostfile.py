@@ -22,8 +22,8 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from syncvar.config import nearest
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
+from syncvar.core.settings import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

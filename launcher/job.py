@@ -10,9 +10,9 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from syncvar.env import RankEnvironment
-from syncvar.roles import SERVER_0, heirs_of, is_server, mirrors_of, server_hosts
-from syncvar.topology.hosts import HostMap, divided
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.host_topology import HostMap, divided
+from syncvar.core.process_ids import SERVER_0, heirs_of, is_server, mirrors_of, server_hosts
 from syncvar_launcher import options
 from syncvar_launcher.beginning import Beginning, plan_beginning
 from syncvar_launcher.binding import Binding, blas_environment, blas_threads, plan_binding

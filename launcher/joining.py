@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 import syncvar
-from syncvar import exits
 from syncvar.begin import command_of
-from syncvar.errors import ConfigError, HostUnreachable
-from syncvar.transports.addresses import address_towards, tcp_endpoint
+from syncvar.core import exit_codes
+from syncvar.core.errors import ConfigError, HostUnreachable
+from syncvar.core.network import address_towards, tcp_endpoint
 from syncvar.transports.curve import link_keys
 from syncvar.transports.sockets import bound_messages, events_of, monitor_of, set_family
 from syncvar.wire.frame import PROTOCOL_VERSION
@@ -240,9 +240,9 @@ class _Host:
             self._agent.end_input()
         elif kind == REFUSED:
             _say(f"refused by the launcher at {self._where}: {data.decode('utf-8', 'replace')}")
-            self._code = exits.RENDEZVOUS
+            self._code = exit_codes.RENDEZVOUS
         elif kind == DONE:
-            self._code = int(data) if data.isdigit() and len(data) < 4 else exits.INTERNAL
+            self._code = int(data) if data.isdigit() and len(data) < 4 else exit_codes.INTERNAL
             if self._code:
                 _say(f"the job has ended with {self._code}; the launcher says why")
 
@@ -261,12 +261,12 @@ class _Host:
                         f"whoever listens at {self._where} does not take the key of {self._chosen.key_file}: it is another key than that of "
                         f"syncvar-launch --listen there (copy the file), or another program"
                     )
-                    self._code = exits.KEY
+                    self._code = exit_codes.KEY
 
     def _lose(self, why: str) -> None:
         if self._code is None:
             _say(f"{why}; its workers here are ended")
-            self._code = exits.INTERNAL
+            self._code = exit_codes.INTERNAL
 
     def _heed(self, number: int) -> None:
         """Pass the first SIGTERM on to the agent, which lets its workers save and end; all else ends them."""
@@ -279,7 +279,7 @@ class _Host:
 
     def _leave(self, number: int) -> None:
         """End this host's part of the job, because a signal says so."""
-        name = exits.signal_name(number)
+        name = exit_codes.signal_name(number)
         _say(f"ended by {name}")
         self._code = 128 + number
         if self._has_joined:

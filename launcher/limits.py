@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncvar.errors import ConfigError, HostUnreachable
+from syncvar.core.errors import ConfigError, HostUnreachable
 
 if TYPE_CHECKING:
     from syncvar_launcher.options import LaunchOptions

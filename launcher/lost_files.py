@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from syncvar.requested_files import AUTO_LOG, EVIDENCE, LostFile, check_file, check_folder
-from syncvar.roles import process_name
+from syncvar.core.output_files import AUTO_LOG, EVIDENCE, LostFile, check_file, check_folder
+from syncvar.core.process_ids import process_name
 from syncvar_launcher.output import escape
 
 if TYPE_CHECKING:

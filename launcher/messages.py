@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
 
 __all__ = [
     "CALL_PART_NBYTES",

@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from syncvar import exits
 from syncvar.arena.room import core_quota
-from syncvar.config import RuntimeConfig, nearest
-from syncvar.env import PREFIX, RankEnvironment
-from syncvar.errors import ConfigError
+from syncvar.core import exit_codes
+from syncvar.core.environment import PREFIX, RankEnvironment
+from syncvar.core.errors import ConfigError
+from syncvar.core.host_topology import divided
+from syncvar.core.settings import RuntimeConfig, nearest
 from syncvar.topology.elsewhere import started_with_others
-from syncvar.topology.hosts import divided
 from syncvar_launcher import beginning, binding, output, signals
 from syncvar_launcher.environment import check_assignment, variables
 from syncvar_launcher.placement import MAP_BY
@@ -644,7 +644,7 @@ class _Parser(argparse.ArgumentParser):
                 )
 
     def error(self, message: str) -> NoReturn:
-        self.exit(exits.USAGE, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
+        self.exit(exit_codes.USAGE, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
 
 
 class _Reader:
@@ -726,7 +726,7 @@ def _split(parser: _Parser, argv: Sequence[str]) -> tuple[list[str], str, list[s
 
 def _foreign(name: str) -> str:
     """Return what to write instead of an option of another launcher; empty where it is none."""
-    from syncvar.foreign_names import explained  # only an option that is not ours needs it
+    from syncvar.core.migration_hints import explained  # only an option that is not ours needs it
 
     return explained("option", name)
 

@@ -16,10 +16,10 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from syncvar.private_files import REQUESTED
-from syncvar.requested_files import LostFile, check_folder, why_unwritten
-from syncvar.roles import SERVER_0, is_server, process_name, short_name
-from syncvar.topology.ranks import ranks_of
+from syncvar.core.output_files import LostFile, check_folder, why_unwritten
+from syncvar.core.private_files import REQUESTED
+from syncvar.core.process_ids import SERVER_0, is_server, process_name, short_name
+from syncvar.core.rank_text import ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container

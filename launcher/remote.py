@@ -9,7 +9,7 @@ import subprocess
 import time
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
 from syncvar_launcher.children import child_of
 from syncvar_launcher.messages import Message, Reader, checked_facts, pack
 from syncvar_launcher.outbox import Outbox

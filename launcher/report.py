@@ -10,9 +10,9 @@ import re
 import shlex
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.exits import describe_exit, exit_code_of, signal_name
-from syncvar.roles import is_server, process_name
-from syncvar.topology.ranks import process_list
+from syncvar.core.exit_codes import describe_exit, exit_code_of, signal_name
+from syncvar.core.process_ids import is_server, process_name
+from syncvar.core.rank_text import process_list
 from syncvar_launcher.output import escape
 
 if TYPE_CHECKING:

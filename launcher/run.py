@@ -65,26 +65,26 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     ahead = started_ahead(arguments, os.environ)
     clock.enter("imports what reads its options")
-    from syncvar import exits
-    from syncvar.errors import ConfigError, HostUnreachable, SyncvarError
+    from syncvar.core import exit_codes
+    from syncvar.core.errors import ConfigError, HostUnreachable, SyncvarError
     from syncvar_launcher.limits import OF_LIMITS, LimitTooLow, TimePassed
 
     try:
         return _run(arguments, ahead)
     except ConfigError as error:
         _refuse(str(error))
-        return exits.LIMITS if isinstance(error, LimitTooLow) else exits.CONFIGURATION
+        return exit_codes.LIMITS if isinstance(error, LimitTooLow) else exit_codes.CONFIGURATION
     except OSError as error:
         if error.errno not in OF_LIMITS:
             raise
         _refuse(f"a limit of the system is too low: {error.strerror}")
-        return exits.LIMITS
+        return exit_codes.LIMITS
     except HostUnreachable as error:
         _refuse(str(error))
-        return exits.TIMEOUT if isinstance(error, TimePassed) else exits.RENDEZVOUS
+        return exit_codes.TIMEOUT if isinstance(error, TimePassed) else exit_codes.RENDEZVOUS
     except SyncvarError as error:
         _refuse(str(error))
-        return exits.INTERNAL
+        return exit_codes.INTERNAL
     finally:
         clock.stop()
         if ahead is not None:
@@ -106,7 +106,7 @@ def _refuse(sentence: str) -> None:
 
 def _options_of(arguments: list[str], here: Path) -> LaunchOptions:
     """Read the options; a wrong one is an exception where `sv.run` is to raise it."""
-    from syncvar.errors import ConfigError
+    from syncvar.core.errors import ConfigError
     from syncvar_launcher import options
 
     if "SYNCVAR_OUTCOME_FILE" not in os.environ:
@@ -126,7 +126,7 @@ def _options_of(arguments: list[str], here: Path) -> LaunchOptions:
 def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     from pathlib import Path
 
-    from syncvar.config import doubtful_variables
+    from syncvar.core.settings import doubtful_variables
     from syncvar.topology.elsewhere import is_meant_alone, started_with_others
     from syncvar_launcher.job import Job
     from syncvar_launcher.limits import check_limits

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import syncvar
-from syncvar import exits
-from syncvar.errors import HostUnreachable
+from syncvar.core import exit_codes
+from syncvar.core.errors import HostUnreachable
+from syncvar.core.output_files import LostFile, why_unwritten
+from syncvar.core.process_ids import SERVER_0, is_server, server_number
+from syncvar.core.restart_policy import Restarting
 from syncvar.joining.directory import JobDirectory
-from syncvar.requested_files import LostFile, why_unwritten
-from syncvar.restarting import Restarting
-from syncvar.roles import SERVER_0, is_server, server_number
 from syncvar.serving.tally import put_tallies, take_tallies
 from syncvar_launcher.events import EventLog
 from syncvar_launcher.generation import Generation, drop_passing
@@ -90,7 +90,7 @@ def _started(
     )
     job.records.remove()  # of an earlier job with the same folder for its output
     restarting = Restarting(chosen.max_restarts, job.config.restart_delay_s)
-    number, had_met, code = 0, False, exits.RENDEZVOUS
+    number, had_met, code = 0, False, exit_codes.RENDEZVOUS
     culprit: dict[str, Any] = {"rank": None, "why": "the ranks could not be started"}
     totals: dict[int, list[dict[str, Any]]] = {}
     tallies: dict[str, bytes] = {}
@@ -109,7 +109,7 @@ def _started(
                 except _StartInterrupted:
                     number_of_signal = watch.pending[0]
                     code = 128 + number_of_signal
-                    name = exits.signal_name(number_of_signal)
+                    name = exit_codes.signal_name(number_of_signal)
                     culprit = {
                         "rank": None,
                         "why": f"{name} while the launcher waited for the lock of the runtime directory",
@@ -123,7 +123,7 @@ def _started(
                     if job.fleet is not None:
                         job.fleet.renew(began + chosen.timeout_s - watch.now())
                 except HostUnreachable as error:
-                    code = exits.TIMEOUT if isinstance(error, TimePassed) else code
+                    code = exit_codes.TIMEOUT if isinstance(error, TimePassed) else code
                     forwarder.say(f"syncvar: the ranks cannot be started again: {error}\n")
                     break
                 clock.enter("prepares sockets and shared memory")
@@ -148,7 +148,7 @@ def _started(
             decision = restarting.after(generation.ending(outcome))
             generation.tell(outcome, is_last=not decision.restarts)
             culprit = _culprit(generation, outcome)
-            if code == exits.PREEMPTED and outcome.cause is None:
+            if code == exit_codes.PREEMPTED and outcome.cause is None:
                 events.add("preempted", signal=outcome.interrupted or None)
             if not decision.restarts:
                 if decision.reason and not outcome.interrupted:
@@ -167,7 +167,7 @@ def _started(
             )
             ended = _pause(forwarder, outlets, watch, decision.pause_s, began, chosen.timeout_s)
             if ended is not None:
-                code = code if code == exits.PREEMPTED else ended[0]
+                code = code if code == exit_codes.PREEMPTED else ended[0]
                 culprit = {"rank": None, "why": ended[1].split("\n", 1)[0]}
                 forwarder.say(ended[1])
                 break
@@ -191,12 +191,12 @@ def _started(
         if (
             outlets.dropped and not code
         ):  # all ranks ended in order, but not all that they wrote could be written
-            code = 128 + watch.pending[0] if watch.pending else exits.TIMEOUT
+            code = 128 + watch.pending[0] if watch.pending else exit_codes.TIMEOUT
         events.add("job_end", exit_code=code, elapsed_s=watch.now() - began, **culprit)
         events.close(0.0 if watch.pending else patience_s(job.config))
         if not code and events.lost_files() and not _has_caller(job):
             # The last event was the first one that did not fit.
-            code = exits.LOST_FILE
+            code = exit_codes.LOST_FILE
     return code
 
 
@@ -227,9 +227,9 @@ def _name_lost_files(job: Job, forwarder: OutputForwarder, events: EventLog, cod
     if code or not lost.has_result or _has_caller(job):
         return code
     forwarder.say(
-        f"syncvar: all ranks succeeded, and files are lost: exit code {exits.LOST_FILE}\n"
+        f"syncvar: all ranks succeeded, and files are lost: exit code {exit_codes.LOST_FILE}\n"
     )
-    return exits.LOST_FILE
+    return exit_codes.LOST_FILE
 
 
 def _tell_totals(
@@ -296,7 +296,7 @@ def _pause(
             number = watch.pending.popleft()
             return (
                 128 + number,
-                f"syncvar: interrupted by {exits.signal_name(number)} before the restart\n",
+                f"syncvar: interrupted by {exit_codes.signal_name(number)} before the restart\n",
             )
         drop_passing(forwarder, watch, "between two starts of the ranks")
         now = watch.now()
@@ -307,7 +307,7 @@ def _pause(
                 elapsed_s=now - began,
                 reason=f"the time limit of {timeout_s:g} s passed before the restart",
             )
-            return exits.TIMEOUT, failure_block(failure)
+            return exit_codes.TIMEOUT, failure_block(failure)
         if now >= until:
             return None
         wait(forwarder, outlets, watch, min(until, limit) - now)

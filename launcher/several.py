@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from syncvar.topology.ranks import rank_list
+from syncvar.core.rank_text import rank_list
 from syncvar_launcher import output
 from syncvar_launcher.beginning import ON_HOSTS
 from syncvar_launcher.fleet import Fleet

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from syncvar.arena.creating import CreatedArena, create, why_not_here
 from syncvar.arena.handing import Handing, arena_path, servers_arena_path
 from syncvar.arena.layout import Layout, bytes_in_words
-from syncvar.roles import server_hosts
-from syncvar.topology.hosts import divided
+from syncvar.core.host_topology import divided
+from syncvar.core.process_ids import server_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from syncvar.config import RuntimeConfig
-from syncvar.topology.ranks import rank_spans
+from syncvar.core.rank_text import rank_spans
+from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.binding import BLAS_VARIABLES
 from syncvar_launcher.options import launch_keys
 from syncvar_launcher.output import escape

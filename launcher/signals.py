@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import signal
 
-from syncvar.errors import ConfigError
-from syncvar.exits import signal_name
-from syncvar.stacks import ALL_THREADS, MAIN_THREAD, WITHOUT_PYTHON
+from syncvar.core.errors import ConfigError
+from syncvar.core.exit_codes import signal_name
+from syncvar.core.stack_dump import ALL_THREADS, MAIN_THREAD, WITHOUT_PYTHON
 
 __all__ = ["DEFAULT", "forwarded"]
 

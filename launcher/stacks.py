@@ -1,6 +1,6 @@
 """The Python stacks of the ranks of one start: asked for by a signal, read from the files in which they answer.
 
-Asking takes no time, and a rank that cannot run Python answers too, by its fault handler; see `syncvar.stacks`. A signal is
+Asking takes no time, and a rank that cannot run Python answers too, by its fault handler; see `syncvar.core.stack_dump`. A signal is
 sent only to a process that has said in its file that it listens, that handles the signal, and that still has the file open:
 to any other it would mean something else, or its end.
 """
@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from syncvar.stacks import (
+from syncvar.core.stack_dump import (
     ALL_THREADS,
     END,
     MAIN_THREAD,

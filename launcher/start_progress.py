@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.topology.ranks import process_list
+from syncvar.core.rank_text import process_list
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

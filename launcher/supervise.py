@@ -1,7 +1,7 @@
 """What to do when workers end, fail, fall silent or are asked to stop: events in, actions out.
 
 Time is an argument and nothing here touches a process, so every order of events can be tested. Servers are processes with
-numbers of their own (`syncvar.roles`): they serve until all workers have ended, and end when they are told to.
+numbers of their own (`syncvar.core.process_ids`): they serve until all workers have ended, and end when they are told to.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.exits import (
+from syncvar.core.exit_codes import (
     INTERNAL,
     PREEMPTED,
     RENDEZVOUS,
@@ -19,13 +19,13 @@ from syncvar.exits import (
     exit_code_of,
     weight_of,
 )
-from syncvar.restarting import HOPELESS_CODES, HOPELESS_ERRORS
-from syncvar.roles import is_server, server_number
+from syncvar.core.process_ids import is_server, server_number
+from syncvar.core.restart_policy import HOPELESS_CODES, HOPELESS_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
 
 __all__ = [
     "Action",

@@ -6,9 +6,9 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from syncvar.evidence import TOTALS
-from syncvar.topology.ranks import process_list
-from syncvar.topology.rates import bus_factor
+from syncvar.core.bus_bandwidth import bus_factor
+from syncvar.core.rank_text import process_list
+from syncvar.core.state_folder import TOTALS
 from syncvar_launcher.output import escape
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from syncvar.loading import attributes_of
+from syncvar.core.lazy_import import attributes_of
 
 if TYPE_CHECKING:
     from syncvar import data, engines, optimizers, partitioners
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     from syncvar.collectives.scan import exscan, scan
     from syncvar.collectives.scatter import scatter
     from syncvar.collectives.tree_sum import tree_sum
-    from syncvar.engine.waiting import wait_all, wait_any
-    from syncvar.engine.work import Work
-    from syncvar.errors import (
+    from syncvar.core.errors import (
         ArenaFull,
         ArenaUnavailable,
         CheckpointError,
@@ -65,6 +63,9 @@ if TYPE_CHECKING:
         TransportError,
         UsageError,
     )
+    from syncvar.core.reduce_ops import register_op
+    from syncvar.engine.waiting import wait_all, wait_any
+    from syncvar.engine.work import Work
     from syncvar.identity import (
         host_count,
         host_index,
@@ -77,7 +78,6 @@ if TYPE_CHECKING:
     from syncvar.joining.process import init, is_initialized, shutdown
     from syncvar.launching import run
     from syncvar.memory_in_common import shared_array
-    from syncvar.ops import register_op
     from syncvar.resident import empty, zeros
     from syncvar.strategies.base import Strategy
     from syncvar.strategies.central_storage import CentralStorageStrategy
@@ -133,7 +133,7 @@ _HOMES = {
     "syncvar.collectives.tree_sum": ("tree_sum",),
     "syncvar.engine.waiting": ("wait_all", "wait_any"),
     "syncvar.engine.work": ("Work",),
-    "syncvar.errors": (
+    "syncvar.core.errors": (
         "ArenaFull", "ArenaUnavailable", "CheckpointError", "ConfigError", "Corrupt",
         "DeadlineExceeded", "GroupBroken", "HandshakeError", "HostUnreachable", "InternalError",
         "LaunchError", "MismatchError", "NoAggregation", "NotFound", "PeerLost", "PlanError",
@@ -147,7 +147,7 @@ _HOMES = {
     "syncvar.joining.process": ("init", "is_initialized", "shutdown"),
     "syncvar.launching": ("run",),
     "syncvar.memory_in_common": ("shared_array",),
-    "syncvar.ops": ("register_op",),
+    "syncvar.core.reduce_ops": ("register_op",),
     "syncvar.resident": ("empty", "zeros"),
     "syncvar.strategies.base": ("Strategy",),
     "syncvar.strategies.central_storage": ("CentralStorageStrategy",),
@@ -288,7 +288,7 @@ def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"syncvar.{name}")
     if name not in __all__ and not name.startswith("_") and not _is_module(name):
-        from syncvar.foreign_names import missing
+        from syncvar.core.migration_hints import missing
 
         raise missing("sv", name, __all__)
     return _found(name)

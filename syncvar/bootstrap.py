@@ -22,12 +22,12 @@ import traceback
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from syncvar import stacks
-from syncvar.exits import error_exit_code
-from syncvar.fork_cleanup import enable_fault_handler, handle_signal, register_exit
-from syncvar.rank_process import claim_rank
-from syncvar.roles import server_number
-from syncvar.word import Word, adopt
+from syncvar.core import stack_dump
+from syncvar.core.exit_codes import error_exit_code
+from syncvar.core.fork_cleanup import enable_fault_handler, handle_signal, register_exit
+from syncvar.core.process_ids import server_number
+from syncvar.core.rank_process import claim_rank
+from syncvar.core.status_pipe import Word, adopt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,8 +74,8 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
         if word.is_open and directory:
             with contextlib.suppress(OSError):  # then it cannot be asked where it stands
                 rank = int(os.environ["SYNCVAR_RANK"])
-                stacks.listen(
-                    stacks.stack_path(directory, rank if run is None else server_number(rank))
+                stack_dump.listen(
+                    stack_dump.stack_path(directory, rank if run is None else server_number(rank))
                 )
     word.announce_start()
     register_exit(
@@ -198,7 +198,7 @@ def _let_go(reason: str, error: BaseException) -> None:
     joining = sys.modules.get("syncvar.joining.process")
     if joining is not None:
         try:
-            joining.abandon(reason, stacks.frames_before(error.__traceback__))
+            joining.abandon(reason, stack_dump.frames_before(error.__traceback__))
         except Exception as another:  # noqa: BLE001  (the script's own failure is what matters now)
             sys.stderr.write(f"syncvar: leaving the job failed: {another}\n")
 
@@ -286,7 +286,7 @@ def _own_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    return type(error).__module__ == "syncvar.errors"
+    return type(error).__module__ == "syncvar.core.errors"
 
 
 def _traceback_texts(error: BaseException) -> tuple[str, str]:
@@ -309,7 +309,7 @@ def _traceback_texts(error: BaseException) -> tuple[str, str]:
         keep = 0 if is_syntax else 1  # a SyntaxError tells its own place
         while len(frames) > keep and _is_around(frames[0].filename):
             del frames[0]
-        if level.exc_type is not None and level.exc_type.__module__ == "syncvar.errors":
+        if level.exc_type is not None and level.exc_type.__module__ == "syncvar.core.errors":
             while len(frames) > 1 and _is_inside(frames[-1].filename):
                 del frames[-1]
         level.stack = traceback.StackSummary.from_list(frames)

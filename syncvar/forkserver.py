@@ -26,7 +26,7 @@ from typing import Any
 import msgpack
 
 from syncvar import bootstrap
-from syncvar.parent import end_with
+from syncvar.core.parent_death import end_with
 from syncvar.preloaded import Preloaded, why_not_carried
 
 __all__ = ["main"]
@@ -36,11 +36,11 @@ _IMPORTED = (
     "numpy",
     "syncvar.transports.zeromq",
     "syncvar.transports.control",
-    "syncvar.transports.addresses",
+    "syncvar.core.network",
     "syncvar.arena.handing",
     "syncvar.collectives",
     "syncvar.identity",
-    "syncvar.config",
+    "syncvar.core.settings",
     "syncvar.joining.connecting",
     "hashlib",
 )

@@ -18,10 +18,10 @@ from abc import ABCMeta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Never
 
-from syncvar import exits
 from syncvar.begin import command_of, pack_path
-from syncvar.env import PREFIX
-from syncvar.errors import ConfigError, LaunchError, RankFailed, SyncvarError
+from syncvar.core import exit_codes
+from syncvar.core.environment import PREFIX
+from syncvar.core.errors import ConfigError, LaunchError, RankFailed, SyncvarError
 from syncvar.run_options import RunOptions, checked_options
 from syncvar.wire.exceptions import unpack_exception
 from syncvar.wire.objects import may_travel, pack_object, unpack_object
@@ -137,7 +137,7 @@ def run(
         [(3, 1)]
     """
     if _foreign:
-        from syncvar.foreign_names import unexpected
+        from syncvar.core.migration_hints import unexpected
 
         raise unexpected(run, _foreign)
     others = {"servers": servers, "hosts": hosts, "env": env, "output": output, "log_dir": log_dir}
@@ -348,7 +348,7 @@ def _failure(folder: Path, code: int) -> SyncvarError:
     except OSError:
         return LaunchError(f"the launcher ended with exit code {code}")
     if "refused" in outcome:
-        kind = ConfigError if code in (exits.USAGE, exits.CONFIGURATION) else LaunchError
+        kind = ConfigError if code in (exit_codes.USAGE, exit_codes.CONFIGURATION) else LaunchError
         return kind(outcome["refused"])
     failure = RankFailed(outcome["rank"], outcome["host"], outcome["exit_code"], outcome["text"])
     with contextlib.suppress(OSError):  # its process was killed, or has ended by itself

@@ -15,8 +15,8 @@ from syncvar.arena.layout import bytes_in_words
 from syncvar.arena.references import REFERENCE_NBYTES, SharedMemoryReference
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
+from syncvar.core.errors import ArenaFull, ConfigError, MismatchError
 from syncvar.engine.group import Request, fingerprint
-from syncvar.errors import ArenaFull, ConfigError, MismatchError
 from syncvar.joining.process import current
 from syncvar.resident import checked_kind, zeros
 

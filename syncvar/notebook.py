@@ -18,7 +18,7 @@ from collections import ChainMap
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.core.errors import ConfigError
 from syncvar.data.state import integer_of
-from syncvar.errors import ConfigError
 from syncvar.plans.chunks import even_chunks
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = ["FixedShards", "MaxSize", "MinSize", "row_ranges"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        from syncvar.foreign_names import missing
+        from syncvar.core.migration_hints import missing
 
         raise missing("sv.partitioners", name, __all__)
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from syncvar.begin import adopt_path, unpack_call
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.launching import finding
 from syncvar.wire.exceptions import CALLER_MAIN, pack_exception
 from syncvar.wire.objects import pack_object, unpack_object

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.layout import bytes_in_words
-from syncvar.errors import ArenaFull, ConfigError
+from syncvar.core.errors import ArenaFull, ConfigError
 from syncvar.joining.process import current
 
 if TYPE_CHECKING:

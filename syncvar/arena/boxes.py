@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.arena.box import ENTRY_BYTES_MAX, HEADER_WORDS, RING, RING_BYTES_LEAST, Inbox, Outbox
 from syncvar.arena.layout import ABORT, LINE_BYTES
 from syncvar.arena.waiting import BUDGET_S
-from syncvar.errors import ArenaFull
+from syncvar.core.errors import ArenaFull
 from syncvar.kernel import message_end
 
 if TYPE_CHECKING:

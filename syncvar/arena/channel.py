@@ -24,7 +24,7 @@ from syncvar.arena.channels import (
     group_key,
 )
 from syncvar.arena.layout import ABORT, PAGE_BYTES
-from syncvar.errors import InternalError
+from syncvar.core.errors import InternalError
 from syncvar.kernel import ChannelState, bind
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ import numpy as np
 from syncvar.arena.layout import ABORT, PAGE_BYTES, TABLE_BYTES
 from syncvar.arena.reaching import Reach, Spot
 from syncvar.arena.waiting import holding_waiter, waiter
-from syncvar.errors import ArenaFull
+from syncvar.core.errors import ArenaFull
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ it is for arrays.
 
 from __future__ import annotations
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 
 __all__ = [
     "ABORT",

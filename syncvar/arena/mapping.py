@@ -27,15 +27,15 @@ from syncvar.arena.given import Given
 from syncvar.arena.layout import Layout, bytes_in_words
 from syncvar.arena.references import SegmentId, SharedMemoryReference
 from syncvar.arena.room import Room
-from syncvar.errors import ArenaFull, ArenaUnavailable, ConfigError, InternalError, UsageError
+from syncvar.core.errors import ArenaFull, ArenaUnavailable, ConfigError, InternalError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import DTypeLike, NDArray
 
-    from syncvar.config import RuntimeConfig
-    from syncvar.env import RankEnvironment
+    from syncvar.core.environment import RankEnvironment
+    from syncvar.core.settings import RuntimeConfig
 
 __all__ = ["Arena", "Block"]
 

@@ -14,7 +14,7 @@ import os
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import SyncvarError
+from syncvar.core.errors import SyncvarError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from syncvar.checkpoint.manifest import Entry, Piece, Shard, Stored
 from syncvar.checkpoint.sharing import Part, shares
 from syncvar.checkpoint.tensors import itemsize_of
-from syncvar.errors import CheckpointError, Corrupt, MismatchError, NotFound, SyncvarError
+from syncvar.core.errors import CheckpointError, Corrupt, MismatchError, NotFound, SyncvarError
 
 __all__ = ["Brought", "Layout", "entries_of", "failure_of", "lay_out", "raise_failures"]
 

@@ -28,7 +28,7 @@ from syncvar.checkpoint.restoring import (
 )
 from syncvar.checkpoint.saving import Saving
 from syncvar.checkpoint.together import Alone
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.optimizers import Optimizer
 from syncvar.strategies.contexts import get_strategy
 from syncvar.strategies.server_variables import ServerVariable

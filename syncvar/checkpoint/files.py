@@ -16,8 +16,8 @@ import stat
 from typing import TYPE_CHECKING, Self
 
 from syncvar.checkpoint.naming import is_left_over, temporary_name
-from syncvar.errors import CheckpointError, NotFound
-from syncvar.private_files import REQUESTED, create_file, refuse_foreign_links
+from syncvar.core.errors import CheckpointError, NotFound
+from syncvar.core.private_files import REQUESTED, create_file, refuse_foreign_links
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -17,8 +17,8 @@ import time
 import weakref
 
 from syncvar.checkpoint.naming import LOCK
-from syncvar.errors import CheckpointError
-from syncvar.private_files import REQUESTED
+from syncvar.core.errors import CheckpointError
+from syncvar.core.private_files import REQUESTED
 
 __all__ = ["Lock"]
 

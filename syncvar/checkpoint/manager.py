@@ -23,9 +23,9 @@ from syncvar.checkpoint.saving import checked_metric
 from syncvar.checkpoint.step_folders import StepFolders
 from syncvar.checkpoint.together import Alone, gathered
 from syncvar.collectives.all_reduce import reduce_request
-from syncvar.errors import CheckpointError, ConfigError, MismatchError
+from syncvar.core.errors import CheckpointError, ConfigError, MismatchError
+from syncvar.core.lazy_import import Taught, unexpected
 from syncvar.joining.process import joined, shutdown
-from syncvar.loading import Taught, unexpected
 
 if TYPE_CHECKING:
     from syncvar.checkpoint.pending import PendingSave

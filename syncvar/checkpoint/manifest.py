@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from syncvar.checkpoint.naming import shard_name
 from syncvar.checkpoint.tensors import CODES, itemsize_of, strict_json
-from syncvar.errors import CheckpointError, Corrupt
+from syncvar.core.errors import CheckpointError, Corrupt
 
 __all__ = [
     "DIGEST_BYTES",

@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 
 __all__ = [
     "LOCK",

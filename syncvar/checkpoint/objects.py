@@ -20,7 +20,7 @@ import numpy as np
 from syncvar.checkpoint.agreement import Brought
 from syncvar.checkpoint.manifest import digest_of
 from syncvar.checkpoint.together import Alone
-from syncvar.errors import CheckpointError, ConfigError, WireError
+from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.joining.process import current
 from syncvar.variables.places import places
 from syncvar.variables.policy import (

@@ -22,7 +22,7 @@ from syncvar.checkpoint.objects import (
 )
 from syncvar.checkpoint.optimizer_state import RuleLeaf, local_leaves, require_saved_variables
 from syncvar.checkpoint.together import Alone
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.servers.rules import rule_of, slot_names
 from syncvar.servers.shard import Slots

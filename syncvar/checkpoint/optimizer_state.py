@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.checkpoint.objects import KEEP, PlainLeaf, VariableLeaf
-from syncvar.errors import CheckpointError, ConfigError
+from syncvar.core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

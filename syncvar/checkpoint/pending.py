@@ -9,7 +9,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import CheckpointError, DeadlineExceeded
+from syncvar.core.errors import CheckpointError, DeadlineExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Callable

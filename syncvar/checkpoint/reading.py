@@ -18,8 +18,8 @@ from syncvar.checkpoint.tensors import (
     parse_header,
     stored_shape,
 )
-from syncvar.errors import CheckpointError, Corrupt, NotFound
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.errors import CheckpointError, Corrupt, NotFound
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -22,7 +22,7 @@ from syncvar.checkpoint.optimizer_state import (
 )
 from syncvar.checkpoint.reading import Source
 from syncvar.checkpoint.together import gathered
-from syncvar.errors import CheckpointError, ConfigError, Corrupt, NotFound
+from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, NotFound
 from syncvar.variables.policy import VariableSynchronization
 
 if TYPE_CHECKING:

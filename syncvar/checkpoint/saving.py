@@ -32,7 +32,7 @@ from syncvar.checkpoint.naming import LOCK, MANIFEST, shard_name
 from syncvar.checkpoint.reading import bytes_of, read_manifest
 from syncvar.checkpoint.tensors import header_bytes, itemsize_of
 from syncvar.checkpoint.together import Alone, gathered
-from syncvar.errors import (
+from syncvar.core.errors import (
     CheckpointError,
     ConfigError,
     MismatchError,

@@ -12,7 +12,7 @@ from syncvar.checkpoint.files import Folder
 from syncvar.checkpoint.naming import MANIFEST, step_name, step_of
 from syncvar.checkpoint.reading import fault_of, read_manifest
 from syncvar.checkpoint.retention import Kept
-from syncvar.errors import CheckpointError, NotFound
+from syncvar.core.errors import CheckpointError, NotFound
 
 __all__ = ["StepFolders"]
 

@@ -12,7 +12,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from syncvar.errors import CheckpointError
+from syncvar.core.errors import CheckpointError
 
 __all__ = [
     "CODES",

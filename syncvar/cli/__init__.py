@@ -1,1 +1,1 @@
-"""The `syncvar` command: look at what the package would do, without starting a job."""
+"""The `syncvar` command."""

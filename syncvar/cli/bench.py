@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from syncvar.cli.bench_table import parse_size, sizes
 from syncvar.cli.registry import dtypes, find, ops_of
 from syncvar.cli.starting import is_launched, start_workers
-from syncvar.config import nearest
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
+from syncvar.core.output_files import check_file
+from syncvar.core.settings import nearest
 from syncvar.plans.table import ALGORITHMS
-from syncvar.requested_files import check_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.reduce_ops import reduction
 from syncvar.joining.process import current
-from syncvar.ops import reduction
 from syncvar.plans.cost import ARENA, LINKS, predicted_seconds
 from syncvar.plans.select import choose
 from syncvar.plans.table import ALGORITHMS, build_all
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
 
 if TYPE_CHECKING:
     import argparse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

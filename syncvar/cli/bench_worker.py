@@ -22,9 +22,9 @@ from syncvar.cli.bench_record import SHOWN, Row, rated
 from syncvar.cli.bench_table import header, line, summary
 from syncvar.cli.contributions import Case, count_wrong, spoiled
 from syncvar.cli.registry import BUS_FACTORS, has_result_like_input
-from syncvar.errors import ConfigError, UsageError
+from syncvar.core.errors import ConfigError, UsageError
+from syncvar.core.output_files import LostFile, report_lost_file, why_unwritten
 from syncvar.joining.process import current
-from syncvar.requested_files import LostFile, report_lost_file, why_unwritten
 
 if TYPE_CHECKING:
     import argparse

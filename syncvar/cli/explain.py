@@ -16,9 +16,9 @@ from syncvar.cli.records import (
     newest,
     number_of,
 )
-from syncvar.roles import is_server, process_name
-from syncvar.stacks import where
-from syncvar.topology.ranks import process_list, rank_list
+from syncvar.core.process_ids import is_server, process_name
+from syncvar.core.rank_text import process_list, rank_list
+from syncvar.core.stack_dump import where
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence

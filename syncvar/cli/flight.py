@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from syncvar.cli.explain import explained
 from syncvar.cli.records import load
 from syncvar.cli.trace import merged, stragglers, unaligned
-from syncvar.errors import ConfigError
-from syncvar.evidence import JOBS_KEPT, find_job, state_folder
-from syncvar.roles import is_server
+from syncvar.core.errors import ConfigError
+from syncvar.core.process_ids import is_server
+from syncvar.core.state_folder import JOBS_KEPT, find_job, state_folder
 
 if TYPE_CHECKING:
     import argparse

@@ -12,9 +12,9 @@ import syncvar
 from syncvar.cli import bench, coming_from, flight, plan, selftest, stacks
 from syncvar.cli.rules import rules_text
 from syncvar.cli.table_of_collectives import collectives_text
-from syncvar.config import RuntimeConfig
-from syncvar.errors import ConfigError
-from syncvar.foreign_names import words_text
+from syncvar.core.errors import ConfigError
+from syncvar.core.migration_hints import words_text
+from syncvar.core.settings import RuntimeConfig
 from syncvar.wire.keys import KEY_BYTES
 
 if TYPE_CHECKING:

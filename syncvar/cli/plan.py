@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.cli.bench_table import parse_size
 from syncvar.cli.plan_program import program_lines
-from syncvar.errors import ConfigError
+from syncvar.core.dtypes import DTYPE_NAMES
+from syncvar.core.errors import ConfigError
 from syncvar.plans.checker import traffic
 from syncvar.plans.cost import ARENA, LINKS, predicted_seconds
 from syncvar.plans.select import choose, parse_forced, suited
 from syncvar.plans.show import plan_text
 from syncvar.plans.table import ALGORITHMS, build_all, sums_by_the_tree, unsuited
-from syncvar.wire.dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
     import argparse
 
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.plans.cost import CostModel
     from syncvar.plans.model import Plan
 

@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.errors import ConfigError
-from syncvar.evidence import RECORDS, is_record
+from syncvar.core.errors import ConfigError
+from syncvar.core.rank_text import rank_list
+from syncvar.core.stack_dump import Frame
+from syncvar.core.state_folder import RECORDS, is_record
 from syncvar.recording.call_numbers import ordinal
 from syncvar.recording.entries import Event
 from syncvar.recording.recorder import FORMAT
-from syncvar.stacks import Frame
-from syncvar.topology.ranks import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -12,11 +12,11 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.cli.contributions import Case, combined, cut, part
-from syncvar.config import nearest
-from syncvar.errors import ConfigError
-from syncvar.ops import OPS, identity, reduction
-from syncvar.topology.rates import BUS_FACTORS
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.bus_bandwidth import BUS_FACTORS
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.errors import ConfigError
+from syncvar.core.reduce_ops import OPS, identity, reduction
+from syncvar.core.settings import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -19,8 +19,8 @@ from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
 from syncvar.cli.contributions import FOLDED_OPS, Case, first_wrong, part
 from syncvar.cli.registry import available, dtypes, has_result_like_input, ops_of
 from syncvar.cli.selftest import Outcome, outcome_lines, parsed
-from syncvar.config import nearest
-from syncvar.errors import ConfigError, SyncvarError, TransportError
+from syncvar.core.errors import ConfigError, SyncvarError, TransportError
+from syncvar.core.settings import nearest
 from syncvar.joining.process import current
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from syncvar.begin import command_of
-from syncvar.env import PREFIX, RankEnvironment
+from syncvar.core.environment import PREFIX, RankEnvironment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

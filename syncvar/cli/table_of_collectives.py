@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import syncvar as sv
 from syncvar.cli.registry import available, dtypes, ops_of
-from syncvar.ops import OPS
+from syncvar.core.reduce_ops import OPS
 from syncvar.plans.table import ALGORITHMS
 
 if TYPE_CHECKING:

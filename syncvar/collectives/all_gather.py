@@ -11,12 +11,12 @@ from syncvar.collectives.calls import entered, make_call, plain_array
 from syncvar.collectives.flat import exchange, gather_flat, require_same
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.moving import Moving, detail_of, fits_out, moves, result_buffer
+from syncvar.core.array_arguments import checked_integer, deliver
+from syncvar.core.errors import ConfigError
+from syncvar.core.pytree import Structure, arrays_in, describe, fresh, unflatten
 from syncvar.engine.group import fingerprint
-from syncvar.errors import ConfigError
 from syncvar.execution.moves import NOTHING, Blocks, Layout
-from syncvar.wire.arrays import checked_integer, deliver
 from syncvar.wire.records import array_record
-from syncvar.wire.structures import Structure, arrays_in, describe, fresh, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -19,11 +19,11 @@ from syncvar.collectives.reducing import (
     outcome,
     reduction_of,
 )
+from syncvar.core.array_arguments import as_array, checked_output
+from syncvar.core.errors import ConfigError
+from syncvar.core.pytree import arrays_of, flatten, fresh, is_structure, unflatten
+from syncvar.core.reduce_ops import op_name
 from syncvar.engine.group import Request
-from syncvar.errors import ConfigError
-from syncvar.ops import op_name
-from syncvar.wire.arrays import as_array, checked_output
-from syncvar.wire.structures import arrays_of, flatten, fresh, is_structure, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
+    from syncvar.core.pytree import Leaves
+    from syncvar.core.reduce_ops import Reduction
     from syncvar.engine.group import Communicator
     from syncvar.engine.operation import Stage
-    from syncvar.ops import Reduction
-    from syncvar.wire.structures import Leaves
 
 __all__ = ["agree", "agreement_request", "all_reduce", "reduce_request"]
 

@@ -17,22 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.choices import word_of
 from syncvar.collectives import finite
 from syncvar.collectives.flat import gather_bytes, gather_flat
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.library_arrays import given_back
 from syncvar.collectives.tree_sum import summed
-from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.operation import Stage
-from syncvar.errors import ConfigError, MismatchError
-from syncvar.ops import finish, quiet, reduction
-from syncvar.plans.chunks import even_chunks
-from syncvar.plans.model import Chunk
-from syncvar.plans.shards import runs_of, whole_nodes
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
-from syncvar.wire.objects import pack_object, unpack_object
-from syncvar.wire.structures import (
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
+from syncvar.core.enum_arguments import word_of
+from syncvar.core.errors import ConfigError, MismatchError
+from syncvar.core.pytree import (
     Structure,
     arrays_of,
     describe,
@@ -42,6 +35,13 @@ from syncvar.wire.structures import (
     restored_structure,
     unflatten,
 )
+from syncvar.core.reduce_ops import finish, quiet, reduction
+from syncvar.engine.group import Request, fingerprint
+from syncvar.engine.operation import Stage
+from syncvar.plans.chunks import even_chunks
+from syncvar.plans.model import Chunk
+from syncvar.plans.shards import runs_of, whole_nodes
+from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
+    from syncvar.core.reduce_ops import Reduction
     from syncvar.engine.group import Communicator
-    from syncvar.ops import Reduction
 
 __all__ = ["all_reduce_shards", "shards_request"]
 
@@ -166,7 +166,7 @@ def shards_request(
     like = shards[ids[0]] if ids else None
     op = word_of(op, _OPS) or op
     if op not in _OPS:
-        from syncvar.foreign_names import op_hint, op_of
+        from syncvar.core.migration_hints import op_hint, op_of
 
         given, op = op, op_of(str(op).lower())
         if op not in _OPS:

@@ -12,14 +12,14 @@ from syncvar.collectives.flat import gather_bytes
 from syncvar.collectives.groups import by_rank
 from syncvar.collectives.moving import UNMOVED, Moving, detail_of, moves, place_of
 from syncvar.collectives.scatter import cut
+from syncvar.core.array_arguments import deliver
+from syncvar.core.array_interop import Untaken
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_index
+from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.engine.group import fingerprint
 from syncvar.engine.operation import Stage
-from syncvar.errors import ConfigError, MismatchError
 from syncvar.execution.moves import Blocks, Layout
 from syncvar.plans.chunks import even_chunks
-from syncvar.wire.arrays import deliver
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_index
-from syncvar.wire.libraries import Untaken
 from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:

@@ -8,14 +8,10 @@ from syncvar.collectives.calls import entered, make_call, plain_array
 from syncvar.collectives.flat import broadcast_bytes, broadcast_flat, exchange, require_same
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.moving import UNMOVED, Moving, detail_of, fits_out, moves, result_buffer
-from syncvar.engine.group import fingerprint
-from syncvar.errors import ConfigError, MismatchError
-from syncvar.execution.moves import Blocks, Layout
-from syncvar.wire.arrays import deliver
-from syncvar.wire.dtypes import dtype_from_index, dtype_index
-from syncvar.wire.objects import pack_object, unpack_object
-from syncvar.wire.records import ARRAY, BYTES, NOTHING, Record, array_record
-from syncvar.wire.structures import (
+from syncvar.core.array_arguments import deliver
+from syncvar.core.dtypes import dtype_from_index, dtype_index
+from syncvar.core.errors import ConfigError, MismatchError
+from syncvar.core.pytree import (
     arrays_in,
     describe,
     fresh,
@@ -24,6 +20,10 @@ from syncvar.wire.structures import (
     restored_structure,
     unflatten,
 )
+from syncvar.engine.group import fingerprint
+from syncvar.execution.moves import Blocks, Layout
+from syncvar.wire.objects import pack_object, unpack_object
+from syncvar.wire.records import ARRAY, BYTES, NOTHING, Record, array_record
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -14,12 +14,12 @@ import numpy as np
 
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.library_arrays import in_kind, is_foreign
+from syncvar.core.lazy_import import unexpected
 from syncvar.engine.group import Request
 from syncvar.engine.timeouts import is_seconds
 from syncvar.execution.moves import NOTHING
 from syncvar.joining.process import entered_natively
 from syncvar.kernel import recall, remember
-from syncvar.loading import unexpected
 from syncvar.recording.call_sites import own_site
 
 if TYPE_CHECKING:

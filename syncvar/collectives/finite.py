@@ -10,7 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.joining.process import joined
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.core.errors import MismatchError
 from syncvar.engine.operation import Stage
-from syncvar.errors import MismatchError
 from syncvar.wire.records import BYTES, Record, pack_record, unpack_record
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ import numpy as np
 
 from syncvar.arena.mapping import Block
 from syncvar.collectives.reducing import contribution, kinds_of, outcome, sizes_of
+from syncvar.core.reduce_ops import divided
 from syncvar.engine.operation import Stage
 from syncvar.execution.arithmetic import store, store_parts
 from syncvar.execution.reductions import Vector, flat_of, in_one_exchange
 from syncvar.execution.rounds import Published
-from syncvar.ops import divided
 from syncvar.plans.link_rounds import Prepared
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.core.reduce_ops import Reduction
     from syncvar.engine.group import Communicator
-    from syncvar.ops import Reduction
 
 __all__ = ["owns_itself", "reduce_one", "reduce_together"]
 

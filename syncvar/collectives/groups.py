@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.sync_points import gather_objects, meet
+from syncvar.core.array_arguments import checked_integer
+from syncvar.core.errors import ConfigError, UsageError
+from syncvar.core.lazy_import import Taught
 from syncvar.engine.group import Communicator, fingerprint
-from syncvar.errors import ConfigError, UsageError
 from syncvar.joining.process import current
-from syncvar.loading import Taught
-from syncvar.wire.arrays import checked_integer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -176,7 +176,7 @@ def communicator_of(group: Any) -> Communicator:
     if group is None:
         return current().world
     if not isinstance(group, Group):
-        from syncvar.foreign_names import group_hint
+        from syncvar.core.migration_hints import group_hint
 
         given = f"{type(group).__name__}{group_hint(group)}"
         raise ConfigError(f"group must be made by sv.new_group or split, not {given}")

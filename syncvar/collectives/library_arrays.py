@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.core.array_arguments import told
+from syncvar.core.array_interop import Untaken, library_of
+from syncvar.core.pytree import is_structure, parts_of, rebuilt
 from syncvar.engine.work import Work
-from syncvar.wire.arrays import told
-from syncvar.wire.libraries import Untaken, library_of
-from syncvar.wire.structures import is_structure, parts_of, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,9 +6,9 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from syncvar.core.errors import SyncvarError, UsageError
 from syncvar.engine.operation import Operation, State
 from syncvar.engine.work import Work
-from syncvar.errors import SyncvarError, UsageError
 from syncvar.recording.entries import Entry, Told
 
 if TYPE_CHECKING:

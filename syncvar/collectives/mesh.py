@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.groups import Group
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.joining.process import current
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from syncvar.collectives.calls import call_prepared
 from syncvar.collectives.flat import AT_ONCE, HEAD, broadcast_bytes, gather_bytes, scatter_flat
 from syncvar.collectives.groups import by_rank, checked_root, communicator_of
 from syncvar.collectives.moving import UNMOVED, Moving, detail_of, moves
+from syncvar.core.errors import ConfigError
 from syncvar.engine.group import Request, fingerprint
-from syncvar.errors import ConfigError
 from syncvar.execution.moves import Blocks, Layout
 from syncvar.wire.objects import pack_object, unpack_object
 

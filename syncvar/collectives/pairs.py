@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.box import what_of
+from syncvar.core.dtypes import dtype_from_index
 from syncvar.engine.at_once import Line
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.message_ends import Inward, Outward
@@ -21,7 +22,6 @@ from syncvar.joining.process import current
 from syncvar.kernel import Count
 from syncvar.plans.link_rounds import prepare
 from syncvar.plans.model import Chunk, Plan, Recv, Send
-from syncvar.wire.dtypes import dtype_from_index
 from syncvar.wire.records import (
     ARRAY,
     BYTES,

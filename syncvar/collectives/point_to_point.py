@@ -18,16 +18,16 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.library_arrays import in_kind, is_foreign
 from syncvar.collectives.mailbox import Mailbox, done, failed
 from syncvar.collectives.pairs import line_of, sending_words, to_receive, to_send
+from syncvar.core.array_arguments import as_array, deliver
+from syncvar.core.errors import ConfigError, SyncvarError, UsageError
+from syncvar.core.lazy_import import unexpected
+from syncvar.core.pytree import is_structure
 from syncvar.engine.at_once import NOT_YET
 from syncvar.engine.timeouts import is_seconds
-from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.joining.process import current, messages_entered_natively
 from syncvar.kernel import remember
-from syncvar.loading import unexpected
-from syncvar.wire.arrays import as_array, deliver
 from syncvar.wire.objects import pack_object, unpack_object
 from syncvar.wire.records import ARRAY, BYTES, array_record
-from syncvar.wire.structures import is_structure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -467,7 +467,7 @@ def _own(communicator: Communicator, tag: int) -> Mailbox:
 def _checked(name: str, rank: Any, size: int) -> int:
     if type(rank) is int and 0 <= rank < size:
         return rank
-    from syncvar.foreign_names import explained
+    from syncvar.core.migration_hints import explained
 
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
         why = (

@@ -15,11 +15,11 @@ from syncvar.collectives.reducing import (
     run_plan,
     tell_that_all_came,
 )
+from syncvar.core.array_arguments import checked_output
+from syncvar.core.pytree import arrays_in, fresh, unflatten
+from syncvar.core.reduce_ops import op_name
 from syncvar.engine.group import fingerprint
 from syncvar.execution.lower_reduce import Ends
-from syncvar.ops import op_name
-from syncvar.wire.arrays import checked_output
-from syncvar.wire.structures import arrays_in, fresh, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Generator

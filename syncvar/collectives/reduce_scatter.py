@@ -12,11 +12,11 @@ from syncvar.collectives import finite
 from syncvar.collectives.calls import entered, make_call
 from syncvar.collectives.moving import Moving, fits_out, moves, place_of, result_buffer
 from syncvar.collectives.reducing import contribution, described, outcome, run_plan
-from syncvar.errors import ConfigError, UsageError
+from syncvar.core.array_arguments import as_array, checked_output, deliver
+from syncvar.core.errors import ConfigError, UsageError
+from syncvar.core.reduce_ops import OPS, op_name
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.ops import OPS, op_name
 from syncvar.plans.chunks import even_chunks
-from syncvar.wire.arrays import as_array, checked_output, deliver
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

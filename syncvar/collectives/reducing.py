@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.calls import Repeatable, never, plain_array
+from syncvar.core.errors import ConfigError
+from syncvar.core.pytree import LEAF, Leaves, Structure, describe
+from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
 from syncvar.engine.group import fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.engine.prepared_kinds import prepare_kinds
 from syncvar.engine.prepared_reductions import prepare_reduction
-from syncvar.errors import ConfigError
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends
 from syncvar.execution.reductions import Vector, in_one_exchange, is_direct
 from syncvar.execution.rounds import Published
-from syncvar.ops import OPS, Reduction, finish, identity, reduction
-from syncvar.wire.structures import LEAF, Leaves, Structure, describe
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence

@@ -17,9 +17,9 @@ from syncvar.collectives.reducing import (
     run_plan,
     tell_that_all_came,
 )
+from syncvar.core.array_arguments import as_array, checked_output, deliver
+from syncvar.core.reduce_ops import identity, op_name
 from syncvar.execution.lower_reduce import Ends
-from syncvar.ops import identity, op_name
-from syncvar.wire.arrays import as_array, checked_output, deliver
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -19,12 +19,12 @@ from syncvar.collectives.moving import (
     place_of,
     result_buffer,
 )
+from syncvar.core.array_arguments import as_array, deliver
+from syncvar.core.dtypes import dtype_from_index, dtype_index
+from syncvar.core.errors import ConfigError
 from syncvar.engine.group import fingerprint
-from syncvar.errors import ConfigError
 from syncvar.execution.moves import Blocks, Layout
 from syncvar.plans.chunks import even_chunks
-from syncvar.wire.arrays import as_array, deliver
-from syncvar.wire.dtypes import dtype_from_index, dtype_index
 from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.library_arrays import given_back
-from syncvar.errors import ConfigError
+from syncvar.core.array_arguments import as_array
+from syncvar.core.errors import ConfigError
+from syncvar.core.pytree import flatten, unflatten
+from syncvar.core.reduce_ops import finish, quiet, reduction
 from syncvar.execution.arithmetic import widen
-from syncvar.ops import finish, quiet, reduction
 from syncvar.plans.shards import split
-from syncvar.wire.arrays import as_array
-from syncvar.wire.structures import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

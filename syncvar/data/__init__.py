@@ -24,6 +24,6 @@ __all__ = ["Dataset", "DatasetIterator", "from_arrays", "from_generator"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        from syncvar.foreign_names import missing
+        from syncvar.core.migration_hints import missing
 
         raise missing("sv.data", name, __all__)

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.errors import ConfigError
-from syncvar.plans.chunks import even_chunks
-from syncvar.wire.arrays import as_array
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
-from syncvar.wire.structures import (
+from syncvar.core.array_arguments import as_array
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.errors import ConfigError
+from syncvar.core.pytree import (
     Structure,
     describe,
     flatten,
@@ -26,6 +25,7 @@ from syncvar.wire.structures import (
     restored_structure,
     unflatten,
 )
+from syncvar.plans.chunks import even_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

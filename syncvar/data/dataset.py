@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
+from syncvar.core.errors import ConfigError
+from syncvar.core.lazy_import import ClassWithHints, Taught, unexpected
 from syncvar.data.indexed import (
     Indexed,
     IndexedBatches,
@@ -25,8 +27,6 @@ from syncvar.data.streams import (
     StreamShard,
     StreamShuffle,
 )
-from syncvar.errors import ConfigError
-from syncvar.loading import ClassWithHints, Taught, unexpected
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping

@@ -8,10 +8,10 @@ from itertools import count as counted
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from syncvar.core.errors import ConfigError
 from syncvar.data.batches import stacked
 from syncvar.data.indexed import Indexed
 from syncvar.data.order import permutation
-from syncvar.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from syncvar.arena.box import what_of
+from syncvar.core.dtypes import dtype_index
+from syncvar.core.errors import SyncvarError
 from syncvar.engine.message_ends import Inward, Outward
 from syncvar.engine.messages import WAY, Sending
-from syncvar.errors import SyncvarError
 from syncvar.recording.entries import Told
-from syncvar.wire.dtypes import dtype_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.engine.group import Communicator, Request
     from syncvar.engine.message_ends import Landing
 

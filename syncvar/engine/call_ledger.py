@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from syncvar.errors import MismatchError, PeerLost, SyncvarError
+from syncvar.core.errors import MismatchError, PeerLost, SyncvarError
 from syncvar.wire.frame import Kind
 from syncvar.wire.unreceived import ENTERED_MAX
 

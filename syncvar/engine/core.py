@@ -15,8 +15,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from syncvar.core.errors import GroupBroken, InternalError, UsageError
 from syncvar.engine.call_ledger import CallLedger
-from syncvar.errors import GroupBroken, InternalError, UsageError
 from syncvar.kernel import AdmissionState
 from syncvar.wire.control import pack_message
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from syncvar.arena.mapping import Arena
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.errors import TransportError
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.engine.call_ledger import Passing
     from syncvar.engine.operation import Operation
     from syncvar.engine.queued import Queued
-    from syncvar.errors import TransportError
     from syncvar.kernel import Begun
     from syncvar.recording.entries import Entry
     from syncvar.recording.recorder import Recorder

@@ -17,13 +17,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.arena.waiting import pause_after
+from syncvar.core.errors import SyncvarError
 from syncvar.engine.core import Awaited, Core
 from syncvar.engine.flow import Flow
 from syncvar.engine.one_sided import Answer, Question, Questions
 from syncvar.engine.sent_messages import SentMessages
 from syncvar.engine.started import StartedCalls
 from syncvar.engine.verdicts import VERDICT_GRACE_S, Verdicts
-from syncvar.errors import SyncvarError
 from syncvar.execution.gil import crowd
 from syncvar.recording.entries import Told
 from syncvar.recording.recorder import Recorder
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from syncvar.arena.mapping import Arena
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.errors import UsageError
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.engine.operation import Operation
-    from syncvar.errors import UsageError
     from syncvar.transports.base import Control, Transport
 
 __all__ = ["Engine"]

@@ -7,6 +7,8 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
+from syncvar.core.errors import ConfigError, MismatchError, UsageError
+from syncvar.core.reduce_ops import quiet
 from syncvar.engine.call_ledger import CallBlock
 from syncvar.engine.links import Links, NoOutlet
 from syncvar.engine.operation import Operation
@@ -15,9 +17,7 @@ from syncvar.engine.queued import send_queued
 from syncvar.engine.stages import stage_steps
 from syncvar.engine.timeouts import checked_timeout
 from syncvar.engine.work import Work
-from syncvar.errors import ConfigError, MismatchError, UsageError
 from syncvar.kernel import CommunicatorState, note_change
-from syncvar.ops import quiet
 from syncvar.recording.call_sites import own_site
 from syncvar.recording.entries import Told
 from syncvar.recording.recorder import Recorder

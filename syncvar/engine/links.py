@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from syncvar.errors import InternalError
+from syncvar.core.errors import InternalError
 from syncvar.execution.arithmetic import combine_two
 from syncvar.plans.link_rounds import INCOMING_LEFT, OVERWRITE
 from syncvar.plans.model import Copy, Reduce
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.ops import Combiner
+    from syncvar.core.reduce_ops import Combiner
     from syncvar.plans.link_rounds import Incoming, LinkRound, Prepared
     from syncvar.recording.entries import Entry
     from syncvar.transports.base import Frame

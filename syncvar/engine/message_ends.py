@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.box import Form
-from syncvar.errors import SyncvarError
-from syncvar.wire.dtypes import dtype_from_index
+from syncvar.core.dtypes import dtype_from_index
+from syncvar.core.errors import SyncvarError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

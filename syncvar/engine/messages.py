@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.engine.operation import BodyError
-from syncvar.errors import InternalError, SyncvarError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,15 +14,15 @@ import collections
 import itertools
 from typing import TYPE_CHECKING
 
-from syncvar.errors import DeadlineExceeded
+from syncvar.core.errors import DeadlineExceeded
 from syncvar.recording.entries import UNRECORDED
 from syncvar.wire.frame import Kind, pack_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from syncvar.core.errors import SyncvarError
     from syncvar.engine.core import Core
-    from syncvar.errors import SyncvarError
     from syncvar.transports.base import Frame
     from syncvar.wire.frame import Header
 

@@ -13,9 +13,9 @@ import contextlib
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from syncvar.errors import InternalError, MismatchError
+from syncvar.core.errors import InternalError, MismatchError
+from syncvar.core.reduce_ops import quiet
 from syncvar.execution.running import DISAGREE
-from syncvar.ops import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channel import Channel
+    from syncvar.core.reduce_ops import Combiner
     from syncvar.engine.links import Links
     from syncvar.engine.planner import PreparedStages
     from syncvar.execution.moves import Movement
     from syncvar.execution.reductions import Vector
     from syncvar.execution.rounds import Published
-    from syncvar.ops import Combiner
     from syncvar.plans.link_rounds import Prepared
     from syncvar.recording.entries import Entry
     from syncvar.transports.base import Frame

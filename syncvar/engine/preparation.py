@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.channels import MASK, SPREAD
+from syncvar.core.reduce_ops import quiet
 from syncvar.engine.operation import Operation
 from syncvar.engine.timeouts import checked_timeout
 from syncvar.engine.work import Work
@@ -21,7 +22,6 @@ from syncvar.execution.gil import crowd
 from syncvar.execution.reductions import is_alone
 from syncvar.execution.running import DISAGREE
 from syncvar.kernel import slot_call
-from syncvar.ops import quiet
 from syncvar.recording.call_sites import site_of
 from syncvar.recording.entries import Told
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channel import Channel
+    from syncvar.core.pytree import Leaves
     from syncvar.engine.engine import Engine
     from syncvar.engine.group import Communicator, PreparedCall
-    from syncvar.wire.structures import Leaves
 
     Said = tuple[str, int]  # a call in words, and its fingerprint
     Attempt = Callable[[int, int, Any], tuple[Any, Any, int, Any]]

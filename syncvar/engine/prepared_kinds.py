@@ -10,6 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from syncvar.arena.channels import MASK, SPREAD
+from syncvar.core.pytree import Leaves
 from syncvar.engine.preparation import Kind, preparation_of
 from syncvar.engine.prepared_reductions import Fate, has_segments, reducing, then
 from syncvar.execution.arithmetic import HALVES
@@ -26,7 +27,6 @@ from syncvar.execution.reductions import (
     teach,
 )
 from syncvar.execution.running import agreed
-from syncvar.wire.structures import Leaves
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channel import Channel
+    from syncvar.core.reduce_ops import Reduction
     from syncvar.engine.group import Communicator, PreparedCall
     from syncvar.engine.preparation import Preparation, Said
-    from syncvar.ops import Reduction
 
 __all__ = ["prepare_kinds"]
 

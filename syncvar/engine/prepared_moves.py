@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.channels import CHECK, MASK, SPREAD
+from syncvar.core.errors import InternalError, SyncvarError
+from syncvar.core.reduce_ops import quiet
 from syncvar.engine.preparation import Preparation, as_far_as_others_come, preparation_of
 from syncvar.engine.stages import stage_steps
-from syncvar.errors import InternalError, SyncvarError
 from syncvar.execution.arithmetic import folder
 from syncvar.execution.gil import crowd
 from syncvar.execution.moves import (
@@ -22,7 +23,6 @@ from syncvar.execution.moves import (
     take_blocks,
     teach_moves,
 )
-from syncvar.ops import quiet
 from syncvar.recording.entries import UNRECORDED
 
 if TYPE_CHECKING:

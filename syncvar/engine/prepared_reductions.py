@@ -12,8 +12,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD, TARGET, WIDE_BYTES
+from syncvar.core.errors import SyncvarError
+from syncvar.core.pytree import Leaves
+from syncvar.core.reduce_ops import quiet_caller, reduction
 from syncvar.engine.preparation import as_far_as_others_come, preparation_of
-from syncvar.errors import SyncvarError
 from syncvar.execution.arithmetic import HALVES, store_parts
 from syncvar.execution.gil import crowd
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends, Places
@@ -27,9 +29,7 @@ from syncvar.execution.reductions import (
     teach,
 )
 from syncvar.execution.running import agreed
-from syncvar.ops import quiet_caller, reduction
 from syncvar.plans.reproducible import tree_order
-from syncvar.wire.structures import Leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channel import Channel
+    from syncvar.core.reduce_ops import Reduction
     from syncvar.engine.group import Communicator, PreparedCall
     from syncvar.engine.preparation import Preparation, Said
-    from syncvar.ops import Reduction
 
     Levels = list[
         tuple[Any, Any, Any]

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncvar.arena.channels import check_of
+from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.engine.operation import BodyError
 from syncvar.engine.planner import PreparedStages
-from syncvar.errors import InternalError, SyncvarError
 from syncvar.execution.moves import move_shared
 from syncvar.execution.reductions import Vector, reduce_shared, reduce_small
 from syncvar.execution.rounds import run_rounds

@@ -7,10 +7,10 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from syncvar.core.errors import DeadlineExceeded
+from syncvar.core.rank_text import rank_list
 from syncvar.engine.operation import State
-from syncvar.errors import DeadlineExceeded
 from syncvar.recording.call_sites import call_site
-from syncvar.topology.ranks import rank_list
 from syncvar.wire.frame import Kind
 
 if TYPE_CHECKING:

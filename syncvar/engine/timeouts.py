@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 
 __all__ = ["checked_timeout", "is_seconds"]
 

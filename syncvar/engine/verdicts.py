@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from syncvar.core.errors import DeadlineExceeded, HandshakeError, PeerLost
+from syncvar.core.rank_text import rank_list
 from syncvar.engine.core import GONE_ON
-from syncvar.errors import DeadlineExceeded, HandshakeError, PeerLost
 from syncvar.recording.call_sites import call_site
-from syncvar.topology.ranks import rank_list
 
 if TYPE_CHECKING:
     from syncvar.engine.call_ledger import Overtaken

@@ -5,8 +5,8 @@ from __future__ import annotations
 import reprlib
 from typing import TYPE_CHECKING, Any
 
+from syncvar.core.errors import ConfigError
 from syncvar.engine.work import Work
-from syncvar.errors import ConfigError
 from syncvar.recording.entries import Told
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from syncvar.core.errors import ConfigError
 from syncvar.engines.base import Engine
-from syncvar.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,11 +10,11 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from syncvar.config import RuntimeConfig, doubtful_variables
+from syncvar.core.errors import LaunchError, RankFailed
+from syncvar.core.exit_codes import INTERNAL, TIMEOUT, weight_of
+from syncvar.core.restart_policy import Ending, Restarting
+from syncvar.core.settings import RuntimeConfig, doubtful_variables
 from syncvar.engines.part import End, Place, packed, parts, unpacked
-from syncvar.errors import LaunchError, RankFailed
-from syncvar.exits import INTERNAL, TIMEOUT, weight_of
-from syncvar.restarting import Ending, Restarting
 from syncvar.wire.exceptions import unpack_exception
 
 if TYPE_CHECKING:

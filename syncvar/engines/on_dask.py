@@ -10,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError, LaunchError
+from syncvar.core.errors import ConfigError, LaunchError
 
 try:
     import distributed

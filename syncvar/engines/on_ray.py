@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError, LaunchError
+from syncvar.core.errors import ConfigError, LaunchError
 
 try:
     import ray

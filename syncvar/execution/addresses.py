@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.errors import InternalError, SyncvarError
+from syncvar.core.errors import InternalError, SyncvarError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

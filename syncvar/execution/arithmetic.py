@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.errors import InternalError
+from syncvar.core.errors import InternalError
 from syncvar.execution.gil import PIECE, crowd, ufunc_holding
 from syncvar.kernel import program as native_program
 from syncvar.plans.reproducible import tree_order
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.core.reduce_ops import Combiner
     from syncvar.execution.gil import Copier
-    from syncvar.ops import Combiner
 
 __all__ = [
     "HALVES",

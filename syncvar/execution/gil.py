@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.ops import Combiner
+    from syncvar.core.reduce_ops import Combiner
 
     Copier = Callable[[NDArray[Any], NDArray[Any]], Any]  # of (target, value)
 

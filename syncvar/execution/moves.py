@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from syncvar.execution.program import Code
 
     Starts = tuple[tuple[int, ...], tuple[int, ...]]
-    from syncvar.ops import Combiner
+    from syncvar.core.reduce_ops import Combiner
 
 __all__ = [
     "NOTHING",

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channel import Channel
+    from syncvar.core.reduce_ops import Combiner
     from syncvar.execution.program import Code
-    from syncvar.ops import Combiner
 
 __all__ = [
     "Placed",

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.channel import Channel
+    from syncvar.core.reduce_ops import Combiner
     from syncvar.execution.program import Code
-    from syncvar.ops import Combiner
     from syncvar.plans.model import Plan
 
 __all__ = ["SIDE_BY_SIDE", "Published", "prepare_published", "run_rounds"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.arena.layout import PAGE_BYTES
-from syncvar.errors import InternalError
+from syncvar.core.errors import InternalError
 from syncvar.execution.addresses import Gone, Lying, Reached, read
 from syncvar.execution.arithmetic import folder, storer
 from syncvar.execution.gil import copier, crowd

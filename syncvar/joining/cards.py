@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncvar.errors import ConfigError, RendezvousError
-from syncvar.exits import is_failing
-from syncvar.fork_cleanup import register_exit
-from syncvar.private_files import PRIVATE, make_private_folder, write_file
+from syncvar.core.errors import ConfigError, RendezvousError
+from syncvar.core.exit_codes import is_failing
+from syncvar.core.fork_cleanup import register_exit
+from syncvar.core.private_files import PRIVATE, make_private_folder, write_file
 from syncvar.topology.engines.placing import host_of_each, placed
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from syncvar.arena.mapping import Arena
-from syncvar.errors import ConfigError, UsageError
+from syncvar.core.errors import ConfigError, UsageError
+from syncvar.core.logs import log_at
+from syncvar.core.rank_process import environment_of
 from syncvar.joining.context import Context
 from syncvar.joining.exit_codes import give_exit_codes
 from syncvar.joining.freed_memory import keep_freed_memory
 from syncvar.joining.secret import job_secret, keys_of
-from syncvar.logs import log_at
-from syncvar.rank_process import environment_of
 from syncvar.topology.elsewhere import is_meant_alone, told_elsewhere, why_not_alone
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     import zmq
 
-    from syncvar.config import RuntimeConfig
-    from syncvar.env import RankEnvironment
+    from syncvar.core.environment import RankEnvironment
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.joining.mpi_meeting import MpiCards
     from syncvar.topology.engines.base import Told
     from syncvar.transports.base import Transport
@@ -47,7 +47,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
         ConfigError: The environment or a setting is wrong, launchers contradict each other, or a secret is missing.
         UsageError: This process is a server, or another process is the rank.
     """
-    from syncvar.config import RuntimeConfig, doubtful_variables
+    from syncvar.core.settings import RuntimeConfig, doubtful_variables
 
     environment = environment_of(environ, alone=alone)
     if environment is not None and environment.role == "server":
@@ -131,7 +131,7 @@ def _wired(
     """
     import zmq
 
-    from syncvar.transports.addresses import tcp_endpoint
+    from syncvar.core.network import tcp_endpoint
     from syncvar.transports.control import ZeromqControl
     from syncvar.transports.zeromq import ZeromqTransport
 

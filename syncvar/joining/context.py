@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 from syncvar.arena.boxes import Boxes
 from syncvar.arena.channel import Channel
 from syncvar.arena.channels import Channels
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.errors import RendezvousError, SyncvarError, UsageError
+from syncvar.core.host_topology import HostMap
+from syncvar.core.rank_text import rank_list
 from syncvar.engine.engine import Engine
 from syncvar.engine.group import Communicator, Hosts
 from syncvar.engine.message_ends import Post
 from syncvar.engine.queued import send_queued
-from syncvar.env import RankEnvironment
-from syncvar.errors import RendezvousError, SyncvarError, UsageError
 from syncvar.joining.roll_call import answer_roll_call
 from syncvar.kernel import told, which
 from syncvar.plans.select import parse_forced
 from syncvar.recording.recorder import Recorder
-from syncvar.topology.hosts import HostMap
-from syncvar.topology.ranks import rank_list
 from syncvar.wire.control import pack_message
 from syncvar.wire.unreceived import SentCount, unreceived_text
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from syncvar.arena.mapping import Arena
-    from syncvar.config import RuntimeConfig
-    from syncvar.stacks import Frame
+    from syncvar.core.settings import RuntimeConfig
+    from syncvar.core.stack_dump import Frame
     from syncvar.transports.base import Control, Transport
 
 __all__ = ["Context"]
@@ -89,7 +89,7 @@ class Context:
         self.engine: Engine | None = None
         self.post: Post | None = None  # messages between ranks of this host
         if config.trace:
-            from syncvar.requested_files import check_folder
+            from syncvar.core.output_files import check_folder
 
             check_folder(config.trace, "SYNCVAR_TRACE")
         self.recorder = Recorder(

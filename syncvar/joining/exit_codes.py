@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.exits import error_exit_code, is_interactive
-from syncvar.fork_cleanup import hook_exceptions
+from syncvar.core.exit_codes import error_exit_code, is_interactive
+from syncvar.core.fork_cleanup import hook_exceptions
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from syncvar.fork_cleanup import ExceptionHook
+    from syncvar.core.fork_cleanup import ExceptionHook
 
 __all__ = ["give_exit_codes"]
 

@@ -15,12 +15,12 @@ import zmq
 from syncvar.arena.creating import CreatedArena, create, why_not_here
 from syncvar.arena.handing import Handing, arena_path
 from syncvar.arena.room import core_quota
-from syncvar.exits import failure_in_words, is_failing
-from syncvar.fork_cleanup import register_exit
+from syncvar.core.exit_codes import failure_in_words, is_failing
+from syncvar.core.fork_cleanup import register_exit
 from syncvar.joining.store import Store
 
 if TYPE_CHECKING:
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.joining.cards import Cards
     from syncvar.joining.directory import JobDirectory
     from syncvar.topology.engines.base import Told

@@ -15,27 +15,27 @@ import socket
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.env import RankEnvironment
-from syncvar.errors import ConfigError, RendezvousError
-from syncvar.fork_cleanup import unregister_exit
-from syncvar.joining.cards import Folder, ProcessManager
-from syncvar.joining.directory import MEETING, JobDirectory
-from syncvar.joining.host import READY, Host
-from syncvar.topology.engines.base import ADDRESS, PMI
-from syncvar.topology.engines.placing import evenly_placed
-from syncvar.transports.addresses import (
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.errors import ConfigError, RendezvousError
+from syncvar.core.fork_cleanup import unregister_exit
+from syncvar.core.network import (
     address_towards,
     address_towards_any,
     resolved,
     tcp_endpoint,
 )
+from syncvar.joining.cards import Folder, ProcessManager
+from syncvar.joining.directory import MEETING, JobDirectory
+from syncvar.joining.host import READY, Host
+from syncvar.topology.engines.base import ADDRESS, PMI
+from syncvar.topology.engines.placing import evenly_placed
 from syncvar.wire.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.joining.cards import Cards
     from syncvar.topology.engines.base import Told
 

@@ -15,9 +15,9 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError, RendezvousError, UsageError
-from syncvar.exits import is_failing
-from syncvar.fork_cleanup import register_exit
+from syncvar.core.errors import ConfigError, RendezvousError, UsageError
+from syncvar.core.exit_codes import is_failing
+from syncvar.core.fork_cleanup import register_exit
 from syncvar.joining.cards import Cards
 from syncvar.recording.recorder import boot_identity
 from syncvar.topology.elsewhere import started_with_others, told_elsewhere
@@ -28,7 +28,7 @@ from syncvar.transports.mpi import Fabric, pause_after
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
 
 __all__ = ["MpiCards", "join"]
 

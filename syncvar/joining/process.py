@@ -10,18 +10,18 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError, SyncvarError, UsageError
-from syncvar.exits import failure_in_words
-from syncvar.fork_cleanup import register_exit
+from syncvar.core.errors import ConfigError, SyncvarError, UsageError
+from syncvar.core.exit_codes import failure_in_words
+from syncvar.core.fork_cleanup import register_exit
+from syncvar.core.rank_process import environment_of
 from syncvar.kernel import entrance, message_entrance, note_change
-from syncvar.rank_process import environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
-    from syncvar.env import RankEnvironment
+    from syncvar.core.environment import RankEnvironment
+    from syncvar.core.stack_dump import Frame
     from syncvar.joining.context import Context
-    from syncvar.stacks import Frame
 
 __all__ = [
     "abandon",
@@ -192,7 +192,7 @@ def member(environ: MutableMapping[str, str]) -> Iterator[None]:
         yield
         shutdown()
     except BaseException as error:
-        from syncvar.stacks import frames_before
+        from syncvar.core.stack_dump import frames_before
 
         abandon(f"{type(error).__name__}: {error}"[:2000], frames_before(error.__traceback__))
         raise

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from syncvar.errors import HandshakeError, PeerLost, RendezvousError, TransportError
+from syncvar.core.errors import HandshakeError, PeerLost, RendezvousError, TransportError
 from syncvar.wire.control import Message, pack_message
 from syncvar.wire.frame import PROTOCOL_VERSION
 from syncvar.wire.likeness import SETTING
 
 if TYPE_CHECKING:
-    from syncvar.config import RuntimeConfig
-    from syncvar.env import RankEnvironment
+    from syncvar.core.environment import RankEnvironment
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.base import Control, Transport
 
 __all__ = ["answer_roll_call", "likeness"]

@@ -6,15 +6,15 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
-from syncvar.env import PREFIX
-from syncvar.errors import ConfigError
+from syncvar.core.environment import PREFIX
+from syncvar.core.errors import ConfigError
 from syncvar.wire.keys import KEY_BYTES, parse_key
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
-    from syncvar.config import RuntimeConfig
-    from syncvar.env import RankEnvironment
+    from syncvar.core.environment import RankEnvironment
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
 
 __all__ = ["job_secret", "keys_of", "secret_of_file"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.errors import ConfigError, RendezvousError, WireError
+from syncvar.core.errors import ConfigError, RendezvousError, WireError
 from syncvar.transports.connections import Connections
 from syncvar.transports.control import parse_control_identity
 from syncvar.transports.sockets import bound_messages, look_for_silence, milliseconds, set_family
@@ -19,7 +19,7 @@ from syncvar.wire.servers import ServerTable
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
 
 __all__ = ["Store"]

@@ -40,6 +40,6 @@ RMSprop = RMSProp  # as Keras and torch write it
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        from syncvar.foreign_names import missing
+        from syncvar.core.migration_hints import missing
 
         raise missing("sv.optimizers", name, __all__)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.optimizers.arguments import Options, checked_number
 from syncvar.optimizers.base import Optimizer
 

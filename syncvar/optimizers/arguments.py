@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from syncvar.choices import word_of
-from syncvar.config import nearest
-from syncvar.errors import ConfigError
+from syncvar.core.enum_arguments import word_of
+from syncvar.core.errors import ConfigError
+from syncvar.core.settings import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,10 +11,10 @@ import numpy as np
 from syncvar.collectives import finite
 from syncvar.collectives.all_reduce_shards import shards_request
 from syncvar.collectives.sync_points import meet
+from syncvar.core.errors import ConfigError, UsageError
+from syncvar.core.lazy_import import Taught, explained_attribute
+from syncvar.core.reduce_ops import quiet
 from syncvar.engine.group import Request, fingerprint
-from syncvar.errors import ConfigError, UsageError
-from syncvar.loading import Taught, explained_attribute
-from syncvar.ops import quiet
 from syncvar.optimizers.arguments import (
     Options,
     checked_choice,
@@ -81,7 +81,7 @@ class Optimizer(Taught, Rule):
     ) -> None:
         unknown = sorted(set(options) - set(Options.__annotations__))
         if unknown:
-            from syncvar.foreign_names import unexpected
+            from syncvar.core.migration_hints import unexpected
 
             raise unexpected(type(self), unknown, Options.__annotations__)
         self._rate = checked_rate(learning_rate)

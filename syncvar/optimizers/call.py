@@ -9,8 +9,8 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.calls import call_prepared
+from syncvar.core.errors import ConfigError
 from syncvar.engine.group import Request, fingerprint
-from syncvar.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype, is_apart
 from syncvar.optimizers.sparse import dense_gradient
 from syncvar.variables.casting import operand_array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from syncvar.variables.places import Stepper

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.errors import ConfigError, UsageError
+from syncvar.core.errors import ConfigError, UsageError
 from syncvar.optimizers.arithmetic import BLOCK
 from syncvar.optimizers.slots import compute_dtype, is_apart, is_half
 from syncvar.variables.casting import operand_array
@@ -72,7 +72,7 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
 def _no_pair(pair: tuple[Any, ...]) -> str:
     """Return what is wrong with what was passed for a gradient and a variable."""
     if len(pair) == 2 and not isinstance(pair[0], Variable) and hasattr(pair[1], "dtype"):
-        from syncvar.foreign_names import explained
+        from syncvar.core.migration_hints import explained
 
         kind = type(pair[1])
         remedy = explained("sv", "DistributedOptimizer")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.variables.creation import Wish
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
 from syncvar.variables.stepping import copy_of, make_beside, replace_copy

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from syncvar.errors import PlanError
+from syncvar.core.errors import PlanError
 from syncvar.plans.expressions import UNDEFINED, Expressions
 from syncvar.plans.model import Buffer, Copy, Recv, RecvReduce, Reduce, Send
 from syncvar.plans.show import step_text

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.plans.chunks import consecutive_chunks, exchange_blocks
 from syncvar.plans.model import Chunk
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.errors import PlanError
+from syncvar.core.errors import PlanError
 
 if TYPE_CHECKING:
     from syncvar.plans.contracts import Expression

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.errors import PlanError
+from syncvar.core.errors import PlanError
 from syncvar.plans.model import Buffer, Copy, Recv, RecvReduce, Reduce, Send
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.plans.table import REDUCTIONS, check_algorithm, sums_by_the_tree, unsuited
 
 __all__ = ["Choice", "choose", "parse_forced"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.plans.bruck import bruck_all_to_all
 from syncvar.plans.chain import chain_broadcast
 from syncvar.plans.direct import (
@@ -356,7 +356,7 @@ def check_algorithm(collective: str, algorithm: str | None = None) -> None:
 def _check_name(kind: str, name: str, names: Iterable[str], where: str) -> None:
     if name in names:
         return
-    from syncvar.config import nearest  # only a wrong name needs it
+    from syncvar.core.settings import nearest  # only a wrong name needs it
 
     known = list(names)
     raise ConfigError(

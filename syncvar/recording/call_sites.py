@@ -7,12 +7,12 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from syncvar.stacks import current_frames, frames_of
+from syncvar.core.stack_dump import current_frames, frames_of
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
 
-    from syncvar.stacks import Frame
+    from syncvar.core.stack_dump import Frame
 
 __all__ = ["call_site", "main_stack", "own_site", "site_of"]
 

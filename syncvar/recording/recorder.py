@@ -18,7 +18,9 @@ import time
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
+from syncvar.core.errors import DeadlineExceeded, InternalError, MismatchError, PeerLost
+from syncvar.core.process_ids import process_name
+from syncvar.core.stack_dump import where
 from syncvar.recording.call_numbers import CallNumbers
 from syncvar.recording.call_sites import call_site, main_stack
 from syncvar.recording.entries import (
@@ -31,14 +33,12 @@ from syncvar.recording.entries import (
     event_of,
     told_of,
 )
-from syncvar.roles import process_name
-from syncvar.stacks import where
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from syncvar.core.stack_dump import Frame
     from syncvar.recording.totals import Totals
-    from syncvar.stacks import Frame
 
 __all__ = ["FORMAT", "RING", "Recorder", "boot_identity", "record_name"]
 
@@ -158,7 +158,7 @@ class Recorder:
     def _write_totals(self, totals: Totals) -> None:
         import json
 
-        from syncvar.evidence import write_record
+        from syncvar.core.state_folder import write_record
 
         text = json.dumps({"rank": self._who["rank"], "rows": totals.rows()})
         name = f"stats-{self._who['rank']}.{self._who['generation']}.json"
@@ -240,7 +240,9 @@ class Recorder:
         try:
             name = record_name(self._who["rank"], self._who["generation"])
             try:
-                from syncvar.evidence import write_record  # only a record that is written needs it
+                from syncvar.core.state_folder import (
+                    write_record,  # only a record that is written needs it
+                )
 
                 text = _text(
                     self.record(
@@ -258,7 +260,12 @@ class Recorder:
         with contextlib.suppress(
             Exception
         ):  # the failure that the record is about must stay the one that is seen
-            from syncvar.requested_files import EVIDENCE, LostFile, report_lost_file, why_unwritten
+            from syncvar.core.output_files import (
+                EVIDENCE,
+                LostFile,
+                report_lost_file,
+                why_unwritten,
+            )
 
             origins = {self._trace: "SYNCVAR_TRACE", self._stats: "--stats"}
             path = os.path.join(folder, name)
@@ -269,7 +276,7 @@ def record_name(number: Any, generation: Any = 0) -> str:
     """Return the name of the file of a rank's record, or of a server's.
 
     Example:
-        >>> from syncvar.roles import server_number
+        >>> from syncvar.core.process_ids import server_number
         >>> record_name(3), record_name(3, 1), record_name(server_number(1))
         ('flight-rank3.json', 'flight-rank3.generation1.json', 'flight-server1.json')
     """

@@ -10,7 +10,7 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from syncvar.topology.ranks import rank_spans
+from syncvar.core.rank_text import rank_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.errors import (
+from syncvar.core.errors import (
     ConfigError,
     GroupBroken,
     MismatchError,
@@ -19,7 +19,7 @@ from syncvar.errors import (
     UsageError,
     WireError,
 )
-from syncvar.roles import server_number
+from syncvar.core.process_ids import server_number
 from syncvar.servers.copying import PATIENCE
 from syncvar.servers.ledger import SHARED, changes, reads
 from syncvar.servers.messages import Outgoing

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.errors import ConfigError, MismatchError, SyncvarError, WireError
+from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, WireError
 from syncvar.servers.board import Board, Outcome
 from syncvar.servers.operations import push_of, rule_key_of, slots_of, spec_of
 from syncvar.servers.rules import rule_of

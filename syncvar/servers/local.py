@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from syncvar.roles import heirs_of
+from syncvar.core.process_ids import heirs_of
 from syncvar.servers.client import Client
 from syncvar.servers.server import Server
 from syncvar.servers.session import Session

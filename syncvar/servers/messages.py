@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 import numpy as np
 
-from syncvar.errors import WireError
-from syncvar.wire.dtypes import dtype_from_index, dtype_index
+from syncvar.core.dtypes import dtype_from_index, dtype_index
+from syncvar.core.errors import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

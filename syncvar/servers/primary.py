@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import SyncvarError
+from syncvar.core.errors import SyncvarError
 from syncvar.servers.copying import Copying
 from syncvar.servers.ledger import Ledger, Request, changes, reads
 from syncvar.servers.messages import Outgoing

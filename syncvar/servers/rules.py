@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.errors import ConfigError, SyncvarError
-from syncvar.ops import quiet
+from syncvar.core.errors import ConfigError, SyncvarError
+from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers import SGD, Adagrad, Adam, AdamW, Custom, Momentum, RMSProp
 from syncvar.optimizers.arithmetic import BLOCK
 from syncvar.optimizers.slots import compute_dtype, is_half

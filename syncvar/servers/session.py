@@ -6,12 +6,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from syncvar.errors import DeadlineExceeded
+from syncvar.core.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncvar.errors import SyncvarError
+    from syncvar.core.errors import SyncvarError
     from syncvar.servers.client import Client, Part, Ticket
     from syncvar.servers.messages import Arrays, Message, Outgoing, Party
 

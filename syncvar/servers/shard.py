@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.collectives.tree_sum import tree_combined
-from syncvar.errors import ConfigError, SyncvarError
-from syncvar.ops import quiet
+from syncvar.core.errors import ConfigError, SyncvarError
+from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.servers.rules import ServerRule, is_users, rule_of, slot_names
 from syncvar.variables.policy import Operation

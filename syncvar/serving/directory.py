@@ -6,16 +6,16 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.errors import HandshakeError, RendezvousError
-from syncvar.roles import SERVER_0
+from syncvar.core.errors import HandshakeError, RendezvousError
+from syncvar.core.process_ids import SERVER_0
 from syncvar.transports.control import ZeromqControl
 from syncvar.wire.control import pack_message
 
 if TYPE_CHECKING:
     import zmq
 
-    from syncvar.config import RuntimeConfig
-    from syncvar.env import RankEnvironment
+    from syncvar.core.environment import RankEnvironment
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
 
 __all__ = ["Change", "Directory"]

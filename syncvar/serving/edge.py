@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.errors import InternalError, SyncvarError, UsageError, WireError
-from syncvar.fork_cleanup import register_exit, unregister_exit
+from syncvar.core.errors import InternalError, SyncvarError, UsageError, WireError
+from syncvar.core.fork_cleanup import register_exit, unregister_exit
+from syncvar.core.process_ids import SERVER_0, heirs_of, is_server, server_hosts
 from syncvar.joining.secret import keys_of
-from syncvar.roles import SERVER_0, heirs_of, is_server, server_hosts
 from syncvar.servers.client import Client
 from syncvar.servers.messages import frames_of, message_of
 from syncvar.servers.session import Session
@@ -30,8 +30,8 @@ from syncvar.serving.tally import Tally, tally_path
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
 
-    from syncvar.config import RuntimeConfig
-    from syncvar.env import RankEnvironment
+    from syncvar.core.environment import RankEnvironment
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.servers.client import Part, Ticket
     from syncvar.servers.messages import Outgoing
 

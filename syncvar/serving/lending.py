@@ -18,8 +18,8 @@ import numpy as np
 
 from syncvar.arena.handing import servers_arena_path
 from syncvar.arena.mapping import Arena
-from syncvar.errors import ArenaFull, InternalError
-from syncvar.roles import server_hosts
+from syncvar.core.errors import ArenaFull, InternalError
+from syncvar.core.process_ids import server_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.arena.references import SharedMemoryReference
-    from syncvar.config import RuntimeConfig
-    from syncvar.env import RankEnvironment
+    from syncvar.core.environment import RankEnvironment
+    from syncvar.core.settings import RuntimeConfig
 
 __all__ = ["LEND_NBYTES_MIN", "Lender", "lender_of"]
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
-from syncvar.errors import TransportError
-from syncvar.roles import SERVER_0, is_server, process_name
+from syncvar.core.errors import TransportError
+from syncvar.core.network import tcp_endpoint
+from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.serving.packing import NBYTES_MAX, cut, joined, packed, unpacked
 from syncvar.serving.pipes import Door, Pipe
 from syncvar.serving.watching import Watching
-from syncvar.transports.addresses import tcp_endpoint
 from syncvar.transports.sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncvar.arena.references import SegmentId, SharedMemoryReference
-    from syncvar.config import RuntimeConfig
-    from syncvar.env import RankEnvironment
+    from syncvar.core.environment import RankEnvironment
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.serving.lending import Lender
     from syncvar.transports.curve import Gate, LinkKeys
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.arena.references import SegmentId, SharedMemoryReference
-from syncvar.errors import InternalError
+from syncvar.core.errors import InternalError
 from syncvar.wire.limits import FRAME_NBYTES
 
 if TYPE_CHECKING:

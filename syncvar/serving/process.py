@@ -18,22 +18,29 @@ import zmq
 
 from syncvar import bootstrap
 from syncvar.arena.layout import bytes_in_words
-from syncvar.config import RuntimeConfig
-from syncvar.env import RankEnvironment
-from syncvar.errors import ConfigError, WireError
-from syncvar.fork_cleanup import handle_signal
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.errors import ConfigError, WireError
+from syncvar.core.fork_cleanup import handle_signal
+from syncvar.core.logs import log_at
+from syncvar.core.process_ids import (
+    SERVER_0,
+    heirs_of,
+    is_server,
+    process_name,
+    server_hosts,
+    server_number,
+)
+from syncvar.core.settings import RuntimeConfig
+from syncvar.core.stack_dump import frames_before
 from syncvar.joining.secret import keys_of
-from syncvar.logs import log_at
 from syncvar.recording.entries import Told
 from syncvar.recording.recorder import Recorder
-from syncvar.roles import SERVER_0, heirs_of, is_server, process_name, server_hosts, server_number
 from syncvar.servers.messages import frames_of, message_of
 from syncvar.servers.server import Server
 from syncvar.serving.directory import Directory
 from syncvar.serving.lending import lender_of
 from syncvar.serving.links import Links
 from syncvar.serving.served import Served, what_of
-from syncvar.stacks import frames_before
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping

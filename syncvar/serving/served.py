@@ -6,9 +6,9 @@ import contextlib
 import json
 from typing import TYPE_CHECKING, Any
 
-from syncvar.evidence import write_record
+from syncvar.core.process_ids import process_name, server_number
+from syncvar.core.state_folder import write_record
 from syncvar.recording.totals import size_class
-from syncvar.roles import process_name, server_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -6,12 +6,12 @@ import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from syncvar.core.errors import ConfigError, SyncvarError, UsageError
+from syncvar.core.lazy_import import Taught
 from syncvar.engine.group import begin_epochs
 from syncvar.engine.queued import send_queued
 from syncvar.engine.timeouts import checked_timeout
-from syncvar.errors import ConfigError, SyncvarError, UsageError
 from syncvar.joining.process import current
-from syncvar.loading import Taught
 from syncvar.strategies.contexts import ValueContext
 from syncvar.strategies.inputs import (
     DistributedDataset,

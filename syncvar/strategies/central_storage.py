@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Never
 
+from syncvar.core.lazy_import import unexpected
 from syncvar.engine.group import fingerprint
 from syncvar.joining.process import current
-from syncvar.loading import unexpected
 from syncvar.strategies.mirrored import MirroredStrategy
 from syncvar.variables.policy import VariableSynchronization
 from syncvar.variables.shared_copy import shared_copy

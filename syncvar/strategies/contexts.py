@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.sync_points import meet
-from syncvar.errors import UsageError
-from syncvar.loading import Taught
+from syncvar.core.errors import UsageError
+from syncvar.core.lazy_import import Taught
+from syncvar.core.pytree import is_structure, parts_of, rebuilt
 from syncvar.strategies.reducing import gather_values, own_part, reduce_values
 from syncvar.variables.places import Place, context_of, current_owner, current_place, places
 from syncvar.variables.policy import Context
 from syncvar.variables.values import DistributedValues, PerReplica
 from syncvar.variables.variable import Variable
-from syncvar.wire.structures import is_structure, parts_of, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from syncvar.errors import ConfigError, SyncvarError, UsageError
-from syncvar.fork_cleanup import register_exit
-from syncvar.loading import object_named
+from syncvar.core.errors import ConfigError, SyncvarError, UsageError
+from syncvar.core.fork_cleanup import register_exit
+from syncvar.core.lazy_import import object_named
 from syncvar.servers.asking import Asking
 from syncvar.strategies.parameter_server import ParameterServerStrategy
 from syncvar.wire.exceptions import pack_exception, unpack_exception

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from syncvar.collectives.all_reduce import agree, agreement_request
+from syncvar.core.errors import MismatchError, UsageError
+from syncvar.core.rank_text import rank_list
 from syncvar.engine.group import fingerprint
-from syncvar.errors import MismatchError, UsageError
-from syncvar.topology.ranks import rank_list
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from syncvar.collectives.broadcast import broadcast
 from syncvar.collectives.groups import Group
 from syncvar.collectives.objects import broadcast_object
-from syncvar.errors import ConfigError
+from syncvar.core.array_interop import library_of
+from syncvar.core.errors import ConfigError
 from syncvar.variables.variable import Variable
-from syncvar.wire.libraries import library_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.flat import exchange
 from syncvar.collectives.sync_points import gather_objects, meet
+from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
+from syncvar.core.lazy_import import Taught
 from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_rows
 from syncvar.data.dataset import Dataset
 from syncvar.data.state import integer_of, read_state
 from syncvar.engine.group import Request, fingerprint
-from syncvar.errors import ConfigError, MismatchError, SyncvarError, UsageError
-from syncvar.loading import Taught
 from syncvar.strategies.offers import Offer, is_unanimous, verdict
 
 if TYPE_CHECKING:

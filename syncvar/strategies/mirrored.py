@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.collectives.groups import communicator_of
+from syncvar.core.lazy_import import unexpected
 from syncvar.engine.group import fingerprint
 from syncvar.joining.process import current
-from syncvar.loading import unexpected
 from syncvar.strategies.base import Strategy
 from syncvar.variables.places import set_default
 

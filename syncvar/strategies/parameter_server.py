@@ -6,12 +6,12 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Never
 
-from syncvar.config import RuntimeConfig
+from syncvar.core.errors import ConfigError, UsageError
+from syncvar.core.fork_cleanup import register_exit
+from syncvar.core.lazy_import import unexpected
+from syncvar.core.settings import RuntimeConfig
 from syncvar.engine.timeouts import checked_timeout
-from syncvar.errors import ConfigError, UsageError
-from syncvar.fork_cleanup import register_exit
 from syncvar.joining.process import current, environment_here, joined, on_join
-from syncvar.loading import unexpected
 from syncvar.servers.asking import Asking
 from syncvar.servers.client import Ticket
 from syncvar.servers.local import LocalServers
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.env import RankEnvironment
+    from syncvar.core.environment import RankEnvironment
     from syncvar.joining.context import Context as Joined
     from syncvar.variables.variable import Variable
 
@@ -84,7 +84,7 @@ class ParameterServerStrategy(Strategy):
         if _foreign:
             raise unexpected(type(self), _foreign)
         if variable_partitioner is not None:
-            from syncvar.foreign_names import object_hint
+            from syncvar.core.migration_hints import object_hint
 
             hint = object_hint(variable_partitioner)
             if hint or not callable(variable_partitioner):

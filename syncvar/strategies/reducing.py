@@ -15,14 +15,9 @@ from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.calls import call_prepared, entered
 from syncvar.collectives.library_arrays import given_back
 from syncvar.collectives.reducing import Reducing, form_of
-from syncvar.engine.group import Request
-from syncvar.errors import ConfigError
-from syncvar.ops import identity, quiet, reduction
-from syncvar.variables.policy import as_member
-from syncvar.variables.values import DistributedValues
-from syncvar.variables.variable import Variable
-from syncvar.wire.arrays import as_array
-from syncvar.wire.structures import (
+from syncvar.core.array_arguments import as_array
+from syncvar.core.errors import ConfigError
+from syncvar.core.pytree import (
     Structure,
     arrays_of,
     describe,
@@ -32,6 +27,11 @@ from syncvar.wire.structures import (
     rebuilt,
     unflatten,
 )
+from syncvar.core.reduce_ops import identity, quiet, reduction
+from syncvar.engine.group import Request
+from syncvar.variables.policy import as_member
+from syncvar.variables.values import DistributedValues
+from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

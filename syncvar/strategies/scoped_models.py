@@ -6,7 +6,7 @@ import gc
 import sys
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import UsageError
+from syncvar.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.errors import ConfigError, SyncvarError, UsageError
+from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.optimizers.sparse import rows_of
 from syncvar.servers.asking import Asking

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.errors import ConfigError, DeadlineExceeded
+from syncvar.core.errors import ConfigError, DeadlineExceeded
 from syncvar.optimizers.slots import compute_dtype, is_half
 from syncvar.servers.asking import Asking
 from syncvar.servers.rules import rule_of

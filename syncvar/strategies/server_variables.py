@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.errors import ConfigError, UsageError
+from syncvar.core.errors import ConfigError, UsageError
 from syncvar.partitioners import row_ranges
 from syncvar.servers.asking import Asking
 from syncvar.servers.shard import Spec

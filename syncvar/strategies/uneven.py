@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.sync_points import gather_objects
-from syncvar.errors import ConfigError, MismatchError, SyncvarError, UsageError
+from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
 from syncvar.joining.process import current
 from syncvar.strategies.base import strategies_of
 from syncvar.strategies.enrolled import LEFT, Enrolled, OneHasLeft

@@ -26,7 +26,7 @@ import random
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.roles import heirs_of
+from syncvar.core.process_ids import heirs_of
 from syncvar.servers.client import Client
 from syncvar.servers.messages import frames_of, message_of
 from syncvar.servers.server import Server

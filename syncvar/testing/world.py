@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.arena.creating import create
 from syncvar.arena.mapping import Arena
-from syncvar.config import RuntimeConfig
-from syncvar.env import RankEnvironment
-from syncvar.errors import ArenaUnavailable
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.errors import ArenaUnavailable
+from syncvar.core.host_topology import HostMap, divided
+from syncvar.core.settings import RuntimeConfig
 from syncvar.execution.gil import crowd
 from syncvar.joining.context import Context
 from syncvar.joining.process import use
-from syncvar.topology.hosts import HostMap, divided
 from syncvar.transports.memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.wire.coordinator import Coordinator
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.topology.engines import BY_HAND, ENGINES
 from syncvar.topology.engines.base import Engine, Told, whole
 from syncvar.topology.engines.torch import Torchrun
@@ -21,7 +21,7 @@ from syncvar.topology.engines.torch import Torchrun
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncvar.env import RankEnvironment
+    from syncvar.core.environment import RankEnvironment
 
 __all__ = ["is_meant_alone", "started_with_others", "told_elsewhere", "why_not_alone"]
 

@@ -11,7 +11,7 @@ from syncvar.transports.endings import CLOSED, ConnectionCopy
 from syncvar.transports.sockets import close_monitor, events_of, monitor_of
 
 if TYPE_CHECKING:
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import Gate
 
 __all__ = ["Connections"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.errors import HandshakeError
+from syncvar.core.errors import HandshakeError
 from syncvar.transports.endings import CLOSED, ConnectionCopy
 from syncvar.transports.sockets import (
     ask_for_signs_of_life,
@@ -24,7 +24,7 @@ from syncvar.wire.control import Message, parse_message
 from syncvar.wire.limits import CONTROL_NBYTES_MAX
 
 if TYPE_CHECKING:
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
 
 __all__ = ["ZeromqControl", "control_identity", "parse_control_identity"]

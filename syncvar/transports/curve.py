@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from syncvar.errors import ConfigError, HandshakeError
+from syncvar.core.errors import ConfigError, HandshakeError
 from syncvar.transports.strangers import UNPROVED_NBYTES, UNPROVED_PLAIN_NBYTES, Strangers
 from syncvar.wire.keys import derive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
 
 __all__ = ["Gate", "LinkKeys", "gate_for_hosts", "link_keys"]
 

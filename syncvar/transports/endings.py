@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import socket
 
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
 
 __all__ = ["CLOSED", "ConnectionCopy", "Sent", "unanswered"]
 

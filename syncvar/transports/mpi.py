@@ -20,7 +20,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import TransportError, WireError
+from syncvar.core.errors import TransportError, WireError
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
 from syncvar.transports.wakeup import Wakeup
 from syncvar.wire.frame import CARRIERS, HEADER_NBYTES, Header, Kind, pack_header, parse_header

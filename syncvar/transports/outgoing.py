@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
 from syncvar.transports.endings import CLOSED, ConnectionCopy, Sent, unanswered
 from syncvar.transports.sockets import close_monitor, events_of, monitor_of
 from syncvar.wire.frame import HEADER_NBYTES, Kind, parse_header
 
 if TYPE_CHECKING:
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
 
 __all__ = ["Outgoing"]
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.wire.limits import FRAMING_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
 
 __all__ = [
     "ask_for_signs_of_life",

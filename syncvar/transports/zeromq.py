@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from zmq.backend import zmq_poll
 
-from syncvar.errors import TransportError, WireError
+from syncvar.core.errors import TransportError, WireError
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
 from syncvar.transports.connections import Connections
 from syncvar.transports.delivery import Delivery
@@ -40,7 +40,7 @@ from syncvar.wire.frame import CARRIERS, HEADER_NBYTES, Kind, pack_header, parse
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.control import ZeromqControl
     from syncvar.transports.curve import LinkKeys
 

@@ -7,7 +7,7 @@ import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.variables.protocol import ArrayProtocol
 
 if TYPE_CHECKING:

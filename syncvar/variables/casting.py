@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.errors import ConfigError, UsageError
+from syncvar.core.array_arguments import as_array
+from syncvar.core.dtypes import dtype_index
+from syncvar.core.errors import ConfigError, UsageError
 from syncvar.variables.digests import block_digests
 from syncvar.variables.values import Mirrored, PerReplica
-from syncvar.wire.arrays import as_array
-from syncvar.wire.dtypes import dtype_index
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

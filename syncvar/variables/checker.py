@@ -12,8 +12,8 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.flat import exchange_bytes
+from syncvar.core.errors import MismatchError
 from syncvar.engine.group import Request, fingerprint
-from syncvar.errors import MismatchError
 from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_count, block_digests, combined
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import numpy as np
 
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.tree_sum import tree_combined
+from syncvar.core.dtypes import dtype_from_index, dtype_index
+from syncvar.core.errors import ConfigError, UsageError
 from syncvar.engine.group import fingerprint
-from syncvar.errors import ConfigError, UsageError
 from syncvar.variables.policy import Travel
-from syncvar.wire.dtypes import dtype_from_index, dtype_index
 from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:

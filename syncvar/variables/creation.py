@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.collectives.flat import broadcast_flat, exchange, gather_flat
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.errors import ConfigError, InternalError, MismatchError
 from syncvar.engine.group import Request, fingerprint
-from syncvar.errors import ConfigError, InternalError, MismatchError
 from syncvar.joining.process import current
 from syncvar.variables.by_shards import checked_shape, require_shape, takes_shard_info, whole
 from syncvar.variables.casting import checked_dtype, digest_of, initial_array
@@ -30,7 +31,6 @@ from syncvar.variables.policy import (
 )
 from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.splitting import share_of
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.wire.objects import pack_object, unpack_object
 from syncvar.wire.records import BYTES, Record
 

@@ -14,9 +14,9 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from syncvar.errors import ConfigError
-from syncvar.private_files import REQUESTED
-from syncvar.requested_files import AUTO_LOG, LostFile, report_lost_file, why_unwritten
+from syncvar.core.errors import ConfigError
+from syncvar.core.output_files import AUTO_LOG, LostFile, report_lost_file, why_unwritten
+from syncvar.core.private_files import REQUESTED
 
 __all__ = ["Change", "Point", "append", "read"]
 

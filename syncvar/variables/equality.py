@@ -11,12 +11,12 @@ import numpy as np
 
 from syncvar.collectives.flat import exchange_bytes, gather_bytes
 from syncvar.collectives.groups import communicator_of
+from syncvar.core.array_arguments import as_array
+from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.engine.group import Communicator, Request, fingerprint
-from syncvar.errors import ConfigError, MismatchError
 from syncvar.variables.casting import digest_of
 from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_digests
 from syncvar.variables.variable import Variable
-from syncvar.wire.arrays import as_array
 from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.fused import owns_itself
-from syncvar.errors import ConfigError, UsageError
+from syncvar.core.errors import ConfigError, UsageError
 from syncvar.variables.policy import Action, Effect, Operation, Travel
 from syncvar.variables.requests import together_request
 from syncvar.variables.shared_copy import written_once

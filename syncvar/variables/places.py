@@ -9,7 +9,7 @@ import importlib
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from syncvar.errors import UsageError
+from syncvar.core.errors import UsageError
 from syncvar.joining.process import current
 from syncvar.joining.process import joined as joined_context
 from syncvar.variables.policy import Context

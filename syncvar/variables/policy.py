@@ -12,9 +12,9 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from syncvar.choices import word_of
-from syncvar.config import nearest
-from syncvar.errors import ConfigError, NoAggregation, UsageError
+from syncvar.core.enum_arguments import word_of
+from syncvar.core.errors import ConfigError, NoAggregation, UsageError
+from syncvar.core.settings import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -369,7 +369,7 @@ def as_member(kind: type[_E], given: Any, what: str) -> _E:
         return kind[word]
     hint = nearest(given.upper(), names) if isinstance(given, str) else ""
     if "MEAN" in names and not hint:  # of ops, for which others have words of their own
-        from syncvar.foreign_names import op_hint, op_of
+        from syncvar.core.migration_hints import op_hint, op_of
 
         if isinstance(given, str) and op_of(given.lower()).upper() in names:
             return kind[op_of(given.lower()).upper()]

@@ -21,10 +21,10 @@ import numpy as np
 
 from syncvar.collectives.flat import exchange_bytes
 from syncvar.collectives.fused import reduce_together
+from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
+from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.queued import send_queued
-from syncvar.errors import GroupBroken, MismatchError, SyncvarError
-from syncvar.ops import quiet, reduction
 from syncvar.variables.prefix import (
     Told,
     chained,

@@ -14,10 +14,10 @@ from syncvar.collectives.calls import call_prepared
 from syncvar.collectives.flat import exchange
 from syncvar.collectives.fused import reduce_together
 from syncvar.collectives.moving import Moving, moves
+from syncvar.core.errors import InternalError, MismatchError
+from syncvar.core.reduce_ops import reduction
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.operation import Stage
-from syncvar.errors import InternalError, MismatchError
-from syncvar.ops import reduction
 from syncvar.variables.casting import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
 from syncvar.variables.rows import Rows

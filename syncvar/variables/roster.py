@@ -26,9 +26,9 @@ import numpy as np
 
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.sync_points import gather_objects
-from syncvar.errors import MismatchError
+from syncvar.core.errors import MismatchError
+from syncvar.core.output_files import AUTO_LOG, check_file
 from syncvar.kernel import Watch
-from syncvar.requested_files import AUTO_LOG, check_file
 from syncvar.variables.checker import compare
 from syncvar.variables.decisions import Change, Point, append, read
 from syncvar.variables.pace import COSTS, Bar, Window, choose, period

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.errors import ConfigError, RowOutOfRange
-from syncvar.ops import reduction
+from syncvar.core.errors import ConfigError, RowOutOfRange
+from syncvar.core.reduce_ops import reduction
 from syncvar.variables.casting import operand_array, plain_array
 from syncvar.variables.policy import Operation
 

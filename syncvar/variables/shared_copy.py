@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.sync_points import meet
-from syncvar.errors import ArenaFull
+from syncvar.core.errors import ArenaFull
 from syncvar.memory_in_common import Wanted, memory_in_common
 from syncvar.variables.storage import Storage, say_arena_is_full
 

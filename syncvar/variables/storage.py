@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.errors import ArenaFull, UsageError
+from syncvar.core.errors import ArenaFull, UsageError
 from syncvar.kernel import Copied
 
 if TYPE_CHECKING:

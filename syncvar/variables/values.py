@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from syncvar.errors import UsageError
+from syncvar.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,7 @@ class PerReplica(DistributedValues):
         >>> x + 1
         Traceback (most recent call last):
         ...
-        syncvar.errors.UsageError: arithmetic of a PerReplica has no single meaning, ...
+        syncvar.core.errors.UsageError: arithmetic of a PerReplica has no single meaning, ...
     """
 
     __hash__ = object.__hash__

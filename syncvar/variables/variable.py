@@ -9,8 +9,7 @@ import numpy as np
 from syncvar.collectives import finite
 from syncvar.collectives.reducing import prepared_reduction
 from syncvar.collectives.sync_points import meet
-from syncvar.engine.group import fingerprint
-from syncvar.errors import (
+from syncvar.core.errors import (
     ConfigError,
     DeadlineExceeded,
     MismatchError,
@@ -18,9 +17,10 @@ from syncvar.errors import (
     SyncvarError,
     UsageError,
 )
+from syncvar.core.lazy_import import Taught
+from syncvar.core.reduce_ops import quiet, reduction
+from syncvar.engine.group import fingerprint
 from syncvar.kernel import Tally
-from syncvar.loading import Taught
-from syncvar.ops import quiet, reduction
 from syncvar.variables.casting import number_array, operand_array
 from syncvar.variables.copies import checked_replica, fetch, publish, with_absent
 from syncvar.variables.creation import Made, Wish, make_on_replicas

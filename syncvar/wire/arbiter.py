@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from syncvar.topology.ranks import rank_list
+from syncvar.core.rank_text import rank_list
 
 __all__ = ["Report", "Stall", "Verdict", "find_deadlock", "find_mismatch", "stalls"]
 

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin
 
 import msgpack
 
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
 from syncvar.wire.likeness import check_about
 from syncvar.wire.limits import CONTROL_NBYTES_MAX
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
 from syncvar.wire.arbiter import Report, Verdict, find_deadlock, find_mismatch
 from syncvar.wire.control import Message, pack_message
 from syncvar.wire.membership import Member, RollCall
@@ -18,7 +18,7 @@ from syncvar.wire.unreceived import UnreceivedMessages
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from syncvar.config import RuntimeConfig
+    from syncvar.core.settings import RuntimeConfig
 
 __all__ = ["Action", "Coordinator", "Fail", "Mute", "Say", "Tell"]
 

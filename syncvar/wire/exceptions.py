@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from syncvar.errors import ConfigError
-from syncvar.loading import object_named
+from syncvar.core.errors import ConfigError
+from syncvar.core.lazy_import import object_named
 from syncvar.wire.objects import pack_object, unpack_object
 
 __all__ = ["CALLER_MAIN", "pack_exception", "unpack_exception"]

@@ -12,7 +12,7 @@ import zlib
 from enum import IntEnum
 from typing import NamedTuple
 
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
 
 __all__ = [
     "CARRIERS",

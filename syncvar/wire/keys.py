@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 
 __all__ = ["KEY_BYTES", "derive", "parse_key"]
 

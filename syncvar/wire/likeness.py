@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.errors import WireError
-from syncvar.topology.ranks import rank_list
+from syncvar.core.errors import WireError
+from syncvar.core.rank_text import rank_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

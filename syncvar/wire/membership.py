@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from syncvar.topology.ranks import rank_list
+from syncvar.core.rank_text import rank_list
 from syncvar.wire.likeness import differences
 
 __all__ = ["Member", "RollCall"]

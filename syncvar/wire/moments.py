@@ -6,7 +6,7 @@ import datetime as dt
 import struct
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Plain Python objects as bytes and back: data only, nothing that could run.
 
 Travels: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, set, frozenset, date, time,
-datetime, timedelta, NumPy arrays and scalars of the dtypes in `syncvar.wire.dtypes`, tensors of PyTorch and JAX, dtypes, range,
+datetime, timedelta, NumPy arrays and scalars of the dtypes in `syncvar.core.dtypes`, tensors of PyTorch and JAX, dtypes, range,
 Path and Decimal. Members of an IntEnum or StrEnum come out as their int or str, because classes do not travel.
 Everything else is refused when it is packed.
 """
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from syncvar.errors import ConfigError, WireError
-from syncvar.wire.dtypes import dtype_from_index, dtype_index
-from syncvar.wire.libraries import NAMED, library_of
+from syncvar.core.array_interop import NAMED, library_of
+from syncvar.core.dtypes import dtype_from_index, dtype_index
+from syncvar.core.errors import ConfigError, WireError
 from syncvar.wire.moments import MOMENTS, pack_moment, unpack_moment
 from syncvar.wire.standard_types import STANDARD_CODES, is_standard, pack_standard, unpack_standard
 

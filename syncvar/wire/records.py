@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.errors import ConfigError
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_index
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_index
+from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.roles import SERVER_0, SERVING, process_name
+from syncvar.core.process_ids import SERVER_0, SERVING, process_name
 from syncvar.wire.control import pack_message
 
 if TYPE_CHECKING:

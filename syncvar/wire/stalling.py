@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.topology.ranks import rank_list
+from syncvar.core.rank_text import rank_list
 from syncvar.wire.arbiter import stalls
 
 if TYPE_CHECKING:

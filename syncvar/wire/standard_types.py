@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from syncvar.errors import ConfigError, WireError
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.errors import ConfigError, WireError
 
 __all__ = ["STANDARD_CODES", "is_standard", "pack_standard", "unpack_standard"]
 

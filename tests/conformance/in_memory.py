@@ -12,7 +12,7 @@ import collection
 import interpreter
 from conductor import Outcome
 
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current, use
 from syncvar.servers.local import LocalServers
 from syncvar.testing import run_ranks

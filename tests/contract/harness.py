@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 import syncvar as sv
-from syncvar.errors import SyncvarError
+from syncvar.core.errors import SyncvarError
 from syncvar.testing import run_ranks
 
 

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 import syncvar as sv
-from syncvar.errors import ArenaFull
+from syncvar.core.errors import ArenaFull
 from syncvar.joining.process import current
 
 TURNS = 6

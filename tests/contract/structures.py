@@ -10,7 +10,7 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.collectives.groups import communicator_of
-from syncvar.errors import ArenaFull
+from syncvar.core.errors import ArenaFull
 
 SMALL = [(3, 1, 4), (1, 1), (0, 2), (5,) * 17, (200, 1, 30), (2,) * 161]
 LONG = [

@@ -13,8 +13,8 @@ from harness import caught
 
 import syncvar as sv
 from syncvar.collectives import reducing
-from syncvar.config import RuntimeConfig
-from syncvar.errors import ConfigError, GroupBroken, MismatchError, PeerLost
+from syncvar.core.errors import ConfigError, GroupBroken, MismatchError, PeerLost
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 

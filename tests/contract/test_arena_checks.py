@@ -10,8 +10,8 @@ import syncvar as sv
 from syncvar.arena import layout
 from syncvar.arena.creating import create
 from syncvar.arena.mapping import Arena
-from syncvar.config import RuntimeConfig
-from syncvar.errors import InternalError
+from syncvar.core.errors import InternalError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.execution import reductions as shared_reduce
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks

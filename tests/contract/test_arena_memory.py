@@ -20,7 +20,7 @@ from syncvar.arena import creating, layout, mapping
 from syncvar.arena.creating import create
 from syncvar.arena.mapping import Arena
 from syncvar.arena.room import Shortage
-from syncvar.errors import ArenaFull, ArenaUnavailable, ConfigError, SyncvarError, UsageError
+from syncvar.core.errors import ArenaFull, ArenaUnavailable, ConfigError, SyncvarError, UsageError
 
 MIB = 1 << 20
 
@@ -241,7 +241,7 @@ def test_another_processor_is_refused(host, monkeypatch):
 def test_an_address_space_that_is_too_small(host):
     made = host.create(1 << 40)
     code = (
-        "import resource, sys; from syncvar.arena.mapping import Arena; from syncvar.errors import ArenaUnavailable\n"
+        "import resource, sys; from syncvar.arena.mapping import Arena; from syncvar.core.errors import ArenaUnavailable\n"
         "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
         "try:\n    Arena.attach(int(sys.argv[1]), 0)\n"
         "except ArenaUnavailable as error:\n    print(error)\n"

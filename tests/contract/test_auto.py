@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 from syncvar.variables import pace
 from syncvar.variables import queue as queue_module

@@ -13,7 +13,7 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.engine.engine import Engine
 from syncvar.joining.process import current, use
 from syncvar.kernel import Begun, why_not_native

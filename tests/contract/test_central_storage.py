@@ -7,8 +7,8 @@ import pytest
 from harness import caught
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
-from syncvar.errors import ArenaFull, MismatchError, UsageError
+from syncvar.core.errors import ArenaFull, MismatchError, UsageError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 from syncvar.variables.shared_copy import SharedCopy

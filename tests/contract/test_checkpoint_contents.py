@@ -12,10 +12,10 @@ import safetensors.numpy
 from harness import caught
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
 
 CONFIG = RuntimeConfig(collective_timeout_s=10.0)
 

@@ -14,7 +14,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.checkpoint.files import Disk
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 

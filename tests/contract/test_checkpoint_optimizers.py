@@ -9,7 +9,7 @@ from harness import caught
 import syncvar as sv
 from syncvar.checkpoint.manifest import Manifest
 from syncvar.checkpoint.naming import MANIFEST
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.servers.local import LocalServers
 from syncvar.testing import run_ranks
 

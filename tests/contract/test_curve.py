@@ -14,8 +14,8 @@ import zmq
 from zmq.utils import z85
 
 import syncvar.transports.zeromq as zeromq_module
-from syncvar.config import RuntimeConfig
-from syncvar.errors import ConfigError, HandshakeError
+from syncvar.core.errors import ConfigError, HandshakeError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.secret import job_secret
 from syncvar.joining.store import Store
 from syncvar.transports.control import ZeromqControl

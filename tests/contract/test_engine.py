@@ -13,12 +13,7 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
-from syncvar.engine.engine import Engine
-from syncvar.engine.group import Communicator, Request
-from syncvar.engine.operation import Operation, Stage
-from syncvar.engine.started import StartedCalls
-from syncvar.errors import (
+from syncvar.core.errors import (
     ConfigError,
     DeadlineExceeded,
     GroupBroken,
@@ -26,6 +21,11 @@ from syncvar.errors import (
     PeerLost,
     UsageError,
 )
+from syncvar.core.settings import RuntimeConfig
+from syncvar.engine.engine import Engine
+from syncvar.engine.group import Communicator, Request
+from syncvar.engine.operation import Operation, Stage
+from syncvar.engine.started import StartedCalls
 from syncvar.joining.process import current
 from syncvar.recording.entries import Entry, Told
 from syncvar.testing import Faults, run_ranks
@@ -379,7 +379,7 @@ def test_a_bad_argument_of_a_group_is_told_to_the_others(call):
 
 DEADLOCK = """
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 
 def fn():
@@ -496,8 +496,8 @@ def test_a_rank_that_fails_is_lost_for_all_others_with_its_reason():
 INTERRUPTED = """
 import signal, sys, threading, time
 import syncvar as sv
-from syncvar.config import RuntimeConfig
-from syncvar.env import RankEnvironment
+from syncvar.core.settings import RuntimeConfig
+from syncvar.core.environment import RankEnvironment
 from syncvar.joining.context import Context
 from syncvar.joining.process import use
 from syncvar.transports.memory import MemoryControl, MemoryNetwork, MemoryTransport
@@ -681,7 +681,7 @@ def test_frames_of_a_block_that_was_left_are_not_taken_for_those_of_the_next():
 
 
 def test_all_ranks_can_leave_and_join_anew_in_the_next_generation():
-    from syncvar.env import RankEnvironment
+    from syncvar.core.environment import RankEnvironment
     from syncvar.joining.context import Context
     from syncvar.joining.process import use
 

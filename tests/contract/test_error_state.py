@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.ops import quiet_caller
+from syncvar.core.reduce_ops import quiet_caller
 from syncvar.testing import run_ranks
 
 PATHS = {"arena": {"shared": True}, "links": {}, "two hosts": {"shared": True, "hosts": 2}}

@@ -8,8 +8,8 @@ import pytest
 from harness import covering
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
-from syncvar.errors import DeadlineExceeded, PeerLost, TransportError
+from syncvar.core.errors import DeadlineExceeded, PeerLost, TransportError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.memory import MemoryNetwork, MemoryTransport
 from syncvar.wire.frame import Kind, pack_header

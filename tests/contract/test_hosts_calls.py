@@ -7,8 +7,8 @@ import pytest
 from harness import caught
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
-from syncvar.errors import ArenaFull, ConfigError, MismatchError, PeerLost
+from syncvar.core.errors import ArenaFull, ConfigError, MismatchError, PeerLost
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 from syncvar.transports.memory import Faults

@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from syncvar.cli.stacks import stacks_text
-from syncvar.stacks import Frame, Thread
+from syncvar.core.stack_dump import Frame, Thread
 from syncvar_launcher import inquiries
 from syncvar_launcher.inquiries import ANSWER_S, SOCKET, Inquiries
 from syncvar_launcher.stacks import Asked

@@ -12,7 +12,7 @@ from contract.harness import everywhere
 import syncvar as sv
 from syncvar.arena.box import ATTENDED, FILLED, NEWS, RING, USED, Form, Inbox, Outbox, what_of
 from syncvar.arena.boxes import Boxes
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
 from syncvar.kernel import AdmissionState, Count, message_end
 

@@ -13,9 +13,9 @@ from syncvar.arena import boxes
 from syncvar.arena.box import Form, what_of
 from syncvar.arena.boxes import Boxes
 from syncvar.collectives.pairs import line_of
-from syncvar.config import RuntimeConfig
+from syncvar.core.errors import ArenaFull
+from syncvar.core.settings import RuntimeConfig
 from syncvar.engine.at_once import NOT_YET
-from syncvar.errors import ArenaFull
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 

@@ -5,7 +5,7 @@ import pytest
 from contract.harness import everywhere
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 
 CONFIG = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
 HUGE = np.lib.stride_tricks.as_strided(

@@ -10,7 +10,7 @@ import pytest
 from prepared_calls import fill_the_arena
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 

@@ -10,7 +10,7 @@ from prepared_calls import PREPARED, Rank, fill_the_arena, register_ops
 
 import syncvar as sv
 from syncvar.collectives.calls import never
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.execution import moves
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks

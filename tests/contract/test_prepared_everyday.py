@@ -10,7 +10,7 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.engine import prepared_moves, prepared_reductions
 from syncvar.engine.group import Communicator
 from syncvar.joining.process import current

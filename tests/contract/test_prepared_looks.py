@@ -7,7 +7,7 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current, use
 from syncvar.variables.prepared import unlooked
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.dtypes import DTYPE_NAMES
+from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
-from syncvar.wire.dtypes import DTYPE_NAMES
 
 pytestmark = pytest.mark.tensors
 SOON = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)

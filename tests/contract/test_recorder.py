@@ -12,8 +12,8 @@ import pytest
 import syncvar as sv
 from syncvar.cli.explain import divergences
 from syncvar.cli.records import as_record, load
-from syncvar.config import RuntimeConfig
-from syncvar.errors import MismatchError, PeerLost, UsageError
+from syncvar.core.errors import MismatchError, PeerLost, UsageError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
 from syncvar.recording.entries import UNRECORDED, Told
 from syncvar.recording.recorder import RING, Recorder

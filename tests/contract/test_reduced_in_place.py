@@ -7,8 +7,8 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
-from syncvar.errors import MismatchError
+from syncvar.core.errors import MismatchError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.plans.link_rounds import prepare
 from syncvar.plans.table import ALGORITHMS, build
 

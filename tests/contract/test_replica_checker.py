@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 from syncvar.variables.checker import compare
 from syncvar.variables.digests import BLOCK_BYTES

@@ -5,7 +5,7 @@ import pytest
 from contract.harness import everywhere
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 
 CONFIG = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0)
 MORE = (0, 1, 2, 3, 5, 15, 16, 17)  # elements of four bytes

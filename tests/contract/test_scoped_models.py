@@ -6,7 +6,7 @@ import types
 import pytest
 
 import syncvar as sv
-from syncvar.errors import UsageError
+from syncvar.core.errors import UsageError
 
 
 @pytest.fixture(params=["torch.nn.Module", "keras.layers.Layer", "tf_keras.layers.Layer"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.errors import PeerLost
+from syncvar.core.errors import PeerLost
 from syncvar.servers.asking import Asking
 from syncvar.servers.client import Client
 from syncvar.servers.copying import Copying, ledger_of, seed_of

@@ -16,10 +16,10 @@ from harness import start_the_collector_of_pyzmq
 from syncvar.arena.creating import create
 from syncvar.arena.mapping import Arena
 from syncvar.arena.references import SegmentId, SharedMemoryReference
-from syncvar.config import RuntimeConfig
-from syncvar.env import RankEnvironment
-from syncvar.errors import InternalError
-from syncvar.roles import SERVER_0, heirs_of
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.errors import InternalError
+from syncvar.core.process_ids import SERVER_0, heirs_of
+from syncvar.core.settings import RuntimeConfig
 from syncvar.servers.messages import frames_of, message_of
 from syncvar.servers.server import Server
 from syncvar.serving.lending import LEND_NBYTES_MIN, Lender

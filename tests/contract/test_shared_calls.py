@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.execution import running
 from syncvar.execution.reductions import is_direct
 from syncvar.joining.process import current

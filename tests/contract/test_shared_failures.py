@@ -11,8 +11,8 @@ import pytest
 from harness import caught
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
-from syncvar.errors import ArenaFull, SyncvarError
+from syncvar.core.errors import ArenaFull, SyncvarError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.execution.gil import Crowd
 from syncvar.joining.process import current, use
 from syncvar.testing import run_ranks

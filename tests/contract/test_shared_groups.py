@@ -15,8 +15,8 @@ import pytest
 from harness import caught, covering, everywhere
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
-from syncvar.errors import ArenaFull, ConfigError, MismatchError, UsageError
+from syncvar.core.errors import ArenaFull, ConfigError, MismatchError, UsageError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current, use
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.02, shutdown_timeout_s=1.0)

@@ -9,7 +9,7 @@ from harness import covering, everywhere
 import syncvar as sv
 from syncvar.arena.reaching import Reach
 from syncvar.collectives.groups import communicator_of
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.execution import moves, running
 from syncvar.execution.addresses import ADDRESS
 from syncvar.kernel import UNREAD

@@ -6,8 +6,8 @@ from contract.harness import everywhere
 
 import syncvar as sv
 from syncvar.arena.channels import RING_SLOTS, SMALL_BYTES, WIDE_BYTES
-from syncvar.config import RuntimeConfig
-from syncvar.errors import ArenaFull
+from syncvar.core.errors import ArenaFull
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
 
 NATIVE = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0)

@@ -7,7 +7,7 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.engine.group import Communicator
 from syncvar.kernel import why_not_native
 from syncvar.wire.objects import pack_object, unpack_object

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from syncvar.cli.main import main
-from syncvar.evidence import (
+from syncvar.core.state_folder import (
     JOBS_KEPT,
     find_job,
     job_folders,

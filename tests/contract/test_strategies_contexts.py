@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import syncvar as sv
-from syncvar.errors import ConfigError, MismatchError, UsageError
+from syncvar.core.errors import ConfigError, MismatchError, UsageError
 from syncvar.joining.process import current, use
 from syncvar.testing import run_ranks
 

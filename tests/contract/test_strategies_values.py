@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.errors import ConfigError, MismatchError, UsageError
+from syncvar.core.errors import ConfigError, MismatchError, UsageError
 from syncvar.testing import run_ranks
 
 

@@ -14,8 +14,8 @@ import pytest
 from tensors import Tensor, TensorOfAnyDtype, TensorOfOldDLPack, fake_torch
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 from syncvar.wire.objects import pack_object, unpack_object
 

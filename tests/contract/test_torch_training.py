@@ -8,7 +8,7 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
-from syncvar.foreign_names import explained
+from syncvar.core.migration_hints import explained
 
 pytestmark = pytest.mark.tensors
 

@@ -15,8 +15,8 @@ import zmq
 from harness import start_the_collector_of_pyzmq
 
 import syncvar.transports.zeromq as zeromq_module
-from syncvar.config import RuntimeConfig
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
 from syncvar.transports.base import Lost
 from syncvar.transports.curve import link_keys
@@ -307,7 +307,7 @@ def test_random_bytes_on_a_tcp_port_are_ignored():
 
 PEER = """
 import sys, time, zmq
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.transports.zeromq import ZeromqTransport
 from syncvar.wire.frame import Kind, pack_header
 transport = ZeromqTransport(zmq.Context(), 1, sys.argv[1], "job", RuntimeConfig())
@@ -460,7 +460,7 @@ def test_a_wait_before_the_peers_are_known_waits():
 
 ENDS = """
 import sys, tempfile, threading, shutil, zmq
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.transports.zeromq import ZeromqTransport
 from syncvar.wire.frame import Kind, pack_header
 config = RuntimeConfig(heartbeat_interval_s=0.01)

@@ -8,7 +8,7 @@ import pytest
 from harness import caught
 
 import syncvar as sv
-from syncvar.errors import ConfigError, MismatchError
+from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.errors import ConfigError, DeadlineExceeded, PeerLost, UsageError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.engine import engine as engine_module
-from syncvar.errors import ConfigError, DeadlineExceeded, PeerLost, UsageError
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 from syncvar.transports.memory import Faults

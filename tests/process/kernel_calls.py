@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 import syncvar as sv
+from syncvar.core.reduce_ops import reduction
 from syncvar.joining.process import current
-from syncvar.ops import reduction
 
 DTYPES = [
     np.bool_,

@@ -4,8 +4,8 @@ import os
 
 import numpy as np
 
-from syncvar.config import RuntimeConfig
-from syncvar.env import RankEnvironment
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.settings import RuntimeConfig
 from syncvar.servers.client import Part
 from syncvar.serving.edge import Edge
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import await_true, state
 
-from syncvar.errors import HostUnreachable
+from syncvar.core.errors import HostUnreachable
 from syncvar_launcher import fleet, options, staging
 from syncvar_launcher.hostfile import Host
 from syncvar_launcher.remote import RemoteHost, started

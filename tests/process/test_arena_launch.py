@@ -14,7 +14,7 @@ import os, sys, time
 import probe
 from syncvar.arena.handing import arena_path, fetch
 from syncvar.arena.mapping import Arena
-from syncvar.env import RankEnvironment
+from syncvar.core.environment import RankEnvironment
 
 me = RankEnvironment.from_mapping(os.environ)
 
@@ -262,7 +262,7 @@ USE = (
     + """
 import numpy as np
 import syncvar as sv
-from syncvar.errors import ArenaFull
+from syncvar.core.errors import ArenaFull
 
 for count in (1, 1000, 100_000, 2_000_000):
     found = sv.all_reduce(np.arange(count, dtype=np.float32))

@@ -9,8 +9,8 @@ import sys
 import pytest
 from launching import free_ports
 
-from syncvar.config import RuntimeConfig
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
+from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher import several
 from syncvar_launcher.job import Job
 from syncvar_launcher.options import parse

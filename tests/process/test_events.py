@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import await_true
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar_launcher.events import EventLog
 
 FIELDS = {

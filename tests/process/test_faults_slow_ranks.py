@@ -10,8 +10,8 @@ import pytest
 from fault_table import bound_s
 from launching import PATIENT, check_bound, last_exception, line_of
 
-from syncvar.errors import HandshakeError
-from syncvar.exits import error_exit_code
+from syncvar.core.errors import HandshakeError
+from syncvar.core.exit_codes import error_exit_code
 
 WOKEN = """
 import numpy as np

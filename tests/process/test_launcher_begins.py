@@ -88,12 +88,12 @@ sys.meta_path.insert(0, Finder())
 @pytest.mark.parametrize(
     ("module", "line", "number"),
     [
-        ("syncvar.errors", MODULE, signal.SIGINT),
-        ("syncvar.errors", ENTRY, signal.SIGTERM),
+        ("syncvar.core.errors", MODULE, signal.SIGINT),
+        ("syncvar.core.errors", ENTRY, signal.SIGTERM),
         ("syncvar_launcher.options", ENTRY, signal.SIGINT),
         ("syncvar_launcher.running", MODULE, signal.SIGTERM),
         ("zmq", ENTRY, signal.SIGINT),
-        ("syncvar.errors", ENTRY, signal.SIGHUP),
+        ("syncvar.core.errors", ENTRY, signal.SIGHUP),
         ("zmq", MODULE, signal.SIGHUP),
     ],
     ids=lambda value: {MODULE: "module", ENTRY: "command"}.get(value, str(value)),

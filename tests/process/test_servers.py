@@ -11,7 +11,7 @@ import server_faults
 from launching import PATIENT, await_true
 
 from syncvar.cli.main import main
-from syncvar.roles import SERVER_0
+from syncvar.core.process_ids import SERVER_0
 
 HERE = Path(__file__).parent
 ENV = {"PYTHONPATH": str(HERE)}

@@ -10,7 +10,7 @@ import pytest
 from joined import Joined, agents
 from launching import Job, await_true
 
-from syncvar.errors import ConfigError, WireError
+from syncvar.core.errors import ConfigError, WireError
 from syncvar_launcher import staging
 from syncvar_launcher.hostcopy import HostCopy
 from syncvar_launcher.options import parse

@@ -12,9 +12,9 @@ import pytest
 from launching import await_true, line_of
 
 from syncvar.cli.main import main
+from syncvar.core.parent_death import libc
+from syncvar.core.stack_dump import ALL_THREADS, END, MAIN_THREAD
 from syncvar.joining.directory import MEETING, JobDirectory
-from syncvar.parent import libc
-from syncvar.stacks import ALL_THREADS, END, MAIN_THREAD
 
 ENDLESS = {
     "SYNCVAR_SUSPECT_AFTER_S": "100",
@@ -313,7 +313,7 @@ def test_a_process_of_another_user_is_named(stacks, monkeypatch):
 
 CALLS = """
 import json, re, sys, threading
-from syncvar import stacks
+from syncvar.core import stack_dump as stacks
 
 stacks.listen(sys.argv[1])
 

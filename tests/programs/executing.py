@@ -8,7 +8,7 @@ from language import CROSS, OUTSIDE, REPLICA
 from model import value_of
 
 import syncvar as sv
-from syncvar.errors import SyncvarError
+from syncvar.core.errors import SyncvarError
 
 _numbers = itertools.count()
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.errors import MismatchError
+from syncvar.core.errors import MismatchError
 from syncvar.testing import run_ranks
 
 

@@ -6,12 +6,12 @@ from strategies import seeded_program
 from worlds import Worlds
 
 import syncvar.collectives.fused as fused_module
-import syncvar.ops as ops_module
+import syncvar.core.reduce_ops as ops_module
 import syncvar.variables.creation as creation_module
 import syncvar.variables.requests as requests_module
 import syncvar.variables.variable as variable_module
+from syncvar.core.errors import MismatchError
 from syncvar.engine.group import Request
-from syncvar.errors import MismatchError
 from syncvar.variables.policy import Effect, Operation, Travel
 
 PROGRAMS_MAX = 500

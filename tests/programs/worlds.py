@@ -8,7 +8,7 @@ import threading
 from executing import Replica
 from model import predict
 
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 
 DEADLINE_S = 60.0

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
 from syncvar_launcher.facts import facts_of
 from syncvar_launcher.messages import (
     GREETING,

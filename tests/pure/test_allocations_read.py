@@ -2,7 +2,7 @@
 
 import pytest
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar_launcher import several
 from syncvar_launcher.allocation import allocation, within
 from syncvar_launcher.hostfile import parse_hosts

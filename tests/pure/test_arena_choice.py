@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar_launcher import options as options_module
 from syncvar_launcher.agents import Agents
 from syncvar_launcher.fleet import Site

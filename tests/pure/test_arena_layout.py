@@ -16,7 +16,7 @@ from syncvar.arena.layout import (
     Layout,
     bytes_in_words,
 )
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 
 
 @given(st.integers(1, 300), st.integers(0, 1 << 42))

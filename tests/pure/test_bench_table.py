@@ -9,7 +9,7 @@ from syncvar.cli.bench_model import fitted
 from syncvar.cli.bench_record import Half, Row, rated
 from syncvar.cli.bench_table import fixed, header, line, parse_size, sizes, summary
 from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.plans.cost import ARENA, LINKS, predicted_seconds
 from syncvar.plans.select import choose
 from syncvar.plans.table import build_all

@@ -1,6 +1,6 @@
 import pytest
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar_launcher.binding import BLAS_VARIABLES, blas_environment, blas_threads, plan_binding
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
 from syncvar_launcher import callfiles
 from syncvar_launcher.callfiles import (
     call_parts,

@@ -21,8 +21,8 @@ from syncvar.checkpoint.naming import (
 from syncvar.checkpoint.retention import Kept, best_of, superfluous
 from syncvar.checkpoint.sharing import shares
 from syncvar.checkpoint.tensors import CODES, header_bytes, header_length, itemsize_of, parse_header
-from syncvar.errors import CheckpointError, ConfigError, Corrupt, MismatchError, NotFound
-from syncvar.wire.dtypes import DTYPE_NAMES
+from syncvar.core.dtypes import DTYPE_NAMES
+from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, MismatchError, NotFound
 
 IDENTITY = "00112233aabbccdd"
 DIGEST = "0" * 32

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.config import RuntimeConfig, nearest
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
+from syncvar.core.settings import RuntimeConfig, nearest
 
 KNOBS = {item.name: item for item in RuntimeConfig.knobs()}
 NUMBERS = [name for name, item in KNOBS.items() if not isinstance(item.default, str)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
 from syncvar.wire.control import pack_message, parse_message
 from syncvar.wire.limits import CONTROL_NBYTES_MAX
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from syncvar.config import RuntimeConfig
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.wire.control import pack_message, parse_message
 from syncvar.wire.coordinator import Coordinator, Fail, Mute, Say, Tell
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import syncvar as sv
+from syncvar.core.errors import ConfigError
 from syncvar.data import Dataset, from_arrays, from_generator, streams
 from syncvar.data.batches import (
     Kind,
@@ -22,7 +23,6 @@ from syncvar.data.batches import (
     stacked,
 )
 from syncvar.data.order import permutation
-from syncvar.errors import ConfigError
 
 
 def kind_of(batch):

@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from syncvar.errors import ConfigError, WireError
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
+from syncvar.core.errors import ConfigError, WireError
 
 
 def test_every_dtype_of_the_table_has_its_place_and_the_places_never_change():

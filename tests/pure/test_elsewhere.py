@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from syncvar.env import RankEnvironment
-from syncvar.errors import ConfigError
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.errors import ConfigError
 from syncvar.topology.elsewhere import told_elsewhere, why_not_alone
 
 TORCH = {

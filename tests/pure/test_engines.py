@@ -5,8 +5,8 @@ The environments are those of real processes (Open MPI 4.1, MPICH 4.0, Slurm), o
 
 import pytest
 
-from syncvar.env import RankEnvironment
-from syncvar.errors import ConfigError, RendezvousError
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.topology.elsewhere import (
     is_meant_alone,
     started_with_others,

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.env import RankEnvironment
-from syncvar.errors import ConfigError
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.errors import ConfigError
 
 ME = RankEnvironment(3, 8, 1, 2, 1, 4, 0, "ipc:///x/store", "job-1", "worker", "box", "/logs")
 texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)

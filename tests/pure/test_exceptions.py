@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from syncvar.errors import PeerLost, WireError
+from syncvar.core.errors import PeerLost, WireError
 from syncvar.wire.exceptions import pack_exception, unpack_exception
 
 

@@ -11,10 +11,10 @@ from syncvar.cli.explain import divergences, explained
 from syncvar.cli.main import main
 from syncvar.cli.records import as_record, calls_of, load
 from syncvar.cli.trace import merged, unaligned
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
+from syncvar.core.process_ids import SERVER_0
 from syncvar.recording.entries import Event
 from syncvar.recording.recorder import FORMAT, record_name
-from syncvar.roles import SERVER_0
 
 PACKAGE = str(Path(syncvar.__file__).parent)
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

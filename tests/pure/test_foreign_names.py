@@ -10,9 +10,9 @@ import pytest
 import syncvar as sv
 from syncvar.cli.coming_from import LIBRARIES, SHORT, coming_from_text
 from syncvar.cli.main import main
-from syncvar.config import nearest
-from syncvar.errors import ConfigError
-from syncvar.foreign_names import WORDS, explained, words_text
+from syncvar.core.errors import ConfigError
+from syncvar.core.migration_hints import WORDS, explained, words_text
+from syncvar.core.settings import nearest
 from syncvar_launcher import options
 
 OURS = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
 from syncvar.wire.frame import HEADER_NBYTES, Header, Kind, pack_header, parse_header
 
 U32 = st.integers(0, (1 << 32) - 1)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from syncvar.errors import PlanError
+from syncvar.core.errors import PlanError
 from syncvar.plans.checker import verify
 from syncvar.plans.contracts import contract_of, tree_expression
 from syncvar.plans.hierarchical import COMPOSED, flattened, keeps_the_tree

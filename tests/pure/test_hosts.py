@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncvar.errors import ConfigError
-from syncvar.topology.hosts import HostMap, divided
+from syncvar.core.errors import ConfigError
+from syncvar.core.host_topology import HostMap, divided
 
 maps = st.lists(st.integers(1, 6), min_size=1, max_size=6).map(lambda sizes: HostMap(tuple(sizes)))
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncvar.errors import ConfigError, WireError
+from syncvar.core.errors import ConfigError, WireError
 from syncvar_launcher.hello import Hello
 from syncvar_launcher.joinoptions import place_of
 from syncvar_launcher.options import parse

@@ -2,7 +2,7 @@
 
 import pytest
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.wire.keys import derive, parse_key
 
 

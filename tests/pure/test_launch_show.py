@@ -1,6 +1,6 @@
 import pytest
 
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.command import server_command
 from syncvar_launcher.options import launch_keys, parse
 from syncvar_launcher.show import dry_run_text, settings_rows

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncvar.config import RuntimeConfig
-from syncvar.errors import WireError
+from syncvar.core.errors import WireError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.roll_call import likeness
 from syncvar.wire.likeness import check_about, differences
 

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 import syncvar as sv
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar_launcher.addresses import Interface, allowed
 from syncvar_launcher.fleet import is_here
 from syncvar_launcher.hostfile import Host, parse_hosts

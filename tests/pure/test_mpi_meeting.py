@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from syncvar.config import RuntimeConfig
-from syncvar.env import RankEnvironment
-from syncvar.errors import ConfigError, RendezvousError
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.errors import ConfigError, RendezvousError
+from syncvar.core.settings import RuntimeConfig
 from syncvar.joining import connecting, mpi_meeting, roll_call
 from syncvar.joining.roll_call import answer_roll_call
 from syncvar.topology.engines.base import Told

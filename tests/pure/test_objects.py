@@ -20,8 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.errors import ConfigError, WireError
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.errors import ConfigError, WireError
 from syncvar.wire.objects import may_travel, pack_object, unpack_object
 
 arrays = st.builds(

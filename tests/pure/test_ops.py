@@ -4,10 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from syncvar.errors import ConfigError
-from syncvar.ops import OPS as ALL_OPS
-from syncvar.ops import finish, reduction
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.errors import ConfigError
+from syncvar.core.reduce_ops import OPS as ALL_OPS
+from syncvar.core.reduce_ops import finish, reduction
 
 OPS = ALL_OPS[:5]  # those that every number has; the others are tested with the messages and groups
 HALVES = {"float16", "bfloat16"}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from syncvar.config import RuntimeConfig
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
+from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher import options as options_module
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.options import help_text, host_keys, hosts_help_text, launch_keys, parse

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar_launcher.output import IDLE_S, LINE_NBYTES, OutputForwarder, Sink, escape, shown_ranks
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.partitioners import FixedShards, MaxSize, MinSize, row_ranges
 
 SHAPES = st.lists(st.integers(0, 300), max_size=3).map(tuple)

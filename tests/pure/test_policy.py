@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from syncvar.errors import ConfigError, NoAggregation, UsageError
+from syncvar.core.errors import ConfigError, NoAggregation, UsageError
 from syncvar.variables import policy
 from syncvar.variables.policy import (
     Context,

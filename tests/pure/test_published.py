@@ -2,7 +2,7 @@
 
 import pytest
 
-from syncvar.errors import PlanError
+from syncvar.core.errors import PlanError
 from syncvar.plans.contracts import contract_of
 from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce
 from syncvar.plans.published import publications

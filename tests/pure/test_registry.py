@@ -24,7 +24,7 @@ from syncvar.cli.contributions import (
 from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES, available, dtypes, ops_of
 from syncvar.cli.selftest import Outcome, outcome_lines
 from syncvar.cli.table_of_collectives import cost_of, signature_of
-from syncvar.ops import OPS
+from syncvar.core.reduce_ops import OPS
 from syncvar.plans.table import ALGORITHMS
 
 REPOSITORY = Path(__file__).parents[2]

@@ -1,7 +1,7 @@
 import pytest
 
-from syncvar import exits
-from syncvar.topology.ranks import rank_spans, ranks_of
+from syncvar.core import exit_codes
+from syncvar.core.rank_text import rank_spans, ranks_of
 from syncvar_launcher.report import (
     Failure,
     Other,
@@ -248,10 +248,10 @@ def test_statuses():
 def test_every_own_code_has_a_meaning():
     codes = {
         value
-        for name, value in vars(exits).items()
+        for name, value in vars(exit_codes).items()
         if name[0].isupper() and name.isupper() and isinstance(value, int)
     }
-    assert codes == set(exits.MEANINGS)
+    assert codes == set(exit_codes.MEANINGS)
 
 
 def test_secrets_are_masked():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from syncvar import exits
-from syncvar.restarting import (
+from syncvar.core import exit_codes
+from syncvar.core.restart_policy import (
     HOPELESS_CODES,
     HOPELESS_ERRORS,
     SHORT_S,
@@ -17,7 +17,7 @@ from syncvar.restarting import (
 )
 
 KILLED = Ending(exit_code=137, why="rank 1 was killed by signal 9 (SIGKILL)", lasted_s=3.0)
-STOPPED = Ending(exit_code=exits.PREEMPTED, lasted_s=60.0)
+STOPPED = Ending(exit_code=exit_codes.PREEMPTED, lasted_s=60.0)
 
 
 def test_without_being_asked_nothing_is_started_again():
@@ -48,7 +48,16 @@ def test_usage_configuration_keys_limits_disagreement_and_the_time_limit_are_hop
     assert set(HOPELESS_CODES) == {2, 71, 76, 77, 78, 124, 126, 127}
     assert (
         set(HOPELESS_CODES)
-        & {exits.INTERNAL, exits.CHECKPOINT, exits.PREEMPTED, exits.RENDEZVOUS, 1, 137, 139, 143}
+        & {
+            exit_codes.INTERNAL,
+            exit_codes.CHECKPOINT,
+            exit_codes.PREEMPTED,
+            exit_codes.RENDEZVOUS,
+            1,
+            137,
+            139,
+            143,
+        }
         == set()
     )
 
@@ -63,7 +72,9 @@ def test_an_exception_that_speaks_of_the_program_is_the_end(error):
 
 
 def test_the_exceptions_of_the_library_in_the_list_exist():
-    source = ast.parse((Path(__file__).resolve().parents[2] / "syncvar" / "errors.py").read_text())
+    source = ast.parse(
+        (Path(__file__).resolve().parents[2] / "syncvar" / "core" / "errors.py").read_text()
+    )
     ours = {node.name for node in source.body if isinstance(node, ast.ClassDef)}
     builtin = {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"}
     assert ours >= HOPELESS_ERRORS - builtin
@@ -71,14 +82,14 @@ def test_the_exceptions_of_the_library_in_the_list_exist():
 
 
 def test_ranks_that_never_met_are_not_started_again_and_those_that_had_are():
-    never = Ending(exit_code=exits.RENDEZVOUS, why="the job failed", had_met=False)
+    never = Ending(exit_code=exit_codes.RENDEZVOUS, why="the job failed", had_met=False)
     assert Restarting(2, 1.0).after(never) == Decision(
         restarts=False, reason="the ranks have never met"
     )
     job = Restarting(2, 1.0)
     assert job.after(KILLED).restarts
     assert job.after(
-        Ending(exit_code=exits.RENDEZVOUS, why="the job failed", had_met=True)
+        Ending(exit_code=exit_codes.RENDEZVOUS, why="the job failed", had_met=True)
     ).restarts
     assert (
         Restarting(2, 1.0)
@@ -111,13 +122,15 @@ def test_a_stop_that_nobody_asked_the_launcher_for_does_not_count():
 
 def test_a_program_that_only_stops_does_not_go_round_for_ever():
     job = Restarting(3, 1.0)
-    soon = Ending(exit_code=exits.PREEMPTED, lasted_s=SHORT_S - 0.1)
+    soon = Ending(exit_code=exit_codes.PREEMPTED, lasted_s=SHORT_S - 0.1)
     assert [job.after(soon).restarts for _ in range(5)] == [True, True, True, False, False]
 
 
 def test_one_rank_that_asks_alone_has_failed():
     job = Restarting(1, 1.0)
-    alone = Ending(exit_code=exits.PREEMPTED, why="rank 1 exited with status 75", lasted_s=60.0)
+    alone = Ending(
+        exit_code=exit_codes.PREEMPTED, why="rank 1 exited with status 75", lasted_s=60.0
+    )
     assert [job.after(alone).restarts for _ in range(2)] == [True, False]
 
 

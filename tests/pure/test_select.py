@@ -2,7 +2,7 @@
 
 import pytest
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.plans.checker import verify
 from syncvar.plans.contracts import contract_of
 from syncvar.plans.cost import predicted_seconds

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from syncvar.roles import SERVER_0
+from syncvar.core.process_ids import SERVER_0
 from syncvar.servers.asking import Asking
 from syncvar.servers.client import Client
 from syncvar.servers.server import Server

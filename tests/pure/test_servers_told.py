@@ -2,8 +2,15 @@
 
 import pytest
 
-from syncvar.errors import PeerLost
-from syncvar.roles import SERVER_0, is_server, mirrors_of, process_name, server_hosts, short_name
+from syncvar.core.errors import PeerLost
+from syncvar.core.process_ids import (
+    SERVER_0,
+    is_server,
+    mirrors_of,
+    process_name,
+    server_hosts,
+    short_name,
+)
 from syncvar.wire.control import pack_message, parse_message
 from syncvar.wire.servers import ServerTable
 from syncvar_launcher.report import Failure, Other, failure_block

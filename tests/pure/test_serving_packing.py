@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from syncvar.arena.references import SegmentId, SharedMemoryReference
-from syncvar.errors import InternalError
+from syncvar.core.errors import InternalError
 from syncvar.serving.packing import NBYTES_MAX, cut, joined, length_of, packed, unpacked
 from syncvar.wire.limits import FRAME_NBYTES
 

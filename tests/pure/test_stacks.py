@@ -7,10 +7,19 @@ import sysconfig
 import pytest
 
 import syncvar
-from syncvar import stacks
 from syncvar.cli.stacks import stacks_text
-from syncvar.roles import SERVER_0, SERVING
-from syncvar.stacks import STOPPED, Frame, Thread, _of_program, doing, dumps_of, shown, where
+from syncvar.core import stack_dump
+from syncvar.core.process_ids import SERVER_0, SERVING
+from syncvar.core.stack_dump import (
+    STOPPED,
+    Frame,
+    Thread,
+    _of_program,
+    doing,
+    dumps_of,
+    shown,
+    where,
+)
 
 PACKAGE = os.path.dirname(syncvar.__file__)
 STANDARD = sysconfig.get_path("stdlib")
@@ -101,11 +110,13 @@ def test_dumps_are_read_with_their_names():
             "at a request, in numpy/core.py:7",
         ),
         (
-            user(7, file=f"{STANDARD}/gc.py") + ours(106, 110, file="stacks.py") + user(12),
+            user(7, file=f"{STANDARD}/gc.py")
+            + ours(106, 110, file="core/stack_dump.py")
+            + user(12),
             "in user code, train.py:12",
         ),
         (
-            ours(106, file="stacks.py") + ours(2) + user(49),
+            ours(106, file="core/stack_dump.py") + ours(2) + user(49),
             "in syncvar/engine/engine.py:2, called at train.py:49",
         ),
         ([], ""),
@@ -237,7 +248,7 @@ def test_what_a_rank_does_is_told_by_its_call_or_by_its_stack(position, place, t
 
 def test_a_second_question_finds_the_program_and_not_the_answer_to_the_first():
     names = {"frame_here": sys._getframe}
-    exec(compile("def answer():\n    return frame_here()", stacks.__file__, "exec"), names)  # noqa: S102  (a frame of that file)
+    exec(compile("def answer():\n    return frame_here()", stack_dump.__file__, "exec"), names)  # noqa: S102  (a frame of that file)
     frame = names["answer"]()
-    assert frame.f_code.co_filename == stacks.__file__
+    assert frame.f_code.co_filename == stack_dump.__file__
     assert _of_program(frame).f_code.co_filename == __file__

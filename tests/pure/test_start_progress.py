@@ -1,6 +1,6 @@
 """When a start counts as standing still, and when it has failed; time is an argument."""
 
-from syncvar.roles import server_number
+from syncvar.core.process_ids import server_number
 from syncvar_launcher.start_progress import StartProgress
 
 

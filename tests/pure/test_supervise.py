@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from syncvar.config import RuntimeConfig
-from syncvar.roles import SERVER_0
+from syncvar.core.process_ids import SERVER_0
+from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.supervise import Announce, DoWithout, Kill, Restart, Supervisor, Terminate
 
 CONFIG = RuntimeConfig(abort_grace_s=2.0, term_grace_s=10.0)

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES
+from syncvar.core.bus_bandwidth import bus_factor
 from syncvar.recording.entries import Told
 from syncvar.recording.recorder import RING, Recorder
 from syncvar.recording.totals import Totals, size_class, size_of
-from syncvar.topology.rates import bus_factor
 from syncvar_launcher.totals import merged, read_totals, table
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from syncvar.errors import InternalError, PlanError
+from syncvar.core.errors import InternalError, PlanError
 from syncvar.plans.checker import Report, verify
 from syncvar.plans.contracts import (
     Contract,

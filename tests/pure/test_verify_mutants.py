@@ -7,7 +7,7 @@ same plan. Nothing else survives.
 
 import pytest
 
-from syncvar.errors import PlanError
+from syncvar.core.errors import PlanError
 from syncvar.plans.checker import verify
 from syncvar.plans.contracts import contract_of
 from syncvar.plans.model import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send

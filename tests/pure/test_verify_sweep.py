@@ -5,7 +5,7 @@ A new row of the table is covered by being there.
 
 import pytest
 
-from syncvar.errors import PlanError
+from syncvar.core.errors import PlanError
 from syncvar.plans.checker import verify
 from syncvar.plans.contracts import contract_of
 from syncvar.plans.model import Chunk, Copy

@@ -572,7 +572,9 @@ SLOW_ROOMS = {
     [
         (
             "import syncvar; syncvar.all_reduce",
-            SLOW | SLOW_ROOMS | {"zmq", "json", "syncvar.config", "syncvar.transports.zeromq"},
+            SLOW
+            | SLOW_ROOMS
+            | {"zmq", "json", "syncvar.core.settings", "syncvar.transports.zeromq"},
         ),
         (
             "import syncvar.bootstrap, syncvar.transports.control, syncvar.transports.zeromq, syncvar; syncvar.init, syncvar.barrier",

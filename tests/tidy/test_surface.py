@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import syncvar as sv
-from syncvar.config import RuntimeConfig
+from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher import options
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.errors import ConfigError, RendezvousError
+from syncvar.core.errors import ConfigError, RendezvousError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.topology.engines.base import Engine, Told, whole
 
 __all__ = ["Slurm", "counts"]

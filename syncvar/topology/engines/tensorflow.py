@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.topology.engines.base import Engine, Told, port_of
 from syncvar.topology.engines.placing import placed
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 from syncvar.topology.engines.base import Engine, Told, port_of, whole
 
 __all__ = ["Torchrun"]

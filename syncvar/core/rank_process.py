@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from syncvar.env import PREFIX, RankEnvironment
-from syncvar.errors import UsageError
+from syncvar.core.environment import PREFIX, RankEnvironment
+from syncvar.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping

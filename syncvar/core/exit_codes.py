@@ -111,7 +111,7 @@ def error_exit_code(error: BaseException) -> int:
         1
     """
     kind = type(error)
-    return _OF_ERRORS.get(kind.__name__, 1) if kind.__module__ == "syncvar.errors" else 1
+    return _OF_ERRORS.get(kind.__name__, 1) if kind.__module__ == "syncvar.core.errors" else 1
 
 
 def is_interactive() -> bool:

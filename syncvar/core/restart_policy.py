@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from syncvar.exits import (
+from syncvar.core.exit_codes import (
     CONFIGURATION,
     KEY,
     LIMITS,

@@ -21,7 +21,7 @@ __all__ = [
 
 def explained_attribute(kind: type[Any], name: str) -> str:
     """Return what to write instead of an attribute that a class does not have, or an empty text."""
-    from syncvar.foreign_names import explained
+    from syncvar.core.migration_hints import explained
 
     return next((text for one in kind.__mro__ if (text := explained(one.__name__, name))), "")
 
@@ -73,7 +73,7 @@ def object_named(module: str, name: str) -> Any:
 
 def unexpected(function: Callable[..., Any], foreign: Iterable[str]) -> TypeError:
     """Return the error for keywords that a function does not have; see `foreign_names.unexpected`."""
-    from syncvar.foreign_names import unexpected as explained
+    from syncvar.core.migration_hints import unexpected as explained
 
     return explained(function, foreign)
 

@@ -22,7 +22,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from syncvar.parent import libc
+from syncvar.core.parent_death import libc
 
 if TYPE_CHECKING:
     from collections.abc import Callable

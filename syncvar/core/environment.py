@@ -1,14 +1,14 @@
 """The variables that the launcher hands to a worker: a contract, in one place.
 
 `RankEnvironment.from_mapping` is the only reader and `RankEnvironment.to_mapping` the only writer, so that both
-sides of the contract cannot drift apart. Knobs are not here: they are in `syncvar.config`.
+sides of the contract cannot drift apart. Knobs are not here: they are in `syncvar.core.settings`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.errors import ConfigError
+from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

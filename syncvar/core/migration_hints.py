@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.config import nearest
+from syncvar.core.settings import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

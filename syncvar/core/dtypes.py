@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from syncvar.errors import ConfigError, WireError
+from syncvar.core.errors import ConfigError, WireError
 
 if TYPE_CHECKING:
     import numpy as np

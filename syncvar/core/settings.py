@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Self, dataclass_transform
 
-from syncvar.env import PREFIX, RankEnvironment
-from syncvar.errors import ConfigError
+from syncvar.core.environment import PREFIX, RankEnvironment
+from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

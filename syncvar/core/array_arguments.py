@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.errors import ConfigError, MismatchError, TransportError
-from syncvar.wire.dtypes import DTYPE_NAMES
-from syncvar.wire.libraries import Untaken, library_of
+from syncvar.core.array_interop import Untaken, library_of
+from syncvar.core.dtypes import DTYPE_NAMES
+from syncvar.core.errors import ConfigError, MismatchError, TransportError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

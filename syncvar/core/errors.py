@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.roles import process_name
+from syncvar.core.process_ids import process_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,7 +95,7 @@ class PeerLost(TransportError):
     """Another rank, or a server, is gone, or cannot take part any more.
 
     Args:
-        rank: The rank that was lost, in the world; of a server, the number of its process (`syncvar.roles`).
+        rank: The rank that was lost, in the world; of a server, the number of its process (`syncvar.core.process_ids`).
         host: Its host, or an empty text where it is not known.
         reason: Why, for instance "signal 9".
         detail: Where the loss was noticed; may be empty.

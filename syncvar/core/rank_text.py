@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.errors import ConfigError
-from syncvar.roles import SERVER_0, is_server
+from syncvar.core.errors import ConfigError
+from syncvar.core.process_ids import SERVER_0, is_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

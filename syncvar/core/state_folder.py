@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.private_files import PRIVATE, REQUESTED, refuse_foreign_links, write_file
+from syncvar.core.private_files import PRIVATE, REQUESTED, refuse_foreign_links, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

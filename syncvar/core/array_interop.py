@@ -12,8 +12,8 @@ import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.errors import ConfigError
-from syncvar.wire.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
+from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

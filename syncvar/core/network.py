@@ -6,7 +6,7 @@ import contextlib
 import socket
 import time
 
-from syncvar.errors import RendezvousError
+from syncvar.core.errors import RendezvousError
 
 __all__ = ["address_towards", "address_towards_any", "bracketed", "resolved", "tcp_endpoint"]
 

@@ -23,8 +23,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.fork_cleanup import handle_signal, register_exit, register_fault_dump
-from syncvar.roles import SERVING
+from syncvar.core.fork_cleanup import handle_signal, register_exit, register_fault_dump
+from syncvar.core.process_ids import SERVING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ _HEADER = re.compile(
 )
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)')
 _ESCAPED = re.compile(r"\\x[0-9a-f]{2}|\\u[0-9a-f]{4}|\\U[0-9a-f]{8}")
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SERVER = _PACKAGE + os.path.join("serving", "process.py")
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.errors import ConfigError
-from syncvar.wire.arrays import NUMBERS, as_array
+from syncvar.core.array_arguments import NUMBERS, as_array
+from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
@@ -234,7 +234,7 @@ def arrays_of(value: Any, leaves: list[Any], what: str = "x") -> list[NDArray[An
         >>> arrays_of(value, flatten(value)[1])
         Traceback (most recent call last):
         ...
-        syncvar.errors.ConfigError: x['a'][1] must be an array or a number, not {1}
+        syncvar.core.errors.ConfigError: x['a'][1] must be an array or a number, not {1}
     """
     try:
         return [as_array(leaf) for leaf in leaves]

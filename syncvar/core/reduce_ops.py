@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.choices import word_of
-from syncvar.errors import ConfigError
-from syncvar.wire.dtypes import dtype_index
+from syncvar.core.dtypes import dtype_index
+from syncvar.core.enum_arguments import word_of
+from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,7 +174,7 @@ def register_op(
     name = name.lower()
     if name in OPS:
         raise ConfigError(f"{name!r} is a built-in op: register yours under another name")
-    from syncvar.foreign_names import op_of
+    from syncvar.core.migration_hints import op_of
 
     if op_of(name) != name:  # calls with it may have been prepared
         raise ConfigError(
@@ -357,7 +357,7 @@ def reduction(op: str, dtype: np.dtype[Any]) -> Reduction:
 
 def _no_op(op: Any) -> str:
     """Return why something is no op."""
-    from syncvar.foreign_names import op_hint
+    from syncvar.core.migration_hints import op_hint
 
     known = (*OPS, *_registered)
     if isinstance(op, np.ndarray):
@@ -368,7 +368,7 @@ def _no_op(op: Any) -> str:
 @lru_cache(maxsize=256)
 def _reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
     if name not in OPS and name not in _registered:
-        from syncvar.foreign_names import op_of
+        from syncvar.core.migration_hints import op_of
 
         name = op_of(name)
         if name not in OPS:

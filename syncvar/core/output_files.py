@@ -14,9 +14,9 @@ import stat
 import sys
 from typing import NamedTuple
 
-from syncvar.errors import ConfigError
-from syncvar.private_files import PRIVATE, create_file
-from syncvar.word import tell
+from syncvar.core.errors import ConfigError
+from syncvar.core.private_files import PRIVATE, create_file
+from syncvar.core.status_pipe import tell
 
 __all__ = [
     "AUTO_LOG",
