@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.algorithms.chunks import even_chunks
 from syncvar.core.errors import ConfigError
 from syncvar.data.state import integer_of
-from syncvar.plans.chunks import even_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

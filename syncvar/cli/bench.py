@@ -13,13 +13,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from syncvar.algorithms.builders import ALGORITHMS
 from syncvar.cli.bench_table import parse_size, sizes
 from syncvar.cli.registry import dtypes, find, ops_of
 from syncvar.cli.starting import is_launched, start_workers
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import check_file
 from syncvar.core.settings import nearest
-from syncvar.plans.table import ALGORITHMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

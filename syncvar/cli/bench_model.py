@@ -1,6 +1,6 @@
 """Times that the costs of plans predict, beside those that are measured.
 
-`syncvar.plans.cost` moves a clock through the plan that a call would run. Two of its constants, the latency and the
+`syncvar.algorithms.schedule_cost` moves a clock through the plan that a call would run. Two of its constants, the latency and the
 time of a byte, are fitted to two measurements of the same run, the smallest and the largest size; reductions and copies
 stay in the proportion to a byte that its own constants have. All lines between are predictions.
 """
@@ -10,21 +10,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from syncvar.algorithms.builders import ALGORITHMS, build_all
+from syncvar.algorithms.schedule_cost import ARENA, LINKS, predicted_seconds
+from syncvar.algorithms.selection import choose
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.reduce_ops import reduction
 from syncvar.joining.process import current
-from syncvar.plans.cost import ARENA, LINKS, predicted_seconds
-from syncvar.plans.select import choose
-from syncvar.plans.table import ALGORITHMS, build_all
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping, Sequence
 
+    from syncvar.algorithms.schedule import Plan
+    from syncvar.algorithms.schedule_cost import CostModel
     from syncvar.cli.contributions import Case
     from syncvar.cli.registry import Collective
-    from syncvar.plans.cost import CostModel
-    from syncvar.plans.model import Plan
 
 __all__ = ["Model", "fitted"]
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
+from syncvar.algorithms.render import plan_text
+from syncvar.algorithms.schedule_checker import traffic
+from syncvar.algorithms.schedule_cost import ARENA, LINKS, predicted_seconds
+from syncvar.algorithms.selection import choose, parse_forced, suited
 from syncvar.cli.bench_table import parse_size
 from syncvar.cli.plan_program import program_lines
 from syncvar.core.dtypes import DTYPE_NAMES
 from syncvar.core.errors import ConfigError
-from syncvar.plans.checker import traffic
-from syncvar.plans.cost import ARENA, LINKS, predicted_seconds
-from syncvar.plans.select import choose, parse_forced, suited
-from syncvar.plans.show import plan_text
-from syncvar.plans.table import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 
 if TYPE_CHECKING:
     import argparse
 
+    from syncvar.algorithms.schedule import Plan
+    from syncvar.algorithms.schedule_cost import CostModel
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.plans.cost import CostModel
-    from syncvar.plans.model import Plan
 
 __all__ = ["add_options", "text"]
 

@@ -7,9 +7,9 @@ import re
 from typing import TYPE_CHECKING
 
 import syncvar as sv
+from syncvar.algorithms.builders import ALGORITHMS
 from syncvar.cli.registry import available, dtypes, ops_of
 from syncvar.core.reduce_ops import OPS
-from syncvar.plans.table import ALGORITHMS
 
 if TYPE_CHECKING:
     from syncvar.cli.registry import Collective

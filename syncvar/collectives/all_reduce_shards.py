@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.algorithms.chunks import even_chunks
+from syncvar.algorithms.schedule import Chunk
+from syncvar.algorithms.shard_tree import runs_of, whole_nodes
 from syncvar.collectives import finite
 from syncvar.collectives.flat import gather_bytes, gather_flat
 from syncvar.collectives.groups import communicator_of
@@ -38,9 +41,6 @@ from syncvar.core.pytree import (
 from syncvar.core.reduce_ops import finish, quiet, reduction
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.operation import Stage
-from syncvar.plans.chunks import even_chunks
-from syncvar.plans.model import Chunk
-from syncvar.plans.shards import runs_of, whole_nodes
 from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:

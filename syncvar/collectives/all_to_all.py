@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
+from syncvar.algorithms.chunks import even_chunks
 from syncvar.collectives.calls import entered, make_call
 from syncvar.collectives.flat import gather_bytes
 from syncvar.collectives.groups import by_rank
@@ -19,7 +20,6 @@ from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.engine.group import fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.plans.chunks import even_chunks
 from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:

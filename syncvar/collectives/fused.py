@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.algorithms.compile_messages import Prepared
 from syncvar.arena.mapping import Block
 from syncvar.collectives.reducing import contribution, kinds_of, outcome, sizes_of
 from syncvar.core.reduce_ops import divided
@@ -20,7 +21,6 @@ from syncvar.engine.operation import Stage
 from syncvar.execution.arithmetic import store, store_parts
 from syncvar.execution.reductions import Vector, flat_of, in_one_exchange
 from syncvar.execution.rounds import Published
-from syncvar.plans.link_rounds import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

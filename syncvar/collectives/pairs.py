@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.algorithms.compile_messages import prepare
+from syncvar.algorithms.schedule import Chunk, Plan, Recv, Send
 from syncvar.arena.box import what_of
 from syncvar.core.dtypes import dtype_from_index
 from syncvar.engine.at_once import Line
@@ -20,8 +22,6 @@ from syncvar.engine.messages import Receiving, Sending
 from syncvar.engine.operation import Stage
 from syncvar.joining.process import current
 from syncvar.kernel import Count
-from syncvar.plans.link_rounds import prepare
-from syncvar.plans.model import Chunk, Plan, Recv, Send
 from syncvar.wire.records import (
     ARRAY,
     BYTES,
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.algorithms.compile_messages import Prepared
+    from syncvar.algorithms.schedule import Step
     from syncvar.engine.group import Communicator
     from syncvar.engine.message_ends import Landing
-    from syncvar.plans.link_rounds import Prepared
-    from syncvar.plans.model import Step
 
 __all__ = ["line_of", "sending_words", "to_receive", "to_send"]
 

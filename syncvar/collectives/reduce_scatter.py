@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
+from syncvar.algorithms.chunks import even_chunks
 from syncvar.collectives import finite
 from syncvar.collectives.calls import entered, make_call
 from syncvar.collectives.moving import Moving, fits_out, moves, place_of, result_buffer
@@ -16,7 +17,6 @@ from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.reduce_ops import OPS, op_name
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.plans.chunks import even_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

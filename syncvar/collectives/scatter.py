@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
+from syncvar.algorithms.chunks import even_chunks
 from syncvar.collectives.calls import entered, make_call
 from syncvar.collectives.flat import broadcast_bytes, scatter_flat
 from syncvar.collectives.groups import checked_root
@@ -24,7 +25,6 @@ from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError
 from syncvar.engine.group import fingerprint
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.plans.chunks import even_chunks
 from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:

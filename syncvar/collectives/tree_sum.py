@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.algorithms.shard_tree import split
 from syncvar.collectives.library_arrays import given_back
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import flatten, unflatten
 from syncvar.core.reduce_ops import finish, quiet, reduction
 from syncvar.execution.arithmetic import widen
-from syncvar.plans.shards import split
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

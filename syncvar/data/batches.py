@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.algorithms.chunks import even_chunks
 from syncvar.core.array_arguments import as_array
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError
@@ -25,7 +26,6 @@ from syncvar.core.pytree import (
     restored_structure,
     unflatten,
 )
-from syncvar.plans.chunks import even_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from syncvar.algorithms.compile_messages import INCOMING_LEFT, OVERWRITE
+from syncvar.algorithms.schedule import Copy, Reduce
 from syncvar.core.errors import InternalError
 from syncvar.execution.arithmetic import combine_two
-from syncvar.plans.link_rounds import INCOMING_LEFT, OVERWRITE
-from syncvar.plans.model import Copy, Reduce
 from syncvar.wire.frame import Kind, pack_header
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.algorithms.compile_messages import Incoming, LinkRound, Prepared
     from syncvar.core.reduce_ops import Combiner
-    from syncvar.plans.link_rounds import Incoming, LinkRound, Prepared
     from syncvar.recording.entries import Entry
     from syncvar.transports.base import Frame
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.algorithms.compile_messages import Prepared
     from syncvar.arena.channel import Channel
     from syncvar.core.reduce_ops import Combiner
     from syncvar.engine.links import Links
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from syncvar.execution.moves import Movement
     from syncvar.execution.reductions import Vector
     from syncvar.execution.rounds import Published
-    from syncvar.plans.link_rounds import Prepared
     from syncvar.recording.entries import Entry
     from syncvar.transports.base import Frame
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncvar.algorithms.builders import build, build_all
+from syncvar.algorithms.compile_messages import Prepared, prepare
+from syncvar.algorithms.hierarchical import COMPOSED, stages
+from syncvar.algorithms.selection import choose, suited
 from syncvar.execution.rounds import prepare_published
-from syncvar.plans.hierarchical import COMPOSED, stages
-from syncvar.plans.link_rounds import Prepared, prepare
-from syncvar.plans.select import choose, suited
-from syncvar.plans.table import build, build_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from syncvar.algorithms.hierarchical import Part
     from syncvar.execution.rounds import Published
-    from syncvar.plans.hierarchical import Part
 
 __all__ = ["Planner", "PreparedStages"]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from syncvar.algorithms.reproducible import tree_order
 from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD, TARGET, WIDE_BYTES
 from syncvar.core.errors import SyncvarError
 from syncvar.core.pytree import Leaves
@@ -29,7 +30,6 @@ from syncvar.execution.reductions import (
     teach,
 )
 from syncvar.execution.running import agreed
-from syncvar.plans.reproducible import tree_order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator

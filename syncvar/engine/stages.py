@@ -3,7 +3,7 @@
 Phase 0 of every call in an arena compares what the ranks are doing; over links every frame has the call's fingerprint.
 Nothing of a rank's data is used, and nothing of its own is changed, before all have said the same.
 
-A call of a group that spans several hosts has stages on the host and stages between hosts, as `syncvar.plans.hierarchical`
+A call of a group that spans several hosts has stages on the host and stages between hosts, as `syncvar.algorithms.hierarchical`
 says. On the host it publishes and waits for words of the channel, between hosts it sends and waits for frames, in turn; a
 collective that has no such stages goes over links alone. Before a rank ends, those of its host have agreed in phase 0, and
 those of other hosts by fingerprints; what a call writes is a buffer of its own until then.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from syncvar.algorithms.compile_messages import Prepared
 from syncvar.arena.channels import check_of
 from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.engine.operation import BodyError
@@ -21,7 +22,6 @@ from syncvar.execution.moves import move_shared
 from syncvar.execution.reductions import Vector, reduce_shared, reduce_small
 from syncvar.execution.rounds import run_rounds
 from syncvar.execution.running import agreed, settled
-from syncvar.plans.link_rounds import Prepared
 
 if TYPE_CHECKING:
     from collections.abc import Generator

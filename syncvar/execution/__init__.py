@@ -6,7 +6,7 @@ made ("lowered") and printed by pure functions, which the tests prove on symbols
 * `lower_reduce`: all-reduces, small ones through slots, long ones through cells or where the arrays lie; several arrays as
   one vector;
 * `lower_moves`: blocks that ranks take from each other;
-* `lower_rounds`: the rounds of any plan of `syncvar.plans`.
+* `lower_rounds`: the rounds of any plan of `syncvar.algorithms`.
 
 `reductions`, `moves` and `rounds` make such calls: they find out where arrays lie (`addresses`) and which
 program is for them. `running` compares in phase 0 what the ranks do, looks up the memories of a program and runs it: in C

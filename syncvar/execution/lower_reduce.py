@@ -16,6 +16,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar.algorithms.chunks import even_chunks
 from syncvar.execution.program import (
     Await,
     Code,
@@ -30,7 +31,6 @@ from syncvar.execution.program import (
     assemble,
     in_cell,
 )
-from syncvar.plans.chunks import even_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

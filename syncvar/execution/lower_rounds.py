@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncvar.algorithms.schedule import Buffer, RecvReduce
+from syncvar.algorithms.schedule import Copy as CopyStep
 from syncvar.execution.program import (
     Await,
     Copy,
@@ -19,14 +21,12 @@ from syncvar.execution.program import (
     Publish,
     Stretch,
 )
-from syncvar.plans.model import Buffer, RecvReduce
-from syncvar.plans.model import Copy as CopyStep
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.plans.model import Chunk
-    from syncvar.plans.published import Publication, Take
+    from syncvar.algorithms.schedule import Chunk
+    from syncvar.algorithms.shm_rounds import Publication, Take
 
 __all__ = ["lower_rounds"]
 
@@ -44,8 +44,8 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
             first window is put by the opening, and the steps begin when it has been published by all.
 
     Example:
-        >>> from syncvar.plans.table import build_all
-        >>> from syncvar.plans.published import publications
+        >>> from syncvar.algorithms.builders import build_all
+        >>> from syncvar.algorithms.shm_rounds import publications
         >>> plan = publications(build_all("all_reduce", "owners", 2, count=6), 0)
         >>> [type(step).__name__ for step in lower_rounds(plan, 0, 100).steps]
         ['Copy', 'Fold', 'Copy', 'Publish', 'Await', 'Copy']

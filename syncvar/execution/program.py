@@ -8,7 +8,7 @@ Before a program begins all ranks have said that they make the same call (phase 
 put, published with it. What follows is made of four instructions:
 
 * `Copy` brings a stretch of one memory to another,
-* `Fold` combines stretches in the order of ranks, by the tree of `syncvar.plans.reproducible.tree_order`,
+* `Fold` combines stretches in the order of ranks, by the tree of `syncvar.algorithms.reproducible.tree_order`,
 * `Publish` tells the others that all before it is done,
 * `Await` waits until the others have published as much.
 

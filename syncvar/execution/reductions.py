@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.algorithms.selection import choose
 from syncvar.arena.channels import SEGMENT_BYTES, WIDE_BYTES
 from syncvar.execution.addresses import Lying
 from syncvar.execution.arithmetic import Arithmetic
 from syncvar.execution.lower_reduce import EVERYWHERE, Cells, Ends, Places, reduce_code
 from syncvar.execution.program import Kind
 from syncvar.execution.running import agreed, native_of, open_code, run_code
-from syncvar.plans.select import choose
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence

@@ -9,6 +9,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from syncvar.algorithms.selection import parse_forced
 from syncvar.arena.boxes import Boxes
 from syncvar.arena.channel import Channel
 from syncvar.arena.channels import Channels
@@ -22,7 +23,6 @@ from syncvar.engine.message_ends import Post
 from syncvar.engine.queued import send_queued
 from syncvar.joining.roll_call import answer_roll_call
 from syncvar.kernel import told, which
-from syncvar.plans.select import parse_forced
 from syncvar.recording.recorder import Recorder
 from syncvar.wire.control import pack_message
 from syncvar.wire.unreceived import SentCount, unreceived_text

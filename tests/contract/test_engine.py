@@ -71,8 +71,8 @@ class Pair:
 
 
 def barrier_operation(engine, call):
-    from syncvar.plans.link_rounds import prepare
-    from syncvar.plans.table import build
+    from syncvar.algorithms.builders import build
+    from syncvar.algorithms.compile_messages import prepare
 
     def body():
         yield Stage(

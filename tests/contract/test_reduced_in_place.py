@@ -7,10 +7,10 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
+from syncvar.algorithms.builders import ALGORITHMS, build
+from syncvar.algorithms.compile_messages import prepare
 from syncvar.core.errors import MismatchError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.plans.link_rounds import prepare
-from syncvar.plans.table import ALGORITHMS, build
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, shutdown_timeout_s=1.0)
 COUNT = 40_011  # longer than what is exchanged whole

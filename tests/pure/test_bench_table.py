@@ -4,15 +4,15 @@ from dataclasses import astuple, replace
 import numpy as np
 import pytest
 
+from syncvar.algorithms.builders import build_all
+from syncvar.algorithms.schedule_cost import ARENA, LINKS, predicted_seconds
+from syncvar.algorithms.selection import choose
 from syncvar.cli.bench import add_options, planned
 from syncvar.cli.bench_model import fitted
 from syncvar.cli.bench_record import Half, Row, rated
 from syncvar.cli.bench_table import fixed, header, line, parse_size, sizes, summary
 from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES
 from syncvar.core.errors import ConfigError
-from syncvar.plans.cost import ARENA, LINKS, predicted_seconds
-from syncvar.plans.select import choose
-from syncvar.plans.table import build_all
 
 
 def chosen(*arguments):

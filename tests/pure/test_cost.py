@@ -4,10 +4,10 @@ from math import ceil, floor, log2
 
 import pytest
 
-from syncvar.plans.chunks import PIECES
-from syncvar.plans.cost import ARENA, LINKS, CostModel, predicted_seconds
-from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Send
-from syncvar.plans.table import ALGORITHMS, build_all, unsuited
+from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
+from syncvar.algorithms.chunks import PIECES
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Send
+from syncvar.algorithms.schedule_cost import ARENA, LINKS, CostModel, predicted_seconds
 
 A, B, G = (
     1000.0,

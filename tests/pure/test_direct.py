@@ -2,11 +2,11 @@
 
 import pytest
 
-from syncvar.plans.checker import verify
-from syncvar.plans.contracts import all_reduce_contract, contract_of
-from syncvar.plans.direct import direct_all_reduce
-from syncvar.plans.model import Buffer, Chunk, Copy, Reduce, Send
-from syncvar.plans.table import build_all
+from syncvar.algorithms.builders import build_all
+from syncvar.algorithms.collective_contracts import all_reduce_contract, contract_of
+from syncvar.algorithms.direct import direct_all_reduce
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Reduce, Send
+from syncvar.algorithms.schedule_checker import verify
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from syncvar.plans.checker import verify
-from syncvar.plans.contracts import contract_of
-from syncvar.plans.table import ALGORITHMS, OF_BLOCKS, build_all, unsuited
+from syncvar.algorithms.builders import ALGORITHMS, OF_BLOCKS, build_all, unsuited
+from syncvar.algorithms.collective_contracts import contract_of
+from syncvar.algorithms.schedule_checker import verify
 
 SIZES = (2, 3, 4, 5, 8, 9)
 ALL_HEAR = ("all_reduce", "all_gather", "reduce_scatter", "barrier", "header_exchange")

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
+from syncvar.algorithms.collective_contracts import contract_of, tree_expression
+from syncvar.algorithms.hierarchical import COMPOSED, flattened, keeps_the_tree
+from syncvar.algorithms.schedule import Plan, Reduce
+from syncvar.algorithms.schedule_checker import verify
 from syncvar.core.errors import PlanError
-from syncvar.plans.checker import verify
-from syncvar.plans.contracts import contract_of, tree_expression
-from syncvar.plans.hierarchical import COMPOSED, flattened, keeps_the_tree
-from syncvar.plans.model import Plan, Reduce
 
 HOSTS = [
     sizes

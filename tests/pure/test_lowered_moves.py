@@ -6,14 +6,14 @@ import random
 import pytest
 from test_lowered_programs import World, perform, tree
 
+from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
+from syncvar.algorithms.schedule import Buffer, Recv, RecvReduce, Send
+from syncvar.algorithms.schedule import Copy as CopyStep
+from syncvar.algorithms.shm_rounds import publications
 from syncvar.execution.lower_moves import Move, Way, lower_move
 from syncvar.execution.lower_reduce import Cells, Places, lower_reduce, lower_small
 from syncvar.execution.lower_rounds import lower_rounds
 from syncvar.execution.program import Await, Copy, Fold, Kind
-from syncvar.plans.model import Buffer, Recv, RecvReduce, Send
-from syncvar.plans.model import Copy as CopyStep
-from syncvar.plans.published import publications
-from syncvar.plans.table import ALGORITHMS, build_all, unsuited
 
 COUNTS = (1, 2, 3, 5, 7, 12, 16, 25)
 CELL = 3

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from syncvar.algorithms.reproducible import tree_order
 from syncvar.execution.lower_reduce import (
     EVERYWHERE,
     Cells,
@@ -24,7 +25,6 @@ from syncvar.execution.program import (
     assemble,
     extents,
 )
-from syncvar.plans.reproducible import tree_order
 
 COUNTS = (1, 3, 4, 5, 8, 9, 16, 17, 23, 33)
 BLOCK = 3

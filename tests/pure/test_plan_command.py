@@ -2,9 +2,9 @@
 
 import pytest
 
+from syncvar.algorithms.builders import ALGORITHMS, build_all
+from syncvar.algorithms.render import plan_text
 from syncvar.cli.main import main
-from syncvar.plans.show import plan_text
-from syncvar.plans.table import ALGORITHMS, build_all
 
 
 @pytest.fixture(autouse=True)

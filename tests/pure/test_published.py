@@ -2,11 +2,11 @@
 
 import pytest
 
+from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
+from syncvar.algorithms.collective_contracts import contract_of
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce
+from syncvar.algorithms.shm_rounds import publications
 from syncvar.core.errors import PlanError
-from syncvar.plans.contracts import contract_of
-from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce
-from syncvar.plans.published import publications
-from syncvar.plans.table import ALGORITHMS, build_all, unsuited
 
 CASES = [
     (collective, algorithm, n)

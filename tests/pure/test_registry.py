@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.algorithms.builders import ALGORITHMS
 from syncvar.cli.contributions import (
     FOLDED_OPS,
     PERIOD,
@@ -25,7 +26,6 @@ from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES, available, dtypes, op
 from syncvar.cli.selftest import Outcome, outcome_lines
 from syncvar.cli.table_of_collectives import cost_of, signature_of
 from syncvar.core.reduce_ops import OPS
-from syncvar.plans.table import ALGORITHMS
 
 REPOSITORY = Path(__file__).parents[2]
 

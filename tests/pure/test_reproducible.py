@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncvar.plans.checker import verify
-from syncvar.plans.chunks import even_chunks
-from syncvar.plans.contracts import contract_of, tree_expression
-from syncvar.plans.model import Copy, Reduce, Send
-from syncvar.plans.reproducible import reproducible_all_reduce, tree_order
-from syncvar.plans.shards import runs_of, split, whole_nodes
-from syncvar.plans.table import build_all
+from syncvar.algorithms.builders import build_all
+from syncvar.algorithms.chunks import even_chunks
+from syncvar.algorithms.collective_contracts import contract_of, tree_expression
+from syncvar.algorithms.reproducible import reproducible_all_reduce, tree_order
+from syncvar.algorithms.schedule import Copy, Reduce, Send
+from syncvar.algorithms.schedule_checker import verify
+from syncvar.algorithms.shard_tree import runs_of, split, whole_nodes
 
 
 def by_order(lo, hi):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from syncvar.plans.checker import verify
-from syncvar.plans.chunks import even_chunks
-from syncvar.plans.contracts import contract_of
-from syncvar.plans.model import Chunk, Recv, RecvReduce, Send
-from syncvar.plans.ring import ring_all_gather, ring_all_reduce
-from syncvar.plans.table import build_all
+from syncvar.algorithms.builders import build_all
+from syncvar.algorithms.chunks import even_chunks
+from syncvar.algorithms.collective_contracts import contract_of
+from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce
+from syncvar.algorithms.schedule import Chunk, Recv, RecvReduce, Send
+from syncvar.algorithms.schedule_checker import verify
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 12])

@@ -2,12 +2,12 @@
 
 import pytest
 
+from syncvar.algorithms.builders import ALGORITHMS, build, build_all, unsuited
+from syncvar.algorithms.collective_contracts import contract_of
+from syncvar.algorithms.schedule_checker import verify
+from syncvar.algorithms.schedule_cost import predicted_seconds
+from syncvar.algorithms.selection import choose, parse_forced
 from syncvar.core.errors import ConfigError
-from syncvar.plans.checker import verify
-from syncvar.plans.contracts import contract_of
-from syncvar.plans.cost import predicted_seconds
-from syncvar.plans.select import choose, parse_forced
-from syncvar.plans.table import ALGORITHMS, build, build_all, unsuited
 
 KIB = 1024
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from syncvar.plans.model import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
-from syncvar.plans.show import plan_text, step_text
-from syncvar.plans.table import build_all
+from syncvar.algorithms.builders import build_all
+from syncvar.algorithms.render import plan_text, step_text
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -4,10 +4,10 @@ from math import ceil, log2
 
 import pytest
 
-from syncvar.plans.checker import verify
-from syncvar.plans.contracts import contract_of
-from syncvar.plans.model import Send
-from syncvar.plans.table import build_all
+from syncvar.algorithms.builders import build_all
+from syncvar.algorithms.collective_contracts import contract_of
+from syncvar.algorithms.schedule import Send
+from syncvar.algorithms.schedule_checker import verify
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8, 9, 17])

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from syncvar.core.errors import InternalError, PlanError
-from syncvar.plans.checker import Report, verify
-from syncvar.plans.contracts import (
+from syncvar.algorithms.builders import build_all
+from syncvar.algorithms.collective_contracts import (
     Contract,
     Wanted,
     all_gather_contract,
@@ -22,10 +21,11 @@ from syncvar.plans.contracts import (
     scatter_contract,
     tree_expression,
 )
-from syncvar.plans.expressions import Expressions
-from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Send
-from syncvar.plans.table import build_all
-from syncvar.plans.tree import binomial_reduce
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.schedule_checker import Report, verify
+from syncvar.algorithms.symbolic_values import Expressions
+from syncvar.algorithms.tree import binomial_reduce
+from syncvar.core.errors import InternalError, PlanError
 
 NOTHING = Chunk(0, 0)
 ONE = Chunk(0, 1)

@@ -7,11 +7,11 @@ same plan. Nothing else survives.
 
 import pytest
 
+from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
+from syncvar.algorithms.collective_contracts import contract_of
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.schedule_checker import verify
 from syncvar.core.errors import PlanError
-from syncvar.plans.checker import verify
-from syncvar.plans.contracts import contract_of
-from syncvar.plans.model import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
-from syncvar.plans.table import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 OF_BLOCKS = {"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"}

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from syncvar.plans.model import Buffer, Copy, Recv, RecvReduce, Reduce, Send
-from syncvar.plans.table import ALGORITHMS, build_all
+from syncvar.algorithms.builders import ALGORITHMS, build_all
+from syncvar.algorithms.schedule import Buffer, Copy, Recv, RecvReduce, Reduce, Send
 
 
 def run_on_lists(plans, work):

@@ -5,12 +5,12 @@ A new row of the table is covered by being there.
 
 import pytest
 
+from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
+from syncvar.algorithms.collective_contracts import contract_of
+from syncvar.algorithms.schedule import Chunk, Copy
+from syncvar.algorithms.schedule_checker import verify
+from syncvar.algorithms.shm_rounds import publications
 from syncvar.core.errors import PlanError
-from syncvar.plans.checker import verify
-from syncvar.plans.contracts import contract_of
-from syncvar.plans.model import Chunk, Copy
-from syncvar.plans.published import publications
-from syncvar.plans.table import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 
 RANKS_MAX = 64
 BATCHES = {"1-9": range(1, 10), "10-17": (10, 13, 15, 16, 17)}  # the others are with the slow tests

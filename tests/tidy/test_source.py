@@ -529,7 +529,7 @@ SLOW = {
         ),
         (
             "import syncvar_launcher.job, syncvar_launcher.generation",
-            {"syncvar.transports.curve", "syncvar.plans"},
+            {"syncvar.transports.curve", "syncvar.algorithms"},
         ),
         (
             "import syncvar_launcher.run",

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from syncvar.algorithms.chunks import consecutive_chunks, exchange_blocks
+from syncvar.algorithms.schedule import Chunk
 from syncvar.core.errors import ConfigError
-from syncvar.plans.chunks import consecutive_chunks, exchange_blocks
-from syncvar.plans.model import Chunk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class Contract:
 def tree_expression(lo: int, hi: int) -> Expression:
     """Return the tree T(lo, hi) = T(lo, mid) + T(mid, hi), mid = lo + the largest power of two < hi - lo.
 
-    Written down from the definition, and so a check of `syncvar.plans.reproducible.tree_order`.
+    Written down from the definition, and so a check of `syncvar.algorithms.reproducible.tree_order`.
 
     Args:
         lo: First rank.
@@ -351,10 +351,10 @@ def contract_of(
     matrix: Sequence[Sequence[int]] | None = None,
     tree: bool = False,
 ) -> Contract:
-    """Return the contract of a collective by name, with the arguments of `syncvar.plans.table.build`.
+    """Return the contract of a collective by name, with the arguments of `syncvar.algorithms.builders.build`.
 
     Args:
-        collective: A key of `syncvar.plans.table.ALGORITHMS`.
+        collective: A key of `syncvar.algorithms.builders.ALGORITHMS`.
         world_size: Ranks of the group.
         count: Elements of WORK; of each rank's block for a collective of blocks without `counts`; of every block for
             an all-to-all without `matrix`.

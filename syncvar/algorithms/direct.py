@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.plans.chunks import consecutive_chunks, exchange_blocks
-from syncvar.plans.model import Buffer, Chunk, Copy, Recv, Reduce, Send
-from syncvar.plans.reproducible import tree_order, tree_steps
+from syncvar.algorithms.chunks import consecutive_chunks, exchange_blocks
+from syncvar.algorithms.reproducible import tree_order, tree_steps
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, Reduce, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncvar.plans.model import Round, Step
+    from syncvar.algorithms.schedule import Round, Step
 
 __all__ = [
     "direct_all_gather",
@@ -267,7 +267,7 @@ def direct_reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> 
 
     Order: T(0, n) for every element.
 
-    Source: the first half of `syncvar.plans.owners`; figure: tests/golden/direct_reduce_scatter_3.txt.
+    Source: the first half of `syncvar.algorithms.two_stage`; figure: tests/golden/direct_reduce_scatter_3.txt.
     """
     if world_size == 1:
         return

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from syncvar.plans.model import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.plans.model import Plan, Step
+    from syncvar.algorithms.schedule import Plan, Step
 
 __all__ = ["plan_text", "step_text"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.plans.model import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.schedule import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.plans.chunks import even_chunks
-from syncvar.plans.direct import direct_gather, direct_reduce_scatter
-from syncvar.plans.model import Recv, Send
+from syncvar.algorithms.chunks import even_chunks
+from syncvar.algorithms.direct import direct_gather, direct_reduce_scatter
+from syncvar.algorithms.schedule import Recv, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.plans.model import Round, Step
+    from syncvar.algorithms.schedule import Round, Step
 
 __all__ = ["owners_all_reduce", "owners_reduce"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.plans.chunks import consecutive_chunks, exchange_blocks
-from syncvar.plans.model import Buffer, Chunk, Copy, Recv, Send
+from syncvar.algorithms.chunks import consecutive_chunks, exchange_blocks
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from syncvar.plans.model import Round, Step
+    from syncvar.algorithms.schedule import Round, Step
 
 __all__ = ["bruck_all_to_all"]
 

@@ -9,8 +9,8 @@ are put together.
 like any other. So the proof is of what runs.
 
 Example:
-    >>> from syncvar.plans.contracts import contract_of
-    >>> from syncvar.plans.checker import verify
+    >>> from syncvar.algorithms.collective_contracts import contract_of
+    >>> from syncvar.algorithms.schedule_checker import verify
     >>> plans = flattened("all_reduce", (2, 2), count=6)
     >>> verify(plans, contract_of("all_reduce", 4, count=6, tree=True)).messages
     (3, 2, 3, 2)
@@ -21,15 +21,15 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.plans.chunks import even_chunks
-from syncvar.plans.model import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Send
-from syncvar.plans.select import choose
-from syncvar.plans.table import build, build_all, sums_by_the_tree
+from syncvar.algorithms.builders import build, build_all, sums_by_the_tree
+from syncvar.algorithms.chunks import even_chunks
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.selection import choose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.plans.model import Round, Step
+    from syncvar.algorithms.schedule import Round, Step
 
 __all__ = ["COMPOSED", "Part", "flattened", "keeps_the_tree", "stages"]
 

@@ -13,16 +13,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from syncvar.algorithms.render import step_text
+from syncvar.algorithms.schedule import Buffer, Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.symbolic_values import UNDEFINED, Expressions
 from syncvar.core.errors import PlanError
-from syncvar.plans.expressions import UNDEFINED, Expressions
-from syncvar.plans.model import Buffer, Copy, Recv, RecvReduce, Reduce, Send
-from syncvar.plans.show import step_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.plans.contracts import Contract
-    from syncvar.plans.model import Chunk, Plan, Step
+    from syncvar.algorithms.collective_contracts import Contract
+    from syncvar.algorithms.schedule import Chunk, Plan, Step
 
 __all__ = ["Report", "traffic", "verify"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.plans.chunks import even_chunks
-from syncvar.plans.folding import Folding
-from syncvar.plans.model import Chunk, Recv, RecvReduce, Send
+from syncvar.algorithms.chunks import even_chunks
+from syncvar.algorithms.power_of_two_folding import Folding
+from syncvar.algorithms.schedule import Chunk, Recv, RecvReduce, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.plans.model import Round
+    from syncvar.algorithms.schedule import Round
 
 __all__ = ["halving_all_reduce"]
 
@@ -21,7 +21,7 @@ def halving_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round
 
     Reduce-scatter: partners are 1, 2, 4, ... apart; each sends the half that the other keeps and sums its own half.
     All-gather: the same partners in reverse order give the halves back, now complete. Ranks beyond a power of two
-    fold (`syncvar.plans.folding`).
+    fold (`syncvar.algorithms.power_of_two_folding`).
 
     Args:
         rank: The rank whose rounds are wanted, 0 <= rank < world_size.

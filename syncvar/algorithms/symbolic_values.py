@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from syncvar.core.errors import PlanError
 
 if TYPE_CHECKING:
-    from syncvar.plans.contracts import Expression
+    from syncvar.algorithms.collective_contracts import Expression
 
 __all__ = ["UNDEFINED", "Expressions"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.plans.model import Buffer, Chunk
+from syncvar.algorithms.schedule import Buffer, Chunk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

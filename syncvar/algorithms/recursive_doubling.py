@@ -1,7 +1,7 @@
 """Recursive doubling: in round k partners are 2**k apart, and what each of them knows doubles.
 
 The fewest rounds for results that every rank needs whole; the vector is sent in each of them. All sums are those of
-the aligned blocks of 1, 2, 4, ... ranks, the subtrees of `syncvar.plans.reproducible.tree_order`.
+the aligned blocks of 1, 2, 4, ... ranks, the subtrees of `syncvar.algorithms.reproducible.tree_order`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from syncvar.plans.chunks import consecutive_chunks
-from syncvar.plans.folding import Folding
-from syncvar.plans.model import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.chunks import consecutive_chunks
+from syncvar.algorithms.power_of_two_folding import Folding
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncvar.plans.model import Round, Step
+    from syncvar.algorithms.schedule import Round, Step
 
 __all__ = ["doubling_all_gather", "doubling_all_reduce", "doubling_exscan", "doubling_scan"]
 
@@ -26,7 +26,7 @@ def doubling_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Roun
 
     Partners exchange what they have summed and sum both. What was sent is borrowed, so each round sums in a place of
     its own: a rank hears of its partner's receipt in no later round. Ranks beyond a power of two fold
-    (`syncvar.plans.folding`).
+    (`syncvar.algorithms.power_of_two_folding`).
 
     Args:
         rank: The rank whose rounds are wanted, 0 <= rank < world_size.

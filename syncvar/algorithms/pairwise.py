@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.plans.chunks import consecutive_chunks, exchange_blocks
-from syncvar.plans.model import Buffer, Copy, Recv, Send
-from syncvar.plans.reproducible import tree_steps
+from syncvar.algorithms.chunks import consecutive_chunks, exchange_blocks
+from syncvar.algorithms.reproducible import tree_steps
+from syncvar.algorithms.schedule import Buffer, Copy, Recv, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncvar.plans.model import Round, Step
+    from syncvar.algorithms.schedule import Round, Step
 
 __all__ = ["pairwise_all_to_all", "pairwise_reduce_scatter"]
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.plans.chunks import PIECES, even_chunks
-from syncvar.plans.model import Recv, RecvReduce, Send
+from syncvar.algorithms.chunks import PIECES, even_chunks
+from syncvar.algorithms.schedule import Recv, RecvReduce, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.plans.model import Chunk, Round, Step
+    from syncvar.algorithms.schedule import Chunk, Round, Step
 
 __all__ = ["double_tree_all_reduce", "double_tree_broadcast", "double_tree_reduce"]
 

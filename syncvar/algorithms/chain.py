@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.plans.chunks import PIECES, even_chunks
-from syncvar.plans.model import Recv, Send
+from syncvar.algorithms.chunks import PIECES, even_chunks
+from syncvar.algorithms.schedule import Recv, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.plans.model import Round, Step
+    from syncvar.algorithms.schedule import Round, Step
 
 __all__ = ["chain_broadcast"]
 

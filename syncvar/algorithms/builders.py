@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.core.errors import ConfigError
-from syncvar.plans.bruck import bruck_all_to_all
-from syncvar.plans.chain import chain_broadcast
-from syncvar.plans.direct import (
+from syncvar.algorithms.bruck import bruck_all_to_all
+from syncvar.algorithms.chain import chain_broadcast
+from syncvar.algorithms.direct import (
     direct_all_gather,
     direct_all_reduce,
     direct_all_to_all,
@@ -23,25 +22,24 @@ from syncvar.plans.direct import (
     direct_scan,
     direct_scatter,
 )
-from syncvar.plans.dissemination import dissemination_all_gather, dissemination_barrier
-from syncvar.plans.double_tree import (
+from syncvar.algorithms.dissemination import dissemination_all_gather, dissemination_barrier
+from syncvar.algorithms.double_tree import (
     double_tree_all_reduce,
     double_tree_broadcast,
     double_tree_reduce,
 )
-from syncvar.plans.doubling import (
+from syncvar.algorithms.pairwise import pairwise_all_to_all, pairwise_reduce_scatter
+from syncvar.algorithms.recursive_doubling import (
     doubling_all_gather,
     doubling_all_reduce,
     doubling_exscan,
     doubling_scan,
 )
-from syncvar.plans.halving import halving_all_reduce
-from syncvar.plans.model import Buffer, Copy, Plan, Reduce
-from syncvar.plans.owners import owners_all_reduce, owners_reduce
-from syncvar.plans.pairwise import pairwise_all_to_all, pairwise_reduce_scatter
-from syncvar.plans.reproducible import reproducible_all_reduce
-from syncvar.plans.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from syncvar.plans.tree import (
+from syncvar.algorithms.recursive_halving import halving_all_reduce
+from syncvar.algorithms.reproducible import reproducible_all_reduce
+from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from syncvar.algorithms.schedule import Buffer, Copy, Plan, Reduce
+from syncvar.algorithms.tree import (
     binomial_all_reduce,
     binomial_broadcast,
     binomial_gather,
@@ -49,11 +47,13 @@ from syncvar.plans.tree import (
     binomial_scatter,
     scattered_broadcast,
 )
+from syncvar.algorithms.two_stage import owners_all_reduce, owners_reduce
+from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from syncvar.plans.model import Round
+    from syncvar.algorithms.schedule import Round
 
 __all__ = [
     "ALGORITHMS",

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar.algorithms.schedule import Buffer, Copy, Recv, RecvReduce, Reduce, Send
 from syncvar.core.errors import PlanError
-from syncvar.plans.model import Buffer, Copy, Recv, RecvReduce, Reduce, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.plans.model import Chunk, Plan, Round, Step
+    from syncvar.algorithms.schedule import Chunk, Plan, Round, Step
 
 __all__ = ["Publication", "Take", "publications"]
 
@@ -70,7 +70,7 @@ def publications(plans: Sequence[Plan], rank: int) -> tuple[Publication, ...]:
     Cost: a pass over the steps of all plans.
 
     Example:
-        >>> from syncvar.plans.table import build_all
+        >>> from syncvar.algorithms.builders import build_all
         >>> first, second = publications(build_all("all_reduce", "owners", 2, count=6), 0)
         >>> [(chunk.start, chunk.stop) for chunk in first.ranges], first.takes[0].start
         ([(3, 6)], 0)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.plans.chunks import consecutive_chunks, even_chunks
-from syncvar.plans.model import Recv, RecvReduce, Send
+from syncvar.algorithms.chunks import consecutive_chunks, even_chunks
+from syncvar.algorithms.schedule import Recv, RecvReduce, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncvar.plans.model import Chunk, Round
+    from syncvar.algorithms.schedule import Chunk, Round
 
 __all__ = ["ring_all_gather", "ring_all_reduce", "ring_reduce_scatter"]
 

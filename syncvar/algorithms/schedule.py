@@ -1,7 +1,7 @@
 """The words in which an algorithm is written down: chunk, step, round, plan.
 
 An algorithm is data. It says which ranges of a flat buffer a rank sends, receives, reduces and copies, in which
-order; it knows neither dtypes nor sockets. `syncvar.plans.checker` runs plans on symbols, `execution` and `engine`
+order; it knows neither dtypes nor sockets. `syncvar.algorithms.schedule_checker` runs plans on symbols, `execution` and `engine`
 run them on arrays.
 """
 

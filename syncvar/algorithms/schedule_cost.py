@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
-from syncvar.plans.model import Copy, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.schedule import Copy, Recv, RecvReduce, Reduce, Send
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.plans.model import Plan, Step
+    from syncvar.algorithms.schedule import Plan, Step
 
 __all__ = ["ARENA", "LINKS", "CostModel", "predicted_seconds"]
 
@@ -74,7 +74,7 @@ def predicted_seconds(plans: Sequence[Plan], itemsize: int, model: CostModel = L
     """Return how long the plans of a group take by the model, from a common start to the end of the last rank.
 
     Args:
-        plans: The plans of all ranks, in rank order; correct ones, as `syncvar.plans.checker` accepts them.
+        plans: The plans of all ranks, in rank order; correct ones, as `syncvar.algorithms.schedule_checker` accepts them.
         itemsize: Bytes of an element.
         model: The constants, and the kind of path.
 
@@ -84,7 +84,7 @@ def predicted_seconds(plans: Sequence[Plan], itemsize: int, model: CostModel = L
     Cost: a heap operation per message; it does not depend on the counts.
 
     Example:
-        >>> from syncvar.plans.table import build_all
+        >>> from syncvar.algorithms.builders import build_all
         >>> model = CostModel(1.0, 0.5, 0.25, 0.0)
         >>> predicted_seconds(build_all("all_reduce", "ring", 4, count=8), 1, model)  # 6 + 2 * 3/4 * 4 + 3/4 * 2
         13.5

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.plans.chunks import consecutive_chunks, even_chunks
-from syncvar.plans.model import Chunk, Recv, RecvReduce, Send
+from syncvar.algorithms.chunks import consecutive_chunks, even_chunks
+from syncvar.algorithms.schedule import Chunk, Recv, RecvReduce, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncvar.plans.model import Round, Step
+    from syncvar.algorithms.schedule import Round, Step
 
 __all__ = [
     "binomial_all_reduce",
@@ -75,7 +75,7 @@ def binomial_reduce(rank: int, world_size: int, count: int, root: int = 0) -> It
 
     Cost: ceil(log2 n) rounds; every rank but the root sends the whole vector once; no scratch.
 
-    Order: the tree T(0, n) of `syncvar.plans.reproducible.tree_order`, whatever the root.
+    Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`, whatever the root.
 
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.4; figure: tests/golden/tree_reduce_5.txt.
     """
@@ -236,7 +236,7 @@ def binomial_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Roun
 
     Cost: 2 ceil(log2 n) rounds; 2(n-1) messages of the whole vector in all; no scratch.
 
-    Order: the tree T(0, n) of `syncvar.plans.reproducible.tree_order`. Bytes are equal on every rank.
+    Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`. Bytes are equal on every rank.
 
     Source: Thakur, Rabenseifner and Gropp 2005, sections 4.2 and 4.4; figure: tests/golden/tree_5.txt.
     """

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.plans.model import Buffer, Chunk, Copy, Recv, Send
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.plans.model import Round, Step
+    from syncvar.algorithms.schedule import Round, Step
 
 __all__ = ["dissemination_all_gather", "dissemination_barrier"]
 

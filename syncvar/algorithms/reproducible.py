@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.plans.chunks import consecutive_chunks, even_chunks
-from syncvar.plans.model import Buffer, Recv, Reduce, Send
-from syncvar.plans.ring import ring_all_gather
+from syncvar.algorithms.chunks import consecutive_chunks, even_chunks
+from syncvar.algorithms.ring import ring_all_gather
+from syncvar.algorithms.schedule import Buffer, Recv, Reduce, Send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncvar.plans.model import Chunk, Round, Step
+    from syncvar.algorithms.schedule import Chunk, Round, Step
 
 __all__ = ["reproducible_all_reduce", "tree_order", "tree_steps"]
 
@@ -61,8 +61,8 @@ def tree_steps(places: Sequence[Chunk], own: Chunk) -> Iterator[Step]:
     Cost: len(places) - 1 reductions.
 
     Example:
-        >>> from syncvar.plans.chunks import consecutive_chunks
-        >>> from syncvar.plans.show import step_text
+        >>> from syncvar.algorithms.chunks import consecutive_chunks
+        >>> from syncvar.algorithms.render import step_text
         >>> places = consecutive_chunks([1, 1, 1])
         >>> [step_text(step) for step in tree_steps(places, places[1])]
         ['w[1:2] = w[0:1] + w[1:2]', 'w[1:2] = w[1:2] + w[2:3]']

@@ -1,0 +1,1 @@
+"""Schedules of messages as data, and the choice between them. Pure functions."""
