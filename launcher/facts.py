@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import syncvar
-from syncvar.wire.frame import PROTOCOL_VERSION
+from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar_launcher.addresses import interfaces
 from syncvar_launcher.limits import tasks_left
 from syncvar_launcher.options import core_count, usable_cores

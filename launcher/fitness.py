@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import syncvar
-from syncvar.wire.frame import PROTOCOL_VERSION
+from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar_launcher.limits import needed_tasks
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from syncvar.begin import command_of
 from syncvar.core import exit_codes
 from syncvar.core.errors import HostUnreachable, WireError
-from syncvar.wire.keys import KEY_BYTES
+from syncvar.protocol.auth_keys import KEY_BYTES
 from syncvar_launcher.addresses import Interface, Listeners, allowed, interfaces
 from syncvar_launcher.callfiles import without_call
 from syncvar_launcher.environment import inherited

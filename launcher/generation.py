@@ -26,9 +26,9 @@ from syncvar.core.restart_policy import Ending
 from syncvar.core.stack_dump import doing
 from syncvar.core.status_pipe import BEGUN
 from syncvar.joining.store import Store
-from syncvar.wire.health import Health
-from syncvar.wire.keys import KEY_BYTES
-from syncvar.wire.objects import pack_object
+from syncvar.protocol.auth_keys import KEY_BYTES
+from syncvar.protocol.failure_detector import Health
+from syncvar.protocol.object_codec import pack_object
 from syncvar_launcher.agent import Agent, Ended, Event, Gone, Output, Spared, Spoke, Started
 from syncvar_launcher.agents import Agents
 from syncvar_launcher.beginning import Beginning

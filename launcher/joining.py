@@ -23,9 +23,9 @@ from syncvar.begin import command_of
 from syncvar.core import exit_codes
 from syncvar.core.errors import ConfigError, HostUnreachable
 from syncvar.core.network import address_towards, tcp_endpoint
+from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar.transports.curve import link_keys
 from syncvar.transports.sockets import bound_messages, events_of, monitor_of, set_family
-from syncvar.wire.frame import PROTOCOL_VERSION
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.hello import (
     CHUNK,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from syncvar.core.errors import ConfigError
 from syncvar.core.private_files import PRIVATE, create_file
 from syncvar.joining.secret import secret_of_file
-from syncvar.wire.keys import KEY_BYTES, derive
+from syncvar.protocol.auth_keys import KEY_BYTES, derive
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -95,7 +95,7 @@ def _refuse(sentence: str) -> None:
     """Say why nothing was started: the caller of `sv.run` raises it, others read it."""
     outcome = os.environ.get("SYNCVAR_OUTCOME_FILE")
     if outcome is not None:
-        from syncvar.wire.objects import pack_object
+        from syncvar.protocol.object_codec import pack_object
 
         with contextlib.suppress(OSError):  # the caller is gone, or no file can be opened
             with open(outcome, "wb") as file:  # noqa: PTH123

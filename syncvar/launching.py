@@ -22,9 +22,9 @@ from syncvar.begin import command_of, pack_path
 from syncvar.core import exit_codes
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError, LaunchError, RankFailed, SyncvarError
+from syncvar.protocol.exception_codec import unpack_exception
+from syncvar.protocol.object_codec import may_travel, pack_object, unpack_object
 from syncvar.run_options import RunOptions, checked_options
-from syncvar.wire.exceptions import unpack_exception
-from syncvar.wire.objects import may_travel, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from syncvar.begin import adopt_path, unpack_call
 from syncvar.core.errors import ConfigError
 from syncvar.launching import finding
-from syncvar.wire.exceptions import CALLER_MAIN, pack_exception
-from syncvar.wire.objects import pack_object, unpack_object
+from syncvar.protocol.exception_codec import CALLER_MAIN, pack_exception
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 __all__ = ["called", "main"]
 

@@ -22,6 +22,7 @@ from syncvar.checkpoint.manifest import digest_of
 from syncvar.checkpoint.together import Alone
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.joining.process import current
+from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
 from syncvar.variables.places import places
 from syncvar.variables.policy import (
     Context,
@@ -34,7 +35,6 @@ from syncvar.variables.policy import (
 from syncvar.variables.splitting import share_of
 from syncvar.variables.stepping import are_parts, replace_copy
 from syncvar.variables.variable import Variable
-from syncvar.wire.objects import is_plain, pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

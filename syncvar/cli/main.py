@@ -15,7 +15,7 @@ from syncvar.cli.table_of_collectives import collectives_text
 from syncvar.core.errors import ConfigError
 from syncvar.core.migration_hints import words_text
 from syncvar.core.settings import RuntimeConfig
-from syncvar.wire.keys import KEY_BYTES
+from syncvar.protocol.auth_keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,7 +16,7 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import Structure, arrays_in, describe, fresh, unflatten
 from syncvar.engine.group import fingerprint
 from syncvar.execution.moves import NOTHING, Blocks, Layout
-from syncvar.wire.records import array_record
+from syncvar.protocol.fixed_records import array_record
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -41,7 +41,7 @@ from syncvar.core.pytree import (
 from syncvar.core.reduce_ops import finish, quiet, reduction
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.operation import Stage
-from syncvar.wire.objects import pack_object, unpack_object
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

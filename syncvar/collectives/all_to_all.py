@@ -20,7 +20,7 @@ from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.engine.group import fingerprint
 from syncvar.engine.operation import Stage
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.wire.objects import pack_object, unpack_object
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator

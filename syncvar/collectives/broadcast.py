@@ -22,8 +22,8 @@ from syncvar.core.pytree import (
 )
 from syncvar.engine.group import fingerprint
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.wire.objects import pack_object, unpack_object
-from syncvar.wire.records import ARRAY, BYTES, NOTHING, Record, array_record
+from syncvar.protocol.fixed_records import ARRAY, BYTES, NOTHING, Record, array_record
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator

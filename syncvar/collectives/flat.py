@@ -15,7 +15,7 @@ import numpy as np
 
 from syncvar.core.errors import MismatchError
 from syncvar.engine.operation import Stage
-from syncvar.wire.records import BYTES, Record, pack_record, unpack_record
+from syncvar.protocol.fixed_records import BYTES, Record, pack_record, unpack_record
 
 if TYPE_CHECKING:
     from collections.abc import Generator

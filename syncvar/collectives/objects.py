@@ -19,7 +19,7 @@ from syncvar.collectives.moving import UNMOVED, Moving, detail_of, moves
 from syncvar.core.errors import ConfigError
 from syncvar.engine.group import Request, fingerprint
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.wire.objects import pack_object, unpack_object
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -22,7 +22,7 @@ from syncvar.engine.messages import Receiving, Sending
 from syncvar.engine.operation import Stage
 from syncvar.joining.process import current
 from syncvar.kernel import Count
-from syncvar.wire.records import (
+from syncvar.protocol.fixed_records import (
     ARRAY,
     BYTES,
     RECORD_BYTES,

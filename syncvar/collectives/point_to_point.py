@@ -26,8 +26,8 @@ from syncvar.engine.at_once import NOT_YET
 from syncvar.engine.timeouts import is_seconds
 from syncvar.joining.process import current, messages_entered_natively
 from syncvar.kernel import remember
-from syncvar.wire.objects import pack_object, unpack_object
-from syncvar.wire.records import ARRAY, BYTES, array_record
+from syncvar.protocol.fixed_records import ARRAY, BYTES, array_record
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable

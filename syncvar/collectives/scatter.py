@@ -25,7 +25,7 @@ from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError
 from syncvar.engine.group import fingerprint
 from syncvar.execution.moves import Blocks, Layout
-from syncvar.wire.objects import pack_object, unpack_object
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -9,7 +9,7 @@ import numpy as np
 from syncvar.collectives.flat import gather_bytes
 from syncvar.engine.group import Communicator, Request, fingerprint
 from syncvar.engine.operation import Stage
-from syncvar.wire.objects import pack_object, unpack_object
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable

@@ -12,16 +12,16 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from syncvar.core.errors import MismatchError, PeerLost, SyncvarError
-from syncvar.wire.frame import Kind
-from syncvar.wire.unreceived import ENTERED_MAX
+from syncvar.protocol.frame import Kind
+from syncvar.protocol.unreceived_messages import ENTERED_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from syncvar.engine.operation import Operation
+    from syncvar.protocol.control_messages import Message
     from syncvar.recording.call_numbers import CallNumbers
     from syncvar.transports.base import Frame
-    from syncvar.wire.control import Message
 
 __all__ = ["CallBlock", "CallLedger", "Counting", "Overtaken", "Passing"]
 

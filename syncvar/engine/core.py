@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from syncvar.core.errors import GroupBroken, InternalError, UsageError
 from syncvar.engine.call_ledger import CallLedger
 from syncvar.kernel import AdmissionState
-from syncvar.wire.control import pack_message
+from syncvar.protocol.control_messages import pack_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -25,11 +25,11 @@ from syncvar.engine.sent_messages import SentMessages
 from syncvar.engine.started import StartedCalls
 from syncvar.engine.verdicts import VERDICT_GRACE_S, Verdicts
 from syncvar.execution.gil import crowd
+from syncvar.protocol.frame import Kind
+from syncvar.protocol.unreceived_messages import pack_counts
 from syncvar.recording.entries import Told
 from syncvar.recording.recorder import Recorder
 from syncvar.transports.base import Lost
-from syncvar.wire.frame import Kind
-from syncvar.wire.unreceived import pack_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable

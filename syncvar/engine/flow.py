@@ -17,7 +17,7 @@ from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING
 
-from syncvar.wire.frame import HEADER_NBYTES, Kind, pack_header
+from syncvar.protocol.frame import HEADER_NBYTES, Kind, pack_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -13,7 +13,7 @@ from syncvar.algorithms.compile_messages import INCOMING_LEFT, OVERWRITE
 from syncvar.algorithms.schedule import Copy, Reduce
 from syncvar.core.errors import InternalError
 from syncvar.execution.arithmetic import combine_two
-from syncvar.wire.frame import Kind, pack_header
+from syncvar.protocol.frame import Kind, pack_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

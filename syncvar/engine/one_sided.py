@@ -15,16 +15,16 @@ import itertools
 from typing import TYPE_CHECKING
 
 from syncvar.core.errors import DeadlineExceeded
+from syncvar.protocol.frame import Kind, pack_header
 from syncvar.recording.entries import UNRECORDED
-from syncvar.wire.frame import Kind, pack_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncvar.core.errors import SyncvarError
     from syncvar.engine.core import Core
+    from syncvar.protocol.frame import Header
     from syncvar.transports.base import Frame
-    from syncvar.wire.frame import Header
 
 __all__ = ["Answer", "Question", "Questions"]
 

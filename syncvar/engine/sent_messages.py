@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount
 from syncvar.recording.call_sites import own_site
-from syncvar.wire.unreceived import STREAMS_MAX, SentCount
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from syncvar.core.errors import DeadlineExceeded
 from syncvar.core.rank_text import rank_list
 from syncvar.engine.operation import State
+from syncvar.protocol.frame import Kind
 from syncvar.recording.call_sites import call_site
-from syncvar.wire.frame import Kind
 
 if TYPE_CHECKING:
     from syncvar.engine.core import Core

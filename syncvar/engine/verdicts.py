@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from syncvar.engine.one_sided import Questions
     from syncvar.engine.operation import Operation
     from syncvar.engine.started import StartedCalls
-    from syncvar.wire.control import Message
+    from syncvar.protocol.control_messages import Message
 
 __all__ = ["VERDICT_GRACE_S", "Verdicts"]
 

@@ -15,7 +15,7 @@ from syncvar.core.exit_codes import INTERNAL, TIMEOUT, weight_of
 from syncvar.core.restart_policy import Ending, Restarting
 from syncvar.core.settings import RuntimeConfig, doubtful_variables
 from syncvar.engines.part import End, Place, packed, parts, unpacked
-from syncvar.wire.exceptions import unpack_exception
+from syncvar.protocol.exception_codec import unpack_exception
 
 if TYPE_CHECKING:
     from syncvar.engines.base import Engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from syncvar.wire.objects import pack_object, unpack_object
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,9 +16,9 @@ from syncvar.engines.part import End, Part, Place, packed, unpacked
 from syncvar.joining.directory import base_directory
 from syncvar.joining.meeting import leave
 from syncvar.joining.process import is_initialized, member
+from syncvar.protocol.exception_codec import pack_exception
 from syncvar.recording.recorder import boot_identity
 from syncvar.remote_call import called
-from syncvar.wire.exceptions import pack_exception
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,9 +23,9 @@ from syncvar.engine.message_ends import Post
 from syncvar.engine.queued import send_queued
 from syncvar.joining.roll_call import answer_roll_call
 from syncvar.kernel import told, which
+from syncvar.protocol.control_messages import pack_message
+from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
 from syncvar.recording.recorder import Recorder
-from syncvar.wire.control import pack_message
-from syncvar.wire.unreceived import SentCount, unreceived_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

@@ -27,9 +27,9 @@ from syncvar.core.network import (
 from syncvar.joining.cards import Folder, ProcessManager
 from syncvar.joining.directory import MEETING, JobDirectory
 from syncvar.joining.host import READY, Host
+from syncvar.protocol.auth_keys import KEY_BYTES
 from syncvar.topology.engines.base import ADDRESS, PMI
 from syncvar.topology.engines.placing import evenly_placed
-from syncvar.wire.keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

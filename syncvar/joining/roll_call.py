@@ -1,6 +1,6 @@
 """The roll call: a rank tells that it has come, and what has to be alike in all; it hears who the others are and where.
 
-Whoever keeps the roll, the launcher or rank 0's process, decides it; see `wire/membership.py`.
+Whoever keeps the roll, the launcher or rank 0's process, decides it; see `protocol/membership.py`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from syncvar.core.errors import HandshakeError, PeerLost, RendezvousError, TransportError
-from syncvar.wire.control import Message, pack_message
-from syncvar.wire.frame import PROTOCOL_VERSION
-from syncvar.wire.likeness import SETTING
+from syncvar.protocol.compatibility import SETTING
+from syncvar.protocol.control_messages import Message, pack_message
+from syncvar.protocol.frame import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from syncvar.core.environment import RankEnvironment

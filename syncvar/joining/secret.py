@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError
-from syncvar.wire.keys import KEY_BYTES, parse_key
+from syncvar.protocol.auth_keys import KEY_BYTES, parse_key
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping

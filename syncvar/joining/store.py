@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.core.errors import ConfigError, RendezvousError, WireError
+from syncvar.protocol.control_messages import Message, pack_message, parse_message
+from syncvar.protocol.coordinator import Action, Coordinator, Fail, Mute, Say
+from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
+from syncvar.protocol.server_directory import ServerTable
 from syncvar.transports.connections import Connections
 from syncvar.transports.control import parse_control_identity
 from syncvar.transports.sockets import bound_messages, look_for_silence, milliseconds, set_family
-from syncvar.wire.control import Message, pack_message, parse_message
-from syncvar.wire.coordinator import Action, Coordinator, Fail, Mute, Say
-from syncvar.wire.limits import CONTROL_NBYTES_MAX
-from syncvar.wire.servers import ServerTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.servers.ledger import Ledger
 from syncvar.servers.messages import Outgoing
-from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from syncvar.servers.messages import Arrays, Message

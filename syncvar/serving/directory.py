@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import HandshakeError, RendezvousError
 from syncvar.core.process_ids import SERVER_0
+from syncvar.protocol.control_messages import pack_message
 from syncvar.transports.control import ZeromqControl
-from syncvar.wire.control import pack_message
 
 if TYPE_CHECKING:
     import zmq

@@ -20,6 +20,7 @@ import zmq
 from syncvar.core.errors import TransportError
 from syncvar.core.network import tcp_endpoint
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
+from syncvar.protocol.message_limits import FRAME_NBYTES, HELLO_NBYTES_MAX
 from syncvar.serving.packing import NBYTES_MAX, cut, joined, packed, unpacked
 from syncvar.serving.pipes import Door, Pipe
 from syncvar.serving.watching import Watching
@@ -31,7 +32,6 @@ from syncvar.transports.sockets import (
     milliseconds,
     set_family,
 )
-from syncvar.wire.limits import FRAME_NBYTES, HELLO_NBYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ A message consists of three things:
 * the parts that are *here*, each at a multiple of eight bytes. Others are *apart*, after this message, or *lent*, in the
   segment that the head names.
 
-Sockets of ZeroMQ carry the message and each part that is apart in frames (`syncvar.wire.limits`). Each frame is
+Sockets of ZeroMQ carry the message and each part that is apart in frames (`syncvar.protocol.message_limits`). Each frame is
 `FRAME_NBYTES` long, except the last one, which is shorter and may be empty.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from syncvar.arena.references import SegmentId, SharedMemoryReference
 from syncvar.core.errors import InternalError
-from syncvar.wire.limits import FRAME_NBYTES
+from syncvar.protocol.message_limits import FRAME_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -14,10 +14,10 @@ import numpy as np
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.core.lazy_import import object_named
+from syncvar.protocol.exception_codec import pack_exception, unpack_exception
+from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.servers.asking import Asking
 from syncvar.strategies.parameter_server import ParameterServerStrategy
-from syncvar.wire.exceptions import pack_exception, unpack_exception
-from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.wire.records import ARRAY, Record
+from syncvar.protocol.fixed_records import ARRAY, Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

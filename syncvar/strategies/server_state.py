@@ -12,11 +12,11 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError, DeadlineExceeded
 from syncvar.optimizers.slots import compute_dtype, is_half
+from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.servers.asking import Asking
 from syncvar.servers.rules import rule_of
 from syncvar.servers.shard import Slots, Spec
 from syncvar.strategies.server_variables import Reads
-from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from syncvar.collectives.groups import Group
 from syncvar.engine.group import Communicator, Request
 from syncvar.engine.operation import State
+from syncvar.protocol.frame import HEADER_NBYTES, parse_header
 from syncvar.transports.base import Frame
-from syncvar.wire.frame import HEADER_NBYTES, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable

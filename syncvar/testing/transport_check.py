@@ -10,8 +10,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from syncvar.protocol.frame import Header, Kind, pack_header
 from syncvar.transports.base import Frame, Lost, Transport
-from syncvar.wire.frame import Header, Kind, pack_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -21,8 +21,8 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.execution.gil import crowd
 from syncvar.joining.context import Context
 from syncvar.joining.process import use
+from syncvar.protocol.coordinator import Coordinator
 from syncvar.transports.memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
-from syncvar.wire.coordinator import Coordinator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

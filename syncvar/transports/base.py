@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncvar.wire.control import Message
-    from syncvar.wire.frame import Header
+    from syncvar.protocol.control_messages import Message
+    from syncvar.protocol.frame import Header
 
 __all__ = ["Arrival", "Control", "Frame", "Loan", "Lost", "Transport"]
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.core.errors import HandshakeError
+from syncvar.protocol.control_messages import Message, parse_message
+from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
 from syncvar.transports.endings import CLOSED, ConnectionCopy
 from syncvar.transports.sockets import (
     ask_for_signs_of_life,
@@ -20,8 +22,6 @@ from syncvar.transports.sockets import (
     monitor_of,
     set_family,
 )
-from syncvar.wire.control import Message, parse_message
-from syncvar.wire.limits import CONTROL_NBYTES_MAX
 
 if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig

@@ -22,8 +22,8 @@ import zmq
 from zmq.utils import z85
 
 from syncvar.core.errors import ConfigError, HandshakeError
+from syncvar.protocol.auth_keys import derive
 from syncvar.transports.strangers import UNPROVED_NBYTES, UNPROVED_PLAIN_NBYTES, Strangers
-from syncvar.wire.keys import derive
 
 if TYPE_CHECKING:
     from collections.abc import Callable

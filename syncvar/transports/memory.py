@@ -13,10 +13,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from syncvar.protocol.control_messages import Message, parse_message
+from syncvar.protocol.coordinator import Action, Coordinator, Fail, Mute, Say
+from syncvar.protocol.frame import Kind, parse_header
 from syncvar.transports.base import Arrival, Frame, Lost
-from syncvar.wire.control import Message, parse_message
-from syncvar.wire.coordinator import Action, Coordinator, Fail, Mute, Say
-from syncvar.wire.frame import Kind, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -21,9 +21,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import TransportError, WireError
+from syncvar.protocol.frame import CARRIERS, HEADER_NBYTES, Header, Kind, pack_header, parse_header
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
 from syncvar.transports.wakeup import Wakeup
-from syncvar.wire.frame import CARRIERS, HEADER_NBYTES, Header, Kind, pack_header, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.core.errors import WireError
+from syncvar.protocol.frame import HEADER_NBYTES, Kind, parse_header
 from syncvar.transports.endings import CLOSED, ConnectionCopy, Sent, unanswered
 from syncvar.transports.sockets import close_monitor, events_of, monitor_of
-from syncvar.wire.frame import HEADER_NBYTES, Kind, parse_header
 
 if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.core.errors import ConfigError
-from syncvar.wire.limits import FRAMING_NBYTES
+from syncvar.protocol.message_limits import FRAMING_NBYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +68,7 @@ def bind_in_folder(socket: Any, folder: str, name: str) -> str:
 
 
 def limit_frames(socket: Any, nbytes: int) -> None:
-    """Let a socket close each connection on which a frame with a longer payload is announced; see `syncvar.wire.limits`."""
+    """Let a socket close each connection on which a frame with a longer payload is announced; see `syncvar.protocol.message_limits`."""
     socket.setsockopt(zmq.MAXMSGSIZE, nbytes + FRAMING_NBYTES)
 
 

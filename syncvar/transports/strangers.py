@@ -15,7 +15,7 @@ import socket
 import stat
 import struct
 
-from syncvar.wire.limits import UNPROVED_NBYTES_MAX
+from syncvar.protocol.message_limits import UNPROVED_NBYTES_MAX
 
 __all__ = ["UNPROVED_NBYTES", "UNPROVED_PLAIN_NBYTES", "WAITING_MAX", "Strangers"]
 

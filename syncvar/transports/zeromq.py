@@ -22,6 +22,7 @@ import zmq
 from zmq.backend import zmq_poll
 
 from syncvar.core.errors import TransportError, WireError
+from syncvar.protocol.frame import CARRIERS, HEADER_NBYTES, Kind, pack_header, parse_header
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
 from syncvar.transports.connections import Connections
 from syncvar.transports.delivery import Delivery
@@ -35,7 +36,6 @@ from syncvar.transports.sockets import (
     set_family,
 )
 from syncvar.transports.wakeup import Wakeup
-from syncvar.wire.frame import CARRIERS, HEADER_NBYTES, Kind, pack_header, parse_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

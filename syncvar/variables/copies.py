@@ -18,8 +18,8 @@ from syncvar.collectives.tree_sum import tree_combined
 from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.engine.group import fingerprint
+from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.variables.policy import Travel
-from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -14,6 +14,8 @@ from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, InternalError, MismatchError
 from syncvar.engine.group import Request, fingerprint
 from syncvar.joining.process import current
+from syncvar.protocol.fixed_records import BYTES, Record
+from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.variables.by_shards import checked_shape, require_shape, takes_shard_info, whole
 from syncvar.variables.casting import checked_dtype, digest_of, initial_array
 from syncvar.variables.names import Names
@@ -31,8 +33,6 @@ from syncvar.variables.policy import (
 )
 from syncvar.variables.protocol import ArrayProtocol
 from syncvar.variables.splitting import share_of
-from syncvar.wire.objects import pack_object, unpack_object
-from syncvar.wire.records import BYTES, Record
 
 if TYPE_CHECKING:
     from collections.abc import Generator

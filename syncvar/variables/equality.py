@@ -14,10 +14,10 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.engine.group import Communicator, Request, fingerprint
+from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.variables.casting import digest_of
 from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_digests
 from syncvar.variables.variable import Variable
-from syncvar.wire.objects import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

@@ -18,10 +18,10 @@ from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import reduction
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.operation import Stage
+from syncvar.protocol.fixed_records import array_record
 from syncvar.variables.casting import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
 from syncvar.variables.rows import Rows
-from syncvar.wire.records import array_record
 
 if TYPE_CHECKING:
     from collections.abc import Generator

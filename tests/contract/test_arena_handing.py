@@ -18,7 +18,7 @@ from syncvar.arena import handing
 from syncvar.arena.creating import create
 from syncvar.arena.handing import Handing, arena_path, fetch
 from syncvar.arena.mapping import Arena
-from syncvar.wire.objects import unpack_object
+from syncvar.protocol.object_codec import unpack_object
 
 MIB = 1 << 20
 JOB = "0123456789abcdef"
@@ -86,7 +86,7 @@ import sys
 import numpy as np
 from syncvar.arena.handing import fetch
 from syncvar.arena.mapping import Arena
-from syncvar.wire.objects import pack_object
+from syncvar.protocol.object_codec import pack_object
 path, job, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 fd, reason = fetch(path, job, 0, rank, 10)
 assert reason is None, reason

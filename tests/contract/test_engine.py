@@ -27,10 +27,10 @@ from syncvar.engine.group import Communicator, Request
 from syncvar.engine.operation import Operation, Stage
 from syncvar.engine.started import StartedCalls
 from syncvar.joining.process import current
+from syncvar.protocol.coordinator import Coordinator
 from syncvar.recording.entries import Entry, Told
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.memory import MemoryControl, MemoryNetwork, MemoryTransport
-from syncvar.wire.coordinator import Coordinator
 
 SOON = RuntimeConfig(collective_timeout_s=5.0, report_after_s=0.02, shutdown_timeout_s=1.0)
 
@@ -501,7 +501,7 @@ from syncvar.core.environment import RankEnvironment
 from syncvar.joining.context import Context
 from syncvar.joining.process import use
 from syncvar.transports.memory import MemoryControl, MemoryNetwork, MemoryTransport
-from syncvar.wire.coordinator import Coordinator
+from syncvar.protocol.coordinator import Coordinator
 
 class Alarm(BaseException): pass
 def ring(*_): raise Alarm

@@ -20,6 +20,7 @@ from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import InternalError
 from syncvar.core.process_ids import SERVER_0, heirs_of
 from syncvar.core.settings import RuntimeConfig
+from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.servers.messages import frames_of, message_of
 from syncvar.servers.server import Server
 from syncvar.serving.lending import LEND_NBYTES_MIN, Lender
@@ -27,7 +28,6 @@ from syncvar.serving.links import Links
 from syncvar.serving.packing import packed, unpacked
 from syncvar.serving.pipes import Door, Pipe
 from syncvar.serving.process import Serving
-from syncvar.wire.control import pack_message, parse_message
 
 start_the_collector_of_pyzmq()
 

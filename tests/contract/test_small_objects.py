@@ -10,7 +10,7 @@ import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar.engine.group import Communicator
 from syncvar.kernel import why_not_native
-from syncvar.wire.objects import pack_object, unpack_object
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)
 LAYOUTS = {

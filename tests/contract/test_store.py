@@ -10,9 +10,9 @@ import zmq
 
 from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.store import Store
+from syncvar.protocol.control_messages import pack_message, parse_message
+from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX, FRAMING_NBYTES
 from syncvar.transports.control import control_identity
-from syncvar.wire.control import pack_message, parse_message
-from syncvar.wire.limits import CONTROL_NBYTES_MAX, FRAMING_NBYTES
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from tensors import Tensor, TensorOfAnyDtype, TensorOfOldDLPack, fake_torch
 import syncvar as sv
 from syncvar.core.errors import WireError
 from syncvar.core.settings import RuntimeConfig
+from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.testing import run_ranks
-from syncvar.wire.objects import pack_object, unpack_object
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
 LAYOUTS = {"links": {}, "arena": {"shared": True}}

@@ -17,12 +17,12 @@ from harness import start_the_collector_of_pyzmq
 import syncvar.transports.zeromq as zeromq_module
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
+from syncvar.protocol.frame import Kind, pack_header
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
 from syncvar.transports.base import Lost
 from syncvar.transports.curve import link_keys
 from syncvar.transports.sockets import job_nonce
 from syncvar.transports.zeromq import ZeromqTransport
-from syncvar.wire.frame import Kind, pack_header
 
 start_the_collector_of_pyzmq()
 
@@ -309,7 +309,7 @@ PEER = """
 import sys, time, zmq
 from syncvar.core.settings import RuntimeConfig
 from syncvar.transports.zeromq import ZeromqTransport
-from syncvar.wire.frame import Kind, pack_header
+from syncvar.protocol.frame import Kind, pack_header
 transport = ZeromqTransport(zmq.Context(), 1, sys.argv[1], "job", RuntimeConfig())
 print(transport.address, flush=True)
 transport.open({0: sys.stdin.readline().strip(), 1: transport.address}, 3)
@@ -462,7 +462,7 @@ ENDS = """
 import sys, tempfile, threading, shutil, zmq
 from syncvar.core.settings import RuntimeConfig
 from syncvar.transports.zeromq import ZeromqTransport
-from syncvar.wire.frame import Kind, pack_header
+from syncvar.protocol.frame import Kind, pack_header
 config = RuntimeConfig(heartbeat_interval_s=0.01)
 n = 4
 for number in range(int(sys.argv[1])):

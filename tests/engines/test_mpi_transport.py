@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from mpi_jobs import MPIS, MpiJob, await_true
 
+from syncvar.protocol.frame import Kind, pack_header
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
 from syncvar.transports.base import Frame, Lost
-from syncvar.wire.frame import Kind, pack_header
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import zmq
 
 import syncvar.transports.zeromq as zeromq_module
+from syncvar.protocol.control_messages import pack_message
+from syncvar.protocol.frame import Kind, pack_header
 from syncvar.transports.control import control_identity
 from syncvar.transports.curve import link_keys
 from syncvar.transports.sockets import job_nonce
-from syncvar.wire.control import pack_message
-from syncvar.wire.frame import Kind, pack_header
 
 SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
 LIMIT_S = 10.0

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from syncvar.wire.arbiter import Report, find_deadlock, find_mismatch, stalls
+from syncvar.protocol.deadlock_detector import Report, find_deadlock, find_mismatch, stalls
 
 ALL = (0, 1, 2, 3, 4)
 

@@ -8,9 +8,9 @@ import pytest
 
 from syncvar.engine.call_ledger import CallBlock, CallLedger
 from syncvar.engine.group import Communicator, begin_epochs
+from syncvar.protocol.control_messages import pack_message, parse_message
+from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount, pack_counts
 from syncvar.recording.call_numbers import CallNumbers
-from syncvar.wire.control import pack_message, parse_message
-from syncvar.wire.unreceived import STREAMS_MAX, SentCount, pack_counts
 
 GROUP = 7
 

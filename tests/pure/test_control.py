@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.core.errors import WireError
-from syncvar.wire.control import pack_message, parse_message
-from syncvar.wire.limits import CONTROL_NBYTES_MAX
+from syncvar.protocol.control_messages import pack_message, parse_message
+from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
 
 GOOD = {
     "join": {

@@ -4,8 +4,8 @@ import pytest
 
 from syncvar.core.errors import WireError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.wire.control import pack_message, parse_message
-from syncvar.wire.coordinator import Coordinator, Fail, Mute, Say, Tell
+from syncvar.protocol.control_messages import pack_message, parse_message
+from syncvar.protocol.coordinator import Coordinator, Fail, Mute, Say, Tell
 
 CONFIG = RuntimeConfig(rendezvous_timeout_s=30.0, roll_call_s=5.0, stall_warning_s=10.0)
 

@@ -393,7 +393,7 @@ def test_parts_of_a_batch_are_even_and_cover_it(rows, parts):
     ],
 )
 def test_a_kind_can_travel_and_makes_batches_without_rows(batch):
-    from syncvar.wire.objects import pack_object, unpack_object
+    from syncvar.protocol.object_codec import pack_object, unpack_object
 
     kind = kind_of(batch)
     again = Kind.from_plain(unpack_object(pack_object(kind.plain())))

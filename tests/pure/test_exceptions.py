@@ -9,7 +9,7 @@ import types
 import pytest
 
 from syncvar.core.errors import PeerLost, WireError
-from syncvar.wire.exceptions import pack_exception, unpack_exception
+from syncvar.protocol.exception_codec import pack_exception, unpack_exception
 
 
 class Counted(ValueError):
@@ -105,7 +105,7 @@ def test_a_class_that_is_not_here_has_a_stand_in(monkeypatch):
 @pytest.mark.parametrize("module", ["os", "builtins", "subprocess"])
 @pytest.mark.parametrize("name", ["system", "eval", "Popen", "no_such.thing"])
 def test_only_classes_of_exceptions_are_made(module, name):
-    from syncvar.wire.objects import pack_object
+    from syncvar.protocol.object_codec import pack_object
 
     back = unpack_exception(pack_object([[[module, name]], ("true",), {}, b"true"]))
     assert isinstance(back, RuntimeError)

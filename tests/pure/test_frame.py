@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.core.errors import WireError
-from syncvar.wire.frame import HEADER_NBYTES, Header, Kind, pack_header, parse_header
+from syncvar.protocol.frame import HEADER_NBYTES, Header, Kind, pack_header, parse_header
 
 U32 = st.integers(0, (1 << 32) - 1)
 U64 = st.integers(0, (1 << 64) - 1)

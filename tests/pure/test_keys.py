@@ -3,7 +3,7 @@
 import pytest
 
 from syncvar.core.errors import ConfigError
-from syncvar.wire.keys import derive, parse_key
+from syncvar.protocol.auth_keys import derive, parse_key
 
 
 def test_the_first_vector_of_rfc_5869():

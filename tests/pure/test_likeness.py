@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from syncvar.core.errors import WireError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.roll_call import likeness
-from syncvar.wire.likeness import check_about, differences
+from syncvar.protocol.compatibility import check_about, differences
 
 
 def world(**differing):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from syncvar.wire.membership import Member, RollCall
+from syncvar.protocol.membership import Member, RollCall
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ABOUT = {"protocol": 1, "byte_order": "little"}

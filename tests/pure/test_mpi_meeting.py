@@ -14,10 +14,10 @@ from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.joining import connecting, mpi_meeting, roll_call
 from syncvar.joining.roll_call import answer_roll_call
+from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.topology.engines.base import Told
 from syncvar.topology.engines.placing import placed
 from syncvar.transports.base import Control, Transport
-from syncvar.wire.control import pack_message, parse_message
 from syncvar_launcher.options import parse
 
 MPI = {"SYNCVAR_TRANSPORT": "mpi"}

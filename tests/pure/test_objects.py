@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, WireError
-from syncvar.wire.objects import may_travel, pack_object, unpack_object
+from syncvar.protocol.object_codec import may_travel, pack_object, unpack_object
 
 arrays = st.builds(
     lambda index, shape, seed: _array(DTYPE_NAMES[index], tuple(shape), seed),

@@ -11,8 +11,8 @@ from syncvar.core.process_ids import (
     server_hosts,
     short_name,
 )
-from syncvar.wire.control import pack_message, parse_message
-from syncvar.wire.servers import ServerTable
+from syncvar.protocol.control_messages import pack_message, parse_message
+from syncvar.protocol.server_directory import ServerTable
 from syncvar_launcher.report import Failure, Other, failure_block
 
 

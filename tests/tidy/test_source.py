@@ -401,7 +401,7 @@ SHOWN_TIMES = {
     "launcher/running.py": {"time.time"},
     "syncvar/recording/recorder.py": {"time.time_ns"},
     "syncvar/checkpoint/lock.py": {"time.strftime", "time.gmtime"},
-    "syncvar/wire/moments.py": {"datetime"},
+    "syncvar/protocol/datetime_codec.py": {"datetime"},
 }
 
 
@@ -433,7 +433,7 @@ def test_the_wall_clock_decides_nothing():
     assert {name: words for name, words in found.items() if words} == SHOWN_TIMES
     assert not re.search(
         r"\b(now|utcnow|today|fromtimestamp)\(",
-        (REPOSITORY / "syncvar/wire/moments.py").read_text(),
+        (REPOSITORY / "syncvar/protocol/datetime_codec.py").read_text(),
     )
 
 
@@ -580,7 +580,7 @@ SLOW_ROOMS = {
             "import syncvar.bootstrap, syncvar.transports.control, syncvar.transports.zeromq, syncvar; syncvar.init, syncvar.barrier",
             SLOW
             | SLOW_ROOMS
-            | {"zmq.asyncio", "syncvar.transports.curve", "syncvar.wire.coordinator"},
+            | {"zmq.asyncio", "syncvar.transports.curve", "syncvar.protocol.coordinator"},
         ),
     ],
     ids=["the package", "a worker"],

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core.rank_text import rank_list
-from syncvar.wire.arbiter import stalls
+from syncvar.protocol.deadlock_detector import stalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.wire.arbiter import Report
-    from syncvar.wire.control import Message
+    from syncvar.protocol.control_messages import Message
+    from syncvar.protocol.deadlock_detector import Report
 
 __all__ = ["Stalls", "Told"]
 

@@ -8,8 +8,8 @@ from typing import Any, get_args, get_origin
 import msgpack
 
 from syncvar.core.errors import WireError
-from syncvar.wire.likeness import check_about
-from syncvar.wire.limits import CONTROL_NBYTES_MAX
+from syncvar.protocol.compatibility import check_about
+from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
 
 __all__ = ["Message", "pack_message", "parse_message"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core.process_ids import SERVER_0, SERVING, process_name
-from syncvar.wire.control import pack_message
+from syncvar.protocol.control_messages import pack_message
 
 if TYPE_CHECKING:
-    from syncvar.wire.control import Message
+    from syncvar.protocol.control_messages import Message
 
 __all__ = ["ServerTable"]
 

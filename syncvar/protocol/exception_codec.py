@@ -10,7 +10,7 @@ from typing import Any
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.lazy_import import object_named
-from syncvar.wire.objects import pack_object, unpack_object
+from syncvar.protocol.object_codec import pack_object, unpack_object
 
 __all__ = ["CALLER_MAIN", "pack_exception", "unpack_exception"]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core.errors import WireError
-from syncvar.wire.arbiter import Report, Verdict, find_deadlock, find_mismatch
-from syncvar.wire.control import Message, pack_message
-from syncvar.wire.membership import Member, RollCall
-from syncvar.wire.stalling import Stalls
-from syncvar.wire.unreceived import UnreceivedMessages
+from syncvar.protocol.control_messages import Message, pack_message
+from syncvar.protocol.deadlock_detector import Report, Verdict, find_deadlock, find_mismatch
+from syncvar.protocol.membership import Member, RollCall
+from syncvar.protocol.stall_reports import Stalls
+from syncvar.protocol.unreceived_messages import UnreceivedMessages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

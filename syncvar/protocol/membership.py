@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from syncvar.core.rank_text import rank_list
-from syncvar.wire.likeness import differences
+from syncvar.protocol.compatibility import differences
 
 __all__ = ["Member", "RollCall"]
 

@@ -18,8 +18,13 @@ import msgpack
 from syncvar.core.array_interop import NAMED, library_of
 from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, WireError
-from syncvar.wire.moments import MOMENTS, pack_moment, unpack_moment
-from syncvar.wire.standard_types import STANDARD_CODES, is_standard, pack_standard, unpack_standard
+from syncvar.protocol.datetime_codec import MOMENTS, pack_moment, unpack_moment
+from syncvar.protocol.standard_type_codec import (
+    STANDARD_CODES,
+    is_standard,
+    pack_standard,
+    unpack_standard,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -1,0 +1,1 @@
+"""Frames, control messages, and the pure state machines that decide about a job."""
