@@ -21,7 +21,7 @@ import zmq
 from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.network import bracketed, tcp_endpoint
 from syncvar.transports.curve import Gate, link_keys
-from syncvar.transports.sockets import bound_messages, events_of, monitor_of, set_family
+from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
 from syncvar_launcher.hello import (
     CHUNK,
     DONE,

@@ -25,7 +25,7 @@ from syncvar.core.errors import ConfigError, HostUnreachable
 from syncvar.core.network import address_towards, tcp_endpoint
 from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar.transports.curve import link_keys
-from syncvar.transports.sockets import bound_messages, events_of, monitor_of, set_family
+from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
 from syncvar_launcher.environment import inherited
 from syncvar_launcher.hello import (
     CHUNK,

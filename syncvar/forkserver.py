@@ -34,8 +34,8 @@ __all__ = ["main"]
 _FORK_FD = "SYNCVAR_FORK_FD"
 _IMPORTED = (
     "numpy",
-    "syncvar.transports.zeromq",
-    "syncvar.transports.control",
+    "syncvar.transports.zeromq_transport",
+    "syncvar.transports.zeromq_control",
     "syncvar.core.network",
     "syncvar.arena.handing",
     "syncvar.collectives",

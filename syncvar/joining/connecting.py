@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from syncvar.topology.engines.base import Told
     from syncvar.transports.base import Transport
     from syncvar.transports.curve import LinkKeys
-    from syncvar.transports.mpi import Fabric
+    from syncvar.transports.mpi_transport import Fabric
 
 __all__ = ["connect"]
 
@@ -132,8 +132,8 @@ def _wired(
     import zmq
 
     from syncvar.core.network import tcp_endpoint
-    from syncvar.transports.control import ZeromqControl
-    from syncvar.transports.zeromq import ZeromqTransport
+    from syncvar.transports.zeromq_control import ZeromqControl
+    from syncvar.transports.zeromq_transport import ZeromqTransport
 
     keep_freed_memory()
     outside = tcp_endpoint(environment.host_address) if environment.host_count > 1 else ""
@@ -146,7 +146,7 @@ def _wired(
         undoing.callback(control.close, 0)
         transport: Transport
         if fabric is not None:
-            from syncvar.transports.mpi import MpiTransport, tag_of
+            from syncvar.transports.mpi_transport import MpiTransport, tag_of
 
             transport = MpiTransport(
                 fabric, environment.rank, tag_of(generation), config.segment_bytes, control

@@ -23,7 +23,7 @@ from syncvar.recording.recorder import boot_identity
 from syncvar.topology.elsewhere import started_with_others, told_elsewhere
 from syncvar.topology.engines.base import MPI, Told
 from syncvar.topology.engines.placing import placed
-from syncvar.transports.mpi import Fabric, pause_after
+from syncvar.transports.mpi_transport import Fabric, pause_after
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,9 +12,14 @@ from syncvar.protocol.control_messages import Message, pack_message, parse_messa
 from syncvar.protocol.coordinator import Action, Coordinator, Fail, Mute, Say
 from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
 from syncvar.protocol.server_directory import ServerTable
-from syncvar.transports.connections import Connections
-from syncvar.transports.control import parse_control_identity
-from syncvar.transports.sockets import bound_messages, look_for_silence, milliseconds, set_family
+from syncvar.transports.zeromq_connections import Connections
+from syncvar.transports.zeromq_control import parse_control_identity
+from syncvar.transports.zeromq_sockets import (
+    bound_messages,
+    look_for_silence,
+    milliseconds,
+    set_family,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

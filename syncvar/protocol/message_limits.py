@@ -5,7 +5,7 @@ byte of a connection on. The limit of a socket cannot change when a peer has pro
 long: whatever is longer than `FRAME_NBYTES` travels in several frames, and a stranger can make a process hold one frame.
 
 Two more limits are only for peers that have not proved themselves. A peer that sends more than `UNPROVED_NBYTES_MAX` before it has
-proved itself loses the connection (`syncvar.transports.strangers`). On a stream of our own framing, the first message is at most
+proved itself loses the connection (`syncvar.transports.unauthenticated_peers`). On a stream of our own framing, the first message is at most
 `HELLO_NBYTES_MAX` long (`syncvar.serving.pipes`).
 """
 

@@ -24,7 +24,7 @@ from syncvar.protocol.message_limits import FRAME_NBYTES, HELLO_NBYTES_MAX
 from syncvar.serving.packing import NBYTES_MAX, cut, joined, packed, unpacked
 from syncvar.serving.pipes import Door, Pipe
 from syncvar.serving.watching import Watching
-from syncvar.transports.sockets import (
+from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
     job_nonce,

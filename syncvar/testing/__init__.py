@@ -6,7 +6,7 @@ from syncvar.testing.cluster import Ask, Cluster
 from syncvar.testing.simulation import Simulation
 from syncvar.testing.transport_check import TRANSPORT_CHECKS, TransportFactory, check_transport
 from syncvar.testing.world import run_ranks
-from syncvar.transports.memory import Faults
+from syncvar.transports.in_memory import Faults
 
 __all__ = [
     "TRANSPORT_CHECKS",

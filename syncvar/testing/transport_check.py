@@ -59,7 +59,7 @@ def check_transport(factory: TransportFactory) -> None:
 
     Example:
         >>> import contextlib
-        >>> from syncvar.transports.memory import MemoryNetwork, MemoryTransport
+        >>> from syncvar.transports.in_memory import MemoryNetwork, MemoryTransport
         >>> @contextlib.contextmanager
         ... def connect(world_size, generation):
         ...     network = MemoryNetwork(world_size)

@@ -22,7 +22,7 @@ from syncvar.execution.gil import crowd
 from syncvar.joining.context import Context
 from syncvar.joining.process import use
 from syncvar.protocol.coordinator import Coordinator
-from syncvar.transports.memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
+from syncvar.transports.in_memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

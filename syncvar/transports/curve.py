@@ -23,7 +23,11 @@ from zmq.utils import z85
 
 from syncvar.core.errors import ConfigError, HandshakeError
 from syncvar.protocol.auth_keys import derive
-from syncvar.transports.strangers import UNPROVED_NBYTES, UNPROVED_PLAIN_NBYTES, Strangers
+from syncvar.transports.unauthenticated_peers import (
+    UNPROVED_NBYTES,
+    UNPROVED_PLAIN_NBYTES,
+    Strangers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,18 +13,18 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-import syncvar.transports.zeromq as zeromq_module
+import syncvar.transports.zeromq_transport as zeromq_module
 from syncvar.core.errors import ConfigError, HandshakeError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.secret import job_secret
 from syncvar.joining.store import Store
 from syncvar.protocol.frame import Kind, pack_header
 from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX, FRAMING_NBYTES, UNPROVED_NBYTES_MAX
-from syncvar.transports.control import ZeromqControl
 from syncvar.transports.curve import Gate, link_keys
-from syncvar.transports.sockets import job_nonce
-from syncvar.transports.strangers import WAITING_MAX
-from syncvar.transports.zeromq import ZeromqTransport
+from syncvar.transports.unauthenticated_peers import WAITING_MAX
+from syncvar.transports.zeromq_control import ZeromqControl
+from syncvar.transports.zeromq_sockets import job_nonce
+from syncvar.transports.zeromq_transport import ZeromqTransport
 
 SECRET = bytes(range(32))
 CONFIG = RuntimeConfig(

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from syncvar.transports.delivery import Delivery
-from syncvar.transports.endings import ConnectionCopy, Sent
+from syncvar.transports.delivery_check import Delivery
+from syncvar.transports.disconnect_reasons import ConnectionCopy, Sent
 
 PING_NBYTES = 50
 

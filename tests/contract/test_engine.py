@@ -30,7 +30,7 @@ from syncvar.joining.process import current
 from syncvar.protocol.coordinator import Coordinator
 from syncvar.recording.entries import Entry, Told
 from syncvar.testing import Faults, run_ranks
-from syncvar.transports.memory import MemoryControl, MemoryNetwork, MemoryTransport
+from syncvar.transports.in_memory import MemoryControl, MemoryNetwork, MemoryTransport
 
 SOON = RuntimeConfig(collective_timeout_s=5.0, report_after_s=0.02, shutdown_timeout_s=1.0)
 
@@ -500,7 +500,7 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.core.environment import RankEnvironment
 from syncvar.joining.context import Context
 from syncvar.joining.process import use
-from syncvar.transports.memory import MemoryControl, MemoryNetwork, MemoryTransport
+from syncvar.transports.in_memory import MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.protocol.coordinator import Coordinator
 
 class Alarm(BaseException): pass

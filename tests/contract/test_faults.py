@@ -12,7 +12,7 @@ from syncvar.core.errors import DeadlineExceeded, PeerLost, TransportError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.frame import Kind, pack_header
 from syncvar.testing import Faults, run_ranks
-from syncvar.transports.memory import MemoryNetwork, MemoryTransport
+from syncvar.transports.in_memory import MemoryNetwork, MemoryTransport
 
 QUICK = RuntimeConfig(collective_timeout_s=0.4, shutdown_timeout_s=0.2)
 PATIENT = RuntimeConfig(collective_timeout_s=30.0, segment_bytes=4096)

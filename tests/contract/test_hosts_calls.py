@@ -11,7 +11,7 @@ from syncvar.core.errors import ArenaFull, ConfigError, MismatchError, PeerLost
 from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks
-from syncvar.transports.memory import Faults
+from syncvar.transports.in_memory import Faults
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, shutdown_timeout_s=1.0)
 SIZES = [(3, 2), (4, 2), (5, 2), (7, 3)]

@@ -14,15 +14,15 @@ import pytest
 import zmq
 from harness import start_the_collector_of_pyzmq
 
-import syncvar.transports.zeromq as zeromq_module
+import syncvar.transports.zeromq_transport as zeromq_module
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.frame import Kind, pack_header
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
 from syncvar.transports.base import Lost
 from syncvar.transports.curve import link_keys
-from syncvar.transports.sockets import job_nonce
-from syncvar.transports.zeromq import ZeromqTransport
+from syncvar.transports.zeromq_sockets import job_nonce
+from syncvar.transports.zeromq_transport import ZeromqTransport
 
 start_the_collector_of_pyzmq()
 
@@ -308,7 +308,7 @@ def test_random_bytes_on_a_tcp_port_are_ignored():
 PEER = """
 import sys, time, zmq
 from syncvar.core.settings import RuntimeConfig
-from syncvar.transports.zeromq import ZeromqTransport
+from syncvar.transports.zeromq_transport import ZeromqTransport
 from syncvar.protocol.frame import Kind, pack_header
 transport = ZeromqTransport(zmq.Context(), 1, sys.argv[1], "job", RuntimeConfig())
 print(transport.address, flush=True)
@@ -461,7 +461,7 @@ def test_a_wait_before_the_peers_are_known_waits():
 ENDS = """
 import sys, tempfile, threading, shutil, zmq
 from syncvar.core.settings import RuntimeConfig
-from syncvar.transports.zeromq import ZeromqTransport
+from syncvar.transports.zeromq_transport import ZeromqTransport
 from syncvar.protocol.frame import Kind, pack_header
 config = RuntimeConfig(heartbeat_interval_s=0.01)
 n = 4

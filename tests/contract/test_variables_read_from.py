@@ -12,7 +12,7 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.engine import engine as engine_module
 from syncvar.joining.process import current
 from syncvar.testing import run_ranks
-from syncvar.transports.memory import Faults
+from syncvar.transports.in_memory import Faults
 
 
 def everywhere(size, fn, **options):

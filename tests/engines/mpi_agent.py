@@ -11,7 +11,7 @@ from multiprocessing.connection import Listener
 
 from mpi4py import MPI
 
-from syncvar.transports.mpi import Fabric, MpiTransport
+from syncvar.transports.mpi_transport import Fabric, MpiTransport
 
 FABRIC = Fabric(MPI, MPI.COMM_WORLD.Dup())
 TRANSPORTS, LOANS, LENT = {}, {}, {}

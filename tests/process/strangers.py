@@ -18,12 +18,12 @@ from pathlib import Path
 
 import zmq
 
-import syncvar.transports.zeromq as zeromq_module
+import syncvar.transports.zeromq_transport as zeromq_module
 from syncvar.protocol.control_messages import pack_message
 from syncvar.protocol.frame import Kind, pack_header
-from syncvar.transports.control import control_identity
 from syncvar.transports.curve import link_keys
-from syncvar.transports.sockets import job_nonce
+from syncvar.transports.zeromq_control import control_identity
+from syncvar.transports.zeromq_sockets import job_nonce
 
 SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
 LIMIT_S = 10.0

@@ -51,7 +51,7 @@ def body():
     import syncvar as sv
 
     if phase == "R":
-        import syncvar.joining.process, syncvar.transports.control, syncvar.transports.zeromq  # so that joining takes no time
+        import syncvar.joining.process, syncvar.transports.zeromq_control, syncvar.transports.zeromq_transport  # so that joining takes no time
 
         if rank == culprit:
             probe.gate("joining-0")
@@ -63,7 +63,7 @@ def body():
             probe.gate("failing")
             time.sleep(0.05)
     if phase == "H" and rank == culprit:
-        from syncvar.transports.zeromq import ZeromqTransport
+        from syncvar.transports.zeromq_transport import ZeromqTransport
 
         ZeromqTransport.open = lambda *_: fail()
     sv.init()

@@ -10,7 +10,7 @@ from model import FOREIGN, Model, context_of
 from strategies import AGGREGATIONS, SYNCHRONIZATIONS, programs, seeded_program
 from worlds import Worlds
 
-from syncvar.transports.memory import Faults
+from syncvar.transports.in_memory import Faults
 
 PROGRAMS = 2_000  # in each world, with the slow tests
 PROGRAMS_OVER_LINKS = 300

@@ -574,10 +574,10 @@ SLOW_ROOMS = {
             "import syncvar; syncvar.all_reduce",
             SLOW
             | SLOW_ROOMS
-            | {"zmq", "json", "syncvar.core.settings", "syncvar.transports.zeromq"},
+            | {"zmq", "json", "syncvar.core.settings", "syncvar.transports.zeromq_transport"},
         ),
         (
-            "import syncvar.bootstrap, syncvar.transports.control, syncvar.transports.zeromq, syncvar; syncvar.init, syncvar.barrier",
+            "import syncvar.bootstrap, syncvar.transports.zeromq_control, syncvar.transports.zeromq_transport, syncvar; syncvar.init, syncvar.barrier",
             SLOW
             | SLOW_ROOMS
             | {"zmq.asyncio", "syncvar.transports.curve", "syncvar.protocol.coordinator"},

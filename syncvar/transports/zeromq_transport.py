@@ -24,10 +24,11 @@ from zmq.backend import zmq_poll
 from syncvar.core.errors import TransportError, WireError
 from syncvar.protocol.frame import CARRIERS, HEADER_NBYTES, Kind, pack_header, parse_header
 from syncvar.transports.base import Arrival, Frame, Loan, Lost
-from syncvar.transports.connections import Connections
-from syncvar.transports.delivery import Delivery
-from syncvar.transports.outgoing import Outgoing
-from syncvar.transports.sockets import (
+from syncvar.transports.delivery_check import Delivery
+from syncvar.transports.wakeup import Wakeup
+from syncvar.transports.zeromq_connections import Connections
+from syncvar.transports.zeromq_sender import Outgoing
+from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
     job_nonce,
@@ -35,14 +36,13 @@ from syncvar.transports.sockets import (
     milliseconds,
     set_family,
 )
-from syncvar.transports.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.transports.control import ZeromqControl
     from syncvar.transports.curve import LinkKeys
+    from syncvar.transports.zeromq_control import ZeromqControl
 
 __all__ = ["ZeromqTransport"]
 

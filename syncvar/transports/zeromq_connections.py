@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar.transports.endings import CLOSED, ConnectionCopy
-from syncvar.transports.sockets import close_monitor, events_of, monitor_of
+from syncvar.transports.disconnect_reasons import CLOSED, ConnectionCopy
+from syncvar.transports.zeromq_sockets import close_monitor, events_of, monitor_of
 
 if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig

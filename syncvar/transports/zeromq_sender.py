@@ -11,8 +11,8 @@ import zmq
 
 from syncvar.core.errors import WireError
 from syncvar.protocol.frame import HEADER_NBYTES, Kind, parse_header
-from syncvar.transports.endings import CLOSED, ConnectionCopy, Sent, unanswered
-from syncvar.transports.sockets import close_monitor, events_of, monitor_of
+from syncvar.transports.disconnect_reasons import CLOSED, ConnectionCopy, Sent, unanswered
+from syncvar.transports.zeromq_sockets import close_monitor, events_of, monitor_of
 
 if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig

@@ -28,7 +28,7 @@ from syncvar.transports.wakeup import Wakeup
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from syncvar.transports.control import ZeromqControl
+    from syncvar.transports.zeromq_control import ZeromqControl
 
 __all__ = ["Fabric", "MpiTransport", "pause_after", "tag_of"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from syncvar.transports.endings import Sent
-    from syncvar.transports.outgoing import Outgoing
+    from syncvar.transports.disconnect_reasons import Sent
+    from syncvar.transports.zeromq_sender import Outgoing
 
 __all__ = ["Delivery"]
 
