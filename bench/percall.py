@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import syncvar as sv
-from syncvar.arena.channels import CHECK, DONE, PHASE
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.reduce_ops import reduction
 from syncvar.engine.prepared_reductions import prepare_reduction
 from syncvar.joining.process import current
 from syncvar.recording.entries import Told
 from syncvar.recording.recorder import Recorder
+from syncvar.shm.channel_table import CHECK, DONE, PHASE
 from syncvar.variables.places import places
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from syncvar.arena.room import CONTROL_GROUPS, control_groups, field_of, read_file
+from syncvar.shm.host_limits import CONTROL_GROUPS, control_groups, field_of, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

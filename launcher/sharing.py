@@ -7,11 +7,11 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from syncvar.arena.creating import CreatedArena, create, why_not_here
-from syncvar.arena.handing import Handing, arena_path, servers_arena_path
-from syncvar.arena.layout import Layout, bytes_in_words
 from syncvar.core.host_topology import divided
 from syncvar.core.process_ids import server_hosts
+from syncvar.shm.fd_passing import Handing, arena_path, servers_arena_path
+from syncvar.shm.segment_file import CreatedArena, create, why_not_here
+from syncvar.shm.segment_layout import Layout, bytes_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

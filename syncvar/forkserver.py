@@ -37,7 +37,7 @@ _IMPORTED = (
     "syncvar.transports.zeromq_transport",
     "syncvar.transports.zeromq_control",
     "syncvar.core.network",
-    "syncvar.arena.handing",
+    "syncvar.shm.fd_passing",
     "syncvar.collectives",
     "syncvar.identity",
     "syncvar.core.settings",

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.algorithms.compile_messages import Prepared
-from syncvar.arena.mapping import Block
 from syncvar.collectives.reducing import contribution, kinds_of, outcome, sizes_of
 from syncvar.core.reduce_ops import divided
 from syncvar.engine.operation import Stage
 from syncvar.execution.arithmetic import store, store_parts
 from syncvar.execution.reductions import Vector, flat_of, in_one_exchange
 from syncvar.execution.rounds import Published
+from syncvar.shm.segment import Block
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

@@ -13,7 +13,6 @@ import numpy as np
 
 from syncvar.algorithms.compile_messages import prepare
 from syncvar.algorithms.schedule import Chunk, Plan, Recv, Send
-from syncvar.arena.box import what_of
 from syncvar.core.dtypes import dtype_from_index
 from syncvar.engine.at_once import Line
 from syncvar.engine.group import Request, fingerprint
@@ -30,6 +29,7 @@ from syncvar.protocol.fixed_records import (
     pack_record,
     unpack_record,
 )
+from syncvar.shm.message_ring import what_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

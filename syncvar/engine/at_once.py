@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from syncvar.arena.box import what_of
 from syncvar.core.dtypes import dtype_index
 from syncvar.core.errors import SyncvarError
 from syncvar.engine.message_ends import Inward, Outward
 from syncvar.engine.messages import WAY, Sending
 from syncvar.recording.entries import Told
+from syncvar.shm.message_ring import what_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,7 +23,6 @@ from syncvar.protocol.control_messages import pack_message
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncvar.arena.mapping import Arena
     from syncvar.core.errors import TransportError
     from syncvar.core.settings import RuntimeConfig
     from syncvar.engine.call_ledger import Passing
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from syncvar.kernel import Begun
     from syncvar.recording.entries import Entry
     from syncvar.recording.recorder import Recorder
+    from syncvar.shm.segment import Arena
     from syncvar.transports.base import Control, Transport
 
 __all__ = ["GONE_ON", "Awaited", "Core"]

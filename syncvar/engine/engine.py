@@ -16,7 +16,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.arena.waiting import pause_after
 from syncvar.core.errors import SyncvarError
 from syncvar.engine.core import Awaited, Core
 from syncvar.engine.flow import Flow
@@ -29,16 +28,17 @@ from syncvar.protocol.frame import Kind
 from syncvar.protocol.unreceived_messages import pack_counts
 from syncvar.recording.entries import Told
 from syncvar.recording.recorder import Recorder
+from syncvar.shm.spin_wait import pause_after
 from syncvar.transports.base import Lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from syncvar.arena.mapping import Arena
     from syncvar.core.errors import UsageError
     from syncvar.core.settings import RuntimeConfig
     from syncvar.engine.operation import Operation
+    from syncvar.shm.segment import Arena
     from syncvar.transports.base import Control, Transport
 
 __all__ = ["Engine"]

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channel import Channel
     from syncvar.engine.engine import Engine
     from syncvar.engine.links import Outlet
     from syncvar.engine.messages import Receiving, Sending
     from syncvar.engine.operation import Stage
     from syncvar.kernel import Count
+    from syncvar.shm.group_channel import Channel
 
     PreparedCall = Callable[..., NDArray[Any] | None]
 

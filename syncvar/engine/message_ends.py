@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.box import Form
 from syncvar.core.dtypes import dtype_from_index
 from syncvar.core.errors import SyncvarError
+from syncvar.shm.message_ring import Form
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.box import Entry, Inbox, Outbox
-    from syncvar.arena.boxes import Boxes
     from syncvar.engine.engine import Engine
+    from syncvar.shm.message_ring import Entry, Inbox, Outbox
+    from syncvar.shm.ring_table import Boxes
 
     Key = tuple[int, int]  # identity of the pair's calls, number
     Landing = Callable[

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.algorithms.compile_messages import Prepared
-    from syncvar.arena.channel import Channel
     from syncvar.core.reduce_ops import Combiner
     from syncvar.engine.links import Links
     from syncvar.engine.planner import PreparedStages
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from syncvar.execution.reductions import Vector
     from syncvar.execution.rounds import Published
     from syncvar.recording.entries import Entry
+    from syncvar.shm.group_channel import Channel
     from syncvar.transports.base import Frame
 
     Steps = Generator[int | "Wait", None, Any]

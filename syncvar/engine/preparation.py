@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.channels import MASK, SPREAD
 from syncvar.core.reduce_ops import quiet
 from syncvar.engine.operation import Operation
 from syncvar.engine.timeouts import checked_timeout
@@ -24,16 +23,17 @@ from syncvar.execution.running import DISAGREE
 from syncvar.kernel import slot_call
 from syncvar.recording.call_sites import site_of
 from syncvar.recording.entries import Told
+from syncvar.shm.channel_table import MASK, SPREAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channel import Channel
     from syncvar.core.pytree import Leaves
     from syncvar.engine.engine import Engine
     from syncvar.engine.group import Communicator, PreparedCall
+    from syncvar.shm.group_channel import Channel
 
     Said = tuple[str, int]  # a call in words, and its fingerprint
     Attempt = Callable[[int, int, Any], tuple[Any, Any, int, Any]]

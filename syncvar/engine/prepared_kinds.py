@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from syncvar.arena.channels import MASK, SPREAD
 from syncvar.core.pytree import Leaves
 from syncvar.engine.preparation import Kind, preparation_of
 from syncvar.engine.prepared_reductions import Fate, has_segments, reducing, then
@@ -27,16 +26,17 @@ from syncvar.execution.reductions import (
     teach,
 )
 from syncvar.execution.running import agreed
+from syncvar.shm.channel_table import MASK, SPREAD
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channel import Channel
     from syncvar.core.reduce_ops import Reduction
     from syncvar.engine.group import Communicator, PreparedCall
     from syncvar.engine.preparation import Preparation, Said
+    from syncvar.shm.group_channel import Channel
 
 __all__ = ["prepare_kinds"]
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.arena.channels import CHECK, MASK, SPREAD
 from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.core.reduce_ops import quiet
 from syncvar.engine.preparation import Preparation, as_far_as_others_come, preparation_of
@@ -24,16 +23,17 @@ from syncvar.execution.moves import (
     teach_moves,
 )
 from syncvar.recording.entries import UNRECORDED
+from syncvar.shm.channel_table import CHECK, MASK, SPREAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channel import Channel
     from syncvar.engine.group import Communicator, PreparedCall, Request
     from syncvar.engine.operation import Stage
     from syncvar.execution.moves import Blocks, Layout
+    from syncvar.shm.group_channel import Channel
 
     Front = Callable[[NDArray[Any], Any], Blocks | None]
     General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]

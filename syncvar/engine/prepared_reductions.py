@@ -12,7 +12,6 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from syncvar.algorithms.reproducible import tree_order
-from syncvar.arena.channels import CHECK, DONE, MASK, PHASE, SPREAD, TARGET, WIDE_BYTES
 from syncvar.core.errors import SyncvarError
 from syncvar.core.pytree import Leaves
 from syncvar.core.reduce_ops import quiet_caller, reduction
@@ -30,16 +29,17 @@ from syncvar.execution.reductions import (
     teach,
 )
 from syncvar.execution.running import agreed
+from syncvar.shm.channel_table import CHECK, DONE, MASK, PHASE, SPREAD, TARGET, WIDE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channel import Channel
     from syncvar.core.reduce_ops import Reduction
     from syncvar.engine.group import Communicator, PreparedCall
     from syncvar.engine.preparation import Preparation, Said
+    from syncvar.shm.group_channel import Channel
 
     Levels = list[
         tuple[Any, Any, Any]

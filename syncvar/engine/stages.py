@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncvar.algorithms.compile_messages import Prepared
-from syncvar.arena.channels import check_of
 from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.engine.operation import BodyError
 from syncvar.engine.planner import PreparedStages
@@ -22,14 +21,15 @@ from syncvar.execution.moves import move_shared
 from syncvar.execution.reductions import Vector, reduce_shared, reduce_small
 from syncvar.execution.rounds import run_rounds
 from syncvar.execution.running import agreed, settled
+from syncvar.shm.channel_table import check_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from syncvar.arena.channel import Channel
     from syncvar.engine.links import Links
     from syncvar.engine.operation import Stage, Steps
     from syncvar.recording.entries import Entry
+    from syncvar.shm.group_channel import Channel
 
 __all__ = ["stage_steps"]
 

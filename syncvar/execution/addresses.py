@@ -17,7 +17,7 @@ from syncvar.core.errors import InternalError, SyncvarError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.arena.channel import Channel
+    from syncvar.shm.group_channel import Channel
 
 __all__ = ["ADDRESS", "Gone", "Lying", "Reached", "place_of", "read"]
 

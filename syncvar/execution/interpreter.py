@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channel import Channel
     from syncvar.execution.gil import Copier
     from syncvar.execution.program import Code
+    from syncvar.shm.group_channel import Channel
 
 __all__ = ["interpret", "opened"]
 

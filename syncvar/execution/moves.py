@@ -5,7 +5,7 @@ takes from the others what is for it, to where the caller wants it:
 
 * **small** blocks are put side by side where the others see them; one phase.
 * **where they lie**: ranks tell each other where their blocks are, in the arena (`sv.empty`) or in their own memory where
-  all can read it (`arena/reaching.py`), and take them there: one copy, two phases. What is combined is taken from the
+  all can read it (`shm/cross_process_read.py`), and take them there: one copy, two phases. What is combined is taken from the
   arena only: it needs no copy there, and one from a rank's own memory.
 * **by cells** else: put and taken cell by cell, on two sides in turn, so that what lies in the arena stays in the caches.
 
@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.channels import MASK, SEGMENT_BYTES, SMALL_BYTES
 from syncvar.execution.addresses import ADDRESS, Lying, Reached, place_of
 from syncvar.execution.arithmetic import Arithmetic
 from syncvar.execution.lower_moves import Move, Way, move_code
 from syncvar.execution.running import DISAGREE, native_of, open_code, reading, run_code
+from syncvar.shm.channel_table import MASK, SEGMENT_BYTES, SMALL_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channel import Channel
     from syncvar.execution.program import Code
+    from syncvar.shm.group_channel import Channel
 
     Starts = tuple[tuple[int, ...], tuple[int, ...]]
     from syncvar.core.reduce_ops import Combiner

@@ -24,21 +24,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.algorithms.selection import choose
-from syncvar.arena.channels import SEGMENT_BYTES, WIDE_BYTES
 from syncvar.execution.addresses import Lying
 from syncvar.execution.arithmetic import Arithmetic
 from syncvar.execution.lower_reduce import EVERYWHERE, Cells, Ends, Places, reduce_code
 from syncvar.execution.program import Kind
 from syncvar.execution.running import agreed, native_of, open_code, run_code
+from syncvar.shm.channel_table import SEGMENT_BYTES, WIDE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channel import Channel
     from syncvar.core.reduce_ops import Combiner
     from syncvar.execution.program import Code
+    from syncvar.shm.group_channel import Channel
 
 __all__ = [
     "Placed",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.algorithms.shm_rounds import Publication, publications
-from syncvar.arena.channels import SEGMENT_BYTES, SMALL_BYTES
 from syncvar.execution.arithmetic import Arithmetic
 from syncvar.execution.lower_reduce import EVERYWHERE, Ends
 from syncvar.execution.lower_rounds import lower_rounds
 from syncvar.execution.program import assemble
 from syncvar.execution.running import agreed, open_code, run_code
+from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.algorithms.schedule import Plan
-    from syncvar.arena.channel import Channel
     from syncvar.core.reduce_ops import Combiner
     from syncvar.execution.program import Code
+    from syncvar.shm.group_channel import Channel
 
 __all__ = ["SIDE_BY_SIDE", "Published", "prepare_published", "run_rounds"]
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.arena.layout import PAGE_BYTES
 from syncvar.core.errors import InternalError
 from syncvar.execution.addresses import Gone, Lying, Reached, read
 from syncvar.execution.arithmetic import folder, storer
@@ -15,6 +14,7 @@ from syncvar.execution.interpreter import interpret, opened
 from syncvar.execution.program import Kind
 from syncvar.kernel import UNREAD, open_program, run
 from syncvar.kernel import program as native_program
+from syncvar.shm.segment_layout import PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.channel import Channel
     from syncvar.execution.arithmetic import Arithmetic
     from syncvar.execution.gil import Copier
     from syncvar.execution.program import Code
+    from syncvar.shm.group_channel import Channel
 
     Arrays: TypeAlias = "tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]"  # what a rank brings, and where results go; all flat
 

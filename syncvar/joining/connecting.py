@@ -6,7 +6,6 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from syncvar.arena.mapping import Arena
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.logs import log_at
 from syncvar.core.rank_process import environment_of
@@ -14,6 +13,7 @@ from syncvar.joining.context import Context
 from syncvar.joining.exit_codes import give_exit_codes
 from syncvar.joining.freed_memory import keep_freed_memory
 from syncvar.joining.secret import job_secret, keys_of
+from syncvar.shm.segment import Arena
 from syncvar.topology.elsewhere import is_meant_alone, told_elsewhere, why_not_alone
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _attach(environment: RankEnvironment, config: RuntimeConfig, generation: int
         return f"SYNCVAR_TRANSPORT={config.transport} asks for it"
     if environment.local_world_size == 1:
         return "there is one rank on this host"
-    from syncvar.arena.handing import arena_path
+    from syncvar.shm.fd_passing import arena_path
 
     path = arena_path(environment.socket_directory)
     return Arena.fetch(path, environment, generation, environment.local_rank, config)

@@ -10,9 +10,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from syncvar.algorithms.selection import parse_forced
-from syncvar.arena.boxes import Boxes
-from syncvar.arena.channel import Channel
-from syncvar.arena.channels import Channels
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import RendezvousError, SyncvarError, UsageError
 from syncvar.core.host_topology import HostMap
@@ -26,13 +23,16 @@ from syncvar.kernel import told, which
 from syncvar.protocol.control_messages import pack_message
 from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
 from syncvar.recording.recorder import Recorder
+from syncvar.shm.channel_table import Channels
+from syncvar.shm.group_channel import Channel
+from syncvar.shm.ring_table import Boxes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from syncvar.arena.mapping import Arena
     from syncvar.core.settings import RuntimeConfig
     from syncvar.core.stack_dump import Frame
+    from syncvar.shm.segment import Arena
     from syncvar.transports.base import Control, Transport
 
 __all__ = ["Context"]

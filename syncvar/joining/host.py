@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from syncvar.arena.creating import CreatedArena, create, why_not_here
-from syncvar.arena.handing import Handing, arena_path
-from syncvar.arena.room import core_quota
 from syncvar.core.exit_codes import failure_in_words, is_failing
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.joining.store import Store
+from syncvar.shm.fd_passing import Handing, arena_path
+from syncvar.shm.host_limits import core_quota
+from syncvar.shm.segment_file import CreatedArena, create, why_not_here
 
 if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig

@@ -1,7 +1,7 @@
 /* Messages through a box in the arena: `messages.c` sends and receives them, `ends.c` makes the
  * ends and finds them.
  *
- * `arena/box.py` says what lies where in a box. */
+ * `shm/message_ring.py` says what lies where in a box. */
 #ifndef SYNCVAR_MESSAGES_H
 #define SYNCVAR_MESSAGES_H
 #include "native.h"

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.handing import servers_arena_path
-from syncvar.arena.mapping import Arena
 from syncvar.core.errors import ArenaFull, InternalError
 from syncvar.core.process_ids import server_hosts
+from syncvar.shm.fd_passing import servers_arena_path
+from syncvar.shm.segment import Arena
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.arena.references import SharedMemoryReference
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
+    from syncvar.shm.shm_references import SharedMemoryReference
 
 __all__ = ["LEND_NBYTES_MIN", "Lender", "lender_of"]
 

@@ -36,10 +36,10 @@ from syncvar.transports.zeromq_sockets import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.arena.references import SegmentId, SharedMemoryReference
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
     from syncvar.serving.lending import Lender
+    from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
     from syncvar.transports.curve import Gate, LinkKeys
 
 __all__ = ["Came", "Links"]

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.references import SegmentId, SharedMemoryReference
 from syncvar.core.errors import InternalError
 from syncvar.protocol.message_limits import FRAME_NBYTES
+from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

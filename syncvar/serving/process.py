@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar import bootstrap
-from syncvar.arena.layout import bytes_in_words
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.fork_cleanup import handle_signal
@@ -41,6 +40,7 @@ from syncvar.serving.directory import Directory
 from syncvar.serving.lending import lender_of
 from syncvar.serving.links import Links
 from syncvar.serving.served import Served, what_of
+from syncvar.shm.segment_layout import bytes_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping

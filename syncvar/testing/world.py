@@ -12,8 +12,6 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from syncvar.arena.creating import create
-from syncvar.arena.mapping import Arena
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ArenaUnavailable
 from syncvar.core.host_topology import HostMap, divided
@@ -22,13 +20,15 @@ from syncvar.execution.gil import crowd
 from syncvar.joining.context import Context
 from syncvar.joining.process import use
 from syncvar.protocol.coordinator import Coordinator
+from syncvar.shm.segment import Arena
+from syncvar.shm.segment_file import create
 from syncvar.transports.in_memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from syncvar.arena.creating import CreatedArena
     from syncvar.servers.local import LocalServers
+    from syncvar.shm.segment_file import CreatedArena
 
 __all__ = ["run_ranks"]
 

@@ -48,13 +48,13 @@ def dtype_of(name):
 
 def limits(size):
     """Return the lengths in bytes at which a call goes another way, as the code has them."""
-    from syncvar.arena import channels
     from syncvar.execution import arithmetic
     from syncvar.execution import gil as crowd
     from syncvar.execution import moves as shared_moves
     from syncvar.execution import reductions as shared_reduce
+    from syncvar.shm import channel_table
 
-    segment, small = shared_reduce.SEGMENT_BYTES, channels.SMALL_BYTES
+    segment, small = shared_reduce.SEGMENT_BYTES, channel_table.SMALL_BYTES
     direct = (
         bisect_left(
             range(small + 1), True, key=lambda nbytes: not shared_reduce.is_direct(nbytes, size)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.arena import layout
-from syncvar.arena.creating import create
-from syncvar.arena.mapping import Arena
 from syncvar.core.errors import InternalError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.execution import reductions as shared_reduce
 from syncvar.joining.process import current
+from syncvar.shm import segment_layout
+from syncvar.shm.segment import Arena
+from syncvar.shm.segment_file import create
 from syncvar.testing import run_ranks
 
 MIB = 1 << 20
@@ -46,12 +46,12 @@ def test_what_has_been_given_out_may_be_used_by_all_ranks(arenas):
 
 def test_what_has_not_may_be_used_by_nobody(arenas):
     offset = arenas[1].allocate(5000)
-    plan = layout.Layout(64 * MIB, 2)
+    plan = segment_layout.Layout(64 * MIB, 2)
     start, stop = plan.arrays(1)
     nobodys = [
         (0, 8),
         (0, 20_000),
-        (layout.HEADER_BYTES, 8),
+        (segment_layout.HEADER_BYTES, 8),
         (plan.table(0), 64),
         (plan.table(1), 64),
         (plan.region(1)[1] - 64, 64),

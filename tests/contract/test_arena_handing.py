@@ -14,11 +14,11 @@ import time
 
 import pytest
 
-from syncvar.arena import handing
-from syncvar.arena.creating import create
-from syncvar.arena.handing import Handing, arena_path, fetch
-from syncvar.arena.mapping import Arena
 from syncvar.protocol.object_codec import unpack_object
+from syncvar.shm import fd_passing
+from syncvar.shm.fd_passing import Handing, arena_path, fetch
+from syncvar.shm.segment import Arena
+from syncvar.shm.segment_file import create
 
 MIB = 1 << 20
 JOB = "0123456789abcdef"
@@ -84,8 +84,8 @@ def connected(path):
 WORKER = """
 import sys
 import numpy as np
-from syncvar.arena.handing import fetch
-from syncvar.arena.mapping import Arena
+from syncvar.shm.fd_passing import fetch
+from syncvar.shm.segment import Arena
 from syncvar.protocol.object_codec import pack_object
 path, job, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 fd, reason = fetch(path, job, 0, rank, 10)
@@ -261,10 +261,10 @@ def test_silent_and_vanished_clients_stop_nobody(launcher):
 
 def test_another_user_is_dropped(launcher, monkeypatch):
     one = launcher()
-    asked = handing._peer_user
+    asked = fd_passing._peer_user
     strangers = iter([os.getuid() + 1])
     monkeypatch.setattr(
-        handing, "_peer_user", lambda connection: next(strangers, None) or asked(connection)
+        fd_passing, "_peer_user", lambda connection: next(strangers, None) or asked(connection)
     )
     with connected(launcher.path) as stranger, contextlib.suppress(ConnectionResetError):
         assert stranger.recv(10) == b""

@@ -16,11 +16,11 @@ import timeit
 import numpy as np
 import pytest
 
-from syncvar.arena import creating, layout, mapping
-from syncvar.arena.creating import create
-from syncvar.arena.mapping import Arena
-from syncvar.arena.room import Shortage
 from syncvar.core.errors import ArenaFull, ArenaUnavailable, ConfigError, SyncvarError, UsageError
+from syncvar.shm import segment, segment_file, segment_layout
+from syncvar.shm.host_limits import Shortage
+from syncvar.shm.segment import Arena
+from syncvar.shm.segment_file import create
 
 MIB = 1 << 20
 
@@ -70,7 +70,7 @@ def test_the_header_says_what_it_is(host):
     assert (arena.arena_bytes, arena.local_world_size, arena.usable_cores) == (1 << 40, 3, 2)
     assert (arena.generation, arena.local_rank) == (7, 2)
     assert len(arena.memory) == 1 << 40
-    assert arena.words[layout.MAGIC] == layout.MAGIC_VALUE
+    assert arena.words[segment_layout.MAGIC] == segment_layout.MAGIC_VALUE
     assert held(made) < MIB, "it is as large as it says, and almost nothing of it is there"
     assert [arena.words[arena.table(rank) // 8] for rank in range(3)] == [0, 0, 0]
 
@@ -135,7 +135,7 @@ def test_a_file_without_a_name_where_there_is_no_memfd(host, monkeypatch):
 
 def test_the_job_s_directory_is_the_last_way(host, monkeypatch, tmp_path):
     monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr(creating, "_SHARED_FOLDER", str(tmp_path / "missing"))
+    monkeypatch.setattr(segment_file, "_SHARED_FOLDER", str(tmp_path / "missing"))
     made = host.create(directory=str(tmp_path))
     assert made.how == "a file in the job's directory"
     assert "memfd (Function not implemented) or a file in" in made.said
@@ -157,7 +157,7 @@ def test_no_way_is_a_reason(monkeypatch, tmp_path):
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    monkeypatch.setattr(creating, "_SHARED_FOLDER", str(tmp_path / "missing"))
+    monkeypatch.setattr(segment_file, "_SHARED_FOLDER", str(tmp_path / "missing"))
     arena, reason = create(256 * MIB, 2, 2, directory=str(tmp_path / "missing too"))
     assert arena is None
     assert reason.startswith("it cannot be made: memfd (Operation not permitted), a file in ")
@@ -203,7 +203,9 @@ def memfd(data, size, seals=fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW):
     return fd
 
 
-def header(magic=layout.MAGIC_VALUE, version=layout.LAYOUT_VERSION, size=16 * MIB, ranks=2):
+def header(
+    magic=segment_layout.MAGIC_VALUE, version=segment_layout.LAYOUT_VERSION, size=16 * MIB, ranks=2
+):
     return struct.pack("=8Q", magic, version, size, ranks, 2, 0, 0, 1)
 
 
@@ -241,7 +243,7 @@ def test_another_processor_is_refused(host, monkeypatch):
 def test_an_address_space_that_is_too_small(host):
     made = host.create(1 << 40)
     code = (
-        "import resource, sys; from syncvar.arena.mapping import Arena; from syncvar.core.errors import ArenaUnavailable\n"
+        "import resource, sys; from syncvar.shm.segment import Arena; from syncvar.core.errors import ArenaUnavailable\n"
         "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
         "try:\n    Arena.attach(int(sys.argv[1]), 0)\n"
         "except ArenaUnavailable as error:\n    print(error)\n"
@@ -279,7 +281,7 @@ def test_arrays_of_every_shape_and_dtype(host, shape, dtype):
     assert array.flags.aligned
     offset = arena.locate(array)
     assert offset % 64 == 0
-    start, stop = layout.Layout(arena.arena_bytes, 2).arrays(0)
+    start, stop = segment_layout.Layout(arena.arena_bytes, 2).arrays(0)
     assert start <= offset < stop
     array[...] = np.zeros(shape, dtype)
 
@@ -515,7 +517,7 @@ def test_a_container_s_limit_is_told_before_anything_is_touched(host):
 
 def test_a_full_file_system_is_told(host, monkeypatch):
     arena = host.one()
-    monkeypatch.setattr(mapping.os, "posix_fallocate", full)
+    monkeypatch.setattr(segment.os, "posix_fallocate", full)
     with pytest.raises(ArenaFull) as caught:
         arena.allocate(100 * MIB)
     assert str(caught.value).startswith(

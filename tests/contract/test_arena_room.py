@@ -2,7 +2,7 @@
 
 import pytest
 
-from syncvar.arena.room import Room, core_quota
+from syncvar.shm.host_limits import Room, core_quota
 
 MIB = 1 << 20
 MACHINE = "MemTotal: 16000 kB\nMemFree: 100 kB\nMemAvailable: 8000 kB\nSwapTotal: 4000 kB\nSwapFree: 2000 kB\n"

@@ -10,11 +10,21 @@ import pytest
 from contract.harness import everywhere
 
 import syncvar as sv
-from syncvar.arena.box import ATTENDED, FILLED, NEWS, RING, USED, Form, Inbox, Outbox, what_of
-from syncvar.arena.boxes import Boxes
 from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
 from syncvar.kernel import AdmissionState, Count, message_end
+from syncvar.shm.message_ring import (
+    ATTENDED,
+    FILLED,
+    NEWS,
+    RING,
+    USED,
+    Form,
+    Inbox,
+    Outbox,
+    what_of,
+)
+from syncvar.shm.ring_table import Boxes
 
 pytestmark = pytest.mark.needs_kernel
 

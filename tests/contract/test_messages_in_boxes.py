@@ -9,14 +9,14 @@ import pytest
 from contract.harness import caught, everywhere
 
 import syncvar as sv
-from syncvar.arena import boxes
-from syncvar.arena.box import Form, what_of
-from syncvar.arena.boxes import Boxes
 from syncvar.collectives.pairs import line_of
 from syncvar.core.errors import ArenaFull
 from syncvar.core.settings import RuntimeConfig
 from syncvar.engine.at_once import NOT_YET
 from syncvar.joining.process import current
+from syncvar.shm import ring_table
+from syncvar.shm.message_ring import Form, what_of
+from syncvar.shm.ring_table import Boxes
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
@@ -200,7 +200,7 @@ def test_both_directions_at_once_and_long_messages_of_two_ranks_cross():
 @pytest.fixture
 def short_rings(monkeypatch):
     """Boxes as they are where many ranks share the arena."""
-    monkeypatch.setattr(boxes, "_RINGS_BYTES", 0)
+    monkeypatch.setattr(ring_table, "_RINGS_BYTES", 0)
 
 
 @pytest.mark.usefixtures("short_rings")
@@ -300,8 +300,8 @@ def test_where_there_is_no_room_for_a_long_ring_there_may_be_for_a_short_one(mon
         return ways(), post.outward(other).box().ring_bytes, post.inward(other)._box.ring_bytes
 
     assert everywhere(2, fn, shared=True, config=CHECKED) == [
-        ({"arena message"}, SHORT, boxes.RING_BYTES),
-        ({"arena message"}, boxes.RING_BYTES, SHORT),
+        ({"arena message"}, SHORT, ring_table.RING_BYTES),
+        ({"arena message"}, ring_table.RING_BYTES, SHORT),
     ]
 
 
@@ -316,7 +316,7 @@ def test_a_pair_that_does_not_talk_takes_no_memory():
         return current().arena._extents.taken_bytes - before
 
     first, second, third = everywhere(3, fn, shared=True, config=SOON)
-    assert boxes.RING_BYTES < first < boxes.RING_BYTES + (1 << 14)
+    assert ring_table.RING_BYTES < first < ring_table.RING_BYTES + (1 << 14)
     assert second == third == 0
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.arena.reaching import Reach, Spot
+from syncvar.shm.cross_process_read import Reach, Spot
 
 CHILD = """
 import ctypes, sys

@@ -13,9 +13,6 @@ import pytest
 import zmq
 from harness import start_the_collector_of_pyzmq
 
-from syncvar.arena.creating import create
-from syncvar.arena.mapping import Arena
-from syncvar.arena.references import SegmentId, SharedMemoryReference
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import InternalError
 from syncvar.core.process_ids import SERVER_0, heirs_of
@@ -28,6 +25,9 @@ from syncvar.serving.links import Links
 from syncvar.serving.packing import packed, unpacked
 from syncvar.serving.pipes import Door, Pipe
 from syncvar.serving.process import Serving
+from syncvar.shm.segment import Arena
+from syncvar.shm.segment_file import create
+from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 
 start_the_collector_of_pyzmq()
 

@@ -7,8 +7,8 @@ import pytest
 from harness import caught
 
 import syncvar as sv
-from syncvar.arena.references import SegmentId
 from syncvar.joining.process import current
+from syncvar.shm.shm_references import SegmentId
 from syncvar.testing import run_ranks
 
 

@@ -7,12 +7,12 @@ import pytest
 from harness import covering, everywhere
 
 import syncvar as sv
-from syncvar.arena.reaching import Reach
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.settings import RuntimeConfig
 from syncvar.execution import moves, running
 from syncvar.execution.addresses import ADDRESS
 from syncvar.kernel import UNREAD
+from syncvar.shm.cross_process_read import Reach
 from syncvar.testing import run_ranks
 
 COUNTS = [0, 1, 7, 5_000, 40_000, 300_000]  # nothing, small slots, one window, several

@@ -5,10 +5,10 @@ import pytest
 from contract.harness import everywhere
 
 import syncvar as sv
-from syncvar.arena.channels import RING_SLOTS, SMALL_BYTES, WIDE_BYTES
 from syncvar.core.errors import ArenaFull
 from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
+from syncvar.shm.channel_table import RING_SLOTS, SMALL_BYTES, WIDE_BYTES
 
 NATIVE = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0)
 PLAIN = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0, kernel="python")

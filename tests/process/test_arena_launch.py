@@ -12,8 +12,8 @@ from launching import check_bound
 FETCH = """
 import os, sys, time
 import probe
-from syncvar.arena.handing import arena_path, fetch
-from syncvar.arena.mapping import Arena
+from syncvar.shm.fd_passing import arena_path, fetch
+from syncvar.shm.segment import Arena
 from syncvar.core.environment import RankEnvironment
 
 me = RankEnvironment.from_mapping(os.environ)

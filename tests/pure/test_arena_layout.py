@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncvar.arena import layout
-from syncvar.arena.layout import (
+from syncvar.core.errors import ConfigError
+from syncvar.shm import segment_layout
+from syncvar.shm.segment_layout import (
     HEADER_BYTES,
     HUGE_BYTES,
     LINE_BYTES,
@@ -16,7 +17,6 @@ from syncvar.arena.layout import (
     Layout,
     bytes_in_words,
 )
-from syncvar.core.errors import ConfigError
 
 
 @given(st.integers(1, 300), st.integers(0, 1 << 42))
@@ -37,14 +37,14 @@ def test_regions_are_equal_apart_and_inside(ranks, more):
 
 def test_the_abort_word_has_a_line_of_its_own():
     words = {
-        layout.MAGIC,
-        layout.VERSION,
-        layout.ARENA_BYTES,
-        layout.LOCAL_WORLD_SIZE,
-        layout.USABLE_CORES,
-        layout.GENERATION,
+        segment_layout.MAGIC,
+        segment_layout.VERSION,
+        segment_layout.ARENA_BYTES,
+        segment_layout.LOCAL_WORLD_SIZE,
+        segment_layout.USABLE_CORES,
+        segment_layout.GENERATION,
     }
-    assert layout.ABORT * 8 == LINE_BYTES
+    assert segment_layout.ABORT * 8 == LINE_BYTES
     assert all(word * 8 // LINE_BYTES == 0 for word in words)
     assert len(words) == 6
     assert HEADER_BYTES % PAGE_BYTES == TABLE_BYTES % PAGE_BYTES == 0

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.arena.extents import EXTENT_BYTES, RESERVE_BYTES, SMALL_BYTES, Extents, Ranges
-from syncvar.arena.layout import HUGE_BYTES, LINE_BYTES, PAGE_BYTES
+from syncvar.shm.allocator import EXTENT_BYTES, RESERVE_BYTES, SMALL_BYTES, Extents, Ranges
+from syncvar.shm.segment_layout import HUGE_BYTES, LINE_BYTES, PAGE_BYTES
 
 MIB = 1 << 20
 

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from syncvar.arena.references import SegmentId, SharedMemoryReference
 from syncvar.core.errors import InternalError
 from syncvar.protocol.message_limits import FRAME_NBYTES
 from syncvar.serving.packing import NBYTES_MAX, cut, joined, length_of, packed, unpacked
+from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 
 HERE = SegmentId(2, 3, 4)
 PARTS = [b"head", b"", b"x" * 8, b"y" * 100, b"z"]

@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.arena.layout import LINE_BYTES
+from syncvar.shm.segment_layout import LINE_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.arena.mapping import Arena
+    from syncvar.shm.segment import Arena
 
 __all__ = [
     "ATTENDED",

@@ -43,15 +43,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from syncvar.arena.layout import ABORT, PAGE_BYTES, TABLE_BYTES
-from syncvar.arena.reaching import Reach, Spot
-from syncvar.arena.waiting import holding_waiter, waiter
 from syncvar.core.errors import ArenaFull
+from syncvar.shm.cross_process_read import Reach, Spot
+from syncvar.shm.segment_layout import ABORT, PAGE_BYTES, TABLE_BYTES
+from syncvar.shm.spin_wait import holding_waiter, waiter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.arena.mapping import Arena
+    from syncvar.shm.segment import Arena
 
 __all__ = [
     "CHECK",

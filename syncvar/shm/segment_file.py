@@ -13,8 +13,8 @@ import os
 import struct
 from typing import TYPE_CHECKING
 
-from syncvar.arena import layout
-from syncvar.arena.layout import Layout
+from syncvar.shm import segment_layout
+from syncvar.shm.segment_layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ class CreatedArena:
         if not self.is_aborted and self.fd >= 0:
             self.is_aborted = True
             with contextlib.suppress(OSError):
-                os.pwrite(self.fd, struct.pack("=Q", 1), layout.ABORT * 8)
+                os.pwrite(self.fd, struct.pack("=Q", 1), segment_layout.ABORT * 8)
 
     def close(self) -> None:
         """Let go of it; the memory lives as long as somebody has it mapped. Idempotent."""
@@ -100,12 +100,12 @@ def create(
         >>> arena.how, reason, arena.close()
         ('memfd', '', None)
     """
-    size = -(-arena_bytes // layout.PAGE_BYTES) * layout.PAGE_BYTES
+    size = -(-arena_bytes // segment_layout.PAGE_BYTES) * segment_layout.PAGE_BYTES
     plan = Layout(size, local_world_size)
     header = struct.pack(
         "=8Q",
-        layout.MAGIC_VALUE,
-        layout.LAYOUT_VERSION,
+        segment_layout.MAGIC_VALUE,
+        segment_layout.LAYOUT_VERSION,
         size,
         local_world_size,
         usable_cores,
@@ -128,11 +128,11 @@ def create(
             continue
         try:
             os.ftruncate(fd, size)
-            os.posix_fallocate(fd, 0, layout.HEADER_BYTES)
+            os.posix_fallocate(fd, 0, segment_layout.HEADER_BYTES)
             for rank in range(
                 local_world_size
             ):  # others read a rank's table before that rank has come
-                os.posix_fallocate(fd, plan.table(rank), layout.PAGE_BYTES)
+                os.posix_fallocate(fd, plan.table(rank), segment_layout.PAGE_BYTES)
             os.pwrite(fd, header, 0)
             if how == "memfd":
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.arena.creating import CreatedArena
+    from syncvar.shm.segment_file import CreatedArena
 
 __all__ = ["Handing", "arena_path", "fetch", "servers_arena_path"]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from syncvar.arena.channels import (
+from syncvar.core.errors import InternalError
+from syncvar.kernel import ChannelState, bind
+from syncvar.shm.channel_table import (
     CHECK,
     DONE,
     NATIVE_RANKS_MAX,
@@ -23,9 +25,7 @@ from syncvar.arena.channels import (
     WIDE_BYTES,
     group_key,
 )
-from syncvar.arena.layout import ABORT, PAGE_BYTES
-from syncvar.core.errors import InternalError
-from syncvar.kernel import ChannelState, bind
+from syncvar.shm.segment_layout import ABORT, PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from syncvar.arena.channels import Channels
-    from syncvar.arena.reaching import Reach
+    from syncvar.shm.channel_table import Channels
+    from syncvar.shm.cross_process_read import Reach
 
 __all__ = ["Channel"]
 

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.arena import layout
-from syncvar.arena.creating import why_not_here
-from syncvar.arena.extents import Extents, Range, Taken
-from syncvar.arena.given import Given
-from syncvar.arena.layout import Layout, bytes_in_words
-from syncvar.arena.references import SegmentId, SharedMemoryReference
-from syncvar.arena.room import Room
 from syncvar.core.errors import ArenaFull, ArenaUnavailable, ConfigError, InternalError, UsageError
+from syncvar.shm import segment_layout
+from syncvar.shm.allocator import Extents, Range, Taken
+from syncvar.shm.debug_check import Given
+from syncvar.shm.host_limits import Room
+from syncvar.shm.segment_file import why_not_here
+from syncvar.shm.segment_layout import Layout, bytes_in_words
+from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -98,12 +98,14 @@ class Arena:
     ) -> None:
         self.memory = memory
         self.words = memoryview(memory).cast("Q")
-        self.arena_bytes = self.words[layout.ARENA_BYTES]
-        self.local_world_size = self.words[layout.LOCAL_WORLD_SIZE]
-        self.usable_cores = self.words[layout.USABLE_CORES]
-        self.generation = self.words[layout.GENERATION]
+        self.arena_bytes = self.words[segment_layout.ARENA_BYTES]
+        self.local_world_size = self.words[segment_layout.LOCAL_WORLD_SIZE]
+        self.usable_cores = self.words[segment_layout.USABLE_CORES]
+        self.generation = self.words[segment_layout.GENERATION]
         self.segment = SegmentId(
-            self.words[layout.HOST], self.generation, self.words[layout.SEGMENT_TOKEN]
+            self.words[segment_layout.HOST],
+            self.generation,
+            self.words[segment_layout.SEGMENT_TOKEN],
         )
         self.local_rank = local_rank
         self.layout = Layout(self.arena_bytes, self.local_world_size)
@@ -140,7 +142,7 @@ class Arena:
             local_rank: Which of its regions is ours.
             config: How long to wait, and whether uses are checked.
         """
-        from syncvar.arena.handing import (
+        from syncvar.shm.fd_passing import (
             fetch,
         )  # sockets: a world that is given its memory has none
 
@@ -213,7 +215,7 @@ class Arena:
     @property
     def is_aborted(self) -> bool:
         """Whether the launcher has said that a rank is lost."""
-        return self.words[layout.ABORT] != 0
+        return self.words[segment_layout.ABORT] != 0
 
     @property
     def is_checked(self) -> bool:
@@ -475,7 +477,7 @@ def _check_machine() -> None:
 
 def _checked_size(fd: int) -> int:
     size = os.fstat(fd).st_size
-    if size < layout.HEADER_BYTES:
+    if size < segment_layout.HEADER_BYTES:
         raise ArenaUnavailable(f"the descriptor handed over is no arena: it has {size} bytes")
     if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
         needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -488,22 +490,22 @@ def _checked_size(fd: int) -> int:
 
 def _check_header(memory: mmap.mmap, size: int, local_rank: int) -> None:
     with memoryview(memory) as whole, whole.cast("Q") as words:
-        if words[layout.MAGIC] != layout.MAGIC_VALUE:
+        if words[segment_layout.MAGIC] != segment_layout.MAGIC_VALUE:
             raise ArenaUnavailable(
                 "the descriptor handed over is no arena: it begins with other bytes"
             )
-        if words[layout.VERSION] != layout.LAYOUT_VERSION:
+        if words[segment_layout.VERSION] != segment_layout.LAYOUT_VERSION:
             raise ArenaUnavailable(
-                f"the launcher's arena has layout {words[layout.VERSION]}, this process reads {layout.LAYOUT_VERSION}: "
+                f"the launcher's arena has layout {words[segment_layout.VERSION]}, this process reads {segment_layout.LAYOUT_VERSION}: "
                 "use the same version of syncvar for both"
             )
-        if words[layout.ARENA_BYTES] != size:
+        if words[segment_layout.ARENA_BYTES] != size:
             raise ArenaUnavailable(
-                f"the arena has {size} bytes but says {words[layout.ARENA_BYTES]}"
+                f"the arena has {size} bytes but says {words[segment_layout.ARENA_BYTES]}"
             )
-        if local_rank >= words[layout.LOCAL_WORLD_SIZE]:
+        if local_rank >= words[segment_layout.LOCAL_WORLD_SIZE]:
             raise ArenaUnavailable(
-                f"the arena is for {words[layout.LOCAL_WORLD_SIZE]} ranks, so there is no local rank {local_rank}"
+                f"the arena is for {words[segment_layout.LOCAL_WORLD_SIZE]} ranks, so there is no local rank {local_rank}"
             )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.arena.layout import HUGE_BYTES, LINE_BYTES, PAGE_BYTES
+from syncvar.shm.segment_layout import HUGE_BYTES, LINE_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,15 +14,22 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from syncvar.arena.box import ENTRY_BYTES_MAX, HEADER_WORDS, RING, RING_BYTES_LEAST, Inbox, Outbox
-from syncvar.arena.layout import ABORT, LINE_BYTES
-from syncvar.arena.waiting import BUDGET_S
 from syncvar.core.errors import ArenaFull
 from syncvar.kernel import message_end
+from syncvar.shm.message_ring import (
+    ENTRY_BYTES_MAX,
+    HEADER_WORDS,
+    RING,
+    RING_BYTES_LEAST,
+    Inbox,
+    Outbox,
+)
+from syncvar.shm.segment_layout import ABORT, LINE_BYTES
+from syncvar.shm.spin_wait import BUDGET_S
 
 if TYPE_CHECKING:
-    from syncvar.arena.channels import Channels
-    from syncvar.arena.reaching import Reach
+    from syncvar.shm.channel_table import Channels
+    from syncvar.shm.cross_process_read import Reach
 
 __all__ = ["RING_BYTES", "Boxes"]
 

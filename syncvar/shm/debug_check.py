@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.arena.layout import LINE_BYTES, PAGE_BYTES
+from syncvar.shm.segment_layout import LINE_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
-    from syncvar.arena.mapping import Arena
+    from syncvar.shm.segment import Arena
 
 __all__ = ["GIVEN", "Given"]
 
