@@ -249,7 +249,7 @@ class Job:
 
     def dry_run(self) -> str:
         """Return what a launch would do, as text."""
-        from syncvar import kernel
+        from syncvar import _native
         from syncvar.joining.directory import runtime_directory
         from syncvar_launcher.sharing import sharing_of
         from syncvar_launcher.show import dry_run_text
@@ -286,7 +286,7 @@ class Job:
             host=self.host,
             binding=self.binding.reason,
             transport=transport,
-            kernel=kernel.told(self.options.runtime.kernel),
+            kernel=_native.told(self.options.runtime.kernel),
             beginning=f"workers: {self._checked_beginning()}",
             servers=[
                 (self.host_name(one), mirrors, self.server_command(one))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from syncvar._native import recall, remember
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.library_arrays import in_kind, is_foreign
 from syncvar.core.lazy_import import unexpected
@@ -19,7 +20,6 @@ from syncvar.engine.group import Request
 from syncvar.engine.timeouts import is_seconds
 from syncvar.execution.moves import NOTHING
 from syncvar.joining.process import entered_natively
-from syncvar.kernel import recall, remember
 from syncvar.recording.call_sites import own_site
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ __all__ = ["Repeatable", "call_prepared", "entered", "make_call", "never", "plai
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 _NUMBERS = frozenset((float, int, bool, complex))
-_NUMBERS_MAX = 1024  # of a list, as in entrances.c
+_NUMBERS_MAX = 1024  # of a list, as in dispatch.c
 
 
 class Repeatable(Request):
@@ -68,7 +68,7 @@ def entered(**how: Any) -> Callable[[Function], Function]:
     """Return a decorator that lets the C runner make a public function's prepared calls without a step of Python.
 
     Args:
-        how: As for `syncvar.kernel.entrance`.
+        how: As for `syncvar._native.entrance`.
     """
 
     def decorated(function: Function) -> Function:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native import Count
 from syncvar.algorithms.compile_messages import prepare
 from syncvar.algorithms.schedule import Chunk, Plan, Recv, Send
 from syncvar.core.dtypes import dtype_from_index
@@ -20,7 +21,6 @@ from syncvar.engine.message_ends import Inward, Outward
 from syncvar.engine.messages import Receiving, Sending
 from syncvar.engine.operation import Stage
 from syncvar.joining.process import current
-from syncvar.kernel import Count
 from syncvar.protocol.fixed_records import (
     ARRAY,
     BYTES,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
+from syncvar._native import remember
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.library_arrays import in_kind, is_foreign
 from syncvar.collectives.mailbox import Mailbox, done, failed
@@ -25,7 +26,6 @@ from syncvar.core.pytree import is_structure
 from syncvar.engine.at_once import NOT_YET
 from syncvar.engine.timeouts import is_seconds
 from syncvar.joining.process import current, messages_entered_natively
-from syncvar.kernel import remember
 from syncvar.protocol.fixed_records import ARRAY, BYTES, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
 

@@ -15,20 +15,20 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from syncvar._native import AdmissionState
 from syncvar.core.errors import GroupBroken, InternalError, UsageError
 from syncvar.engine.call_ledger import CallLedger
-from syncvar.kernel import AdmissionState
 from syncvar.protocol.control_messages import pack_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from syncvar._native import Begun
     from syncvar.core.errors import TransportError
     from syncvar.core.settings import RuntimeConfig
     from syncvar.engine.call_ledger import Passing
     from syncvar.engine.operation import Operation
     from syncvar.engine.queued import Queued
-    from syncvar.kernel import Begun
     from syncvar.recording.entries import Entry
     from syncvar.recording.recorder import Recorder
     from syncvar.shm.segment import Arena

@@ -7,6 +7,7 @@ import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
+from syncvar._native import CommunicatorState, note_change
 from syncvar.core.errors import ConfigError, MismatchError, UsageError
 from syncvar.core.reduce_ops import quiet
 from syncvar.engine.call_ledger import CallBlock
@@ -17,7 +18,6 @@ from syncvar.engine.queued import send_queued
 from syncvar.engine.stages import stage_steps
 from syncvar.engine.timeouts import checked_timeout
 from syncvar.engine.work import Work
-from syncvar.kernel import CommunicatorState, note_change
 from syncvar.recording.call_sites import own_site
 from syncvar.recording.entries import Told
 from syncvar.recording.recorder import Recorder
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar._native import Count
     from syncvar.engine.engine import Engine
     from syncvar.engine.links import Outlet
     from syncvar.engine.messages import Receiving, Sending
     from syncvar.engine.operation import Stage
-    from syncvar.kernel import Count
     from syncvar.shm.group_channel import Channel
 
     PreparedCall = Callable[..., NDArray[Any] | None]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar._native import slot_call
 from syncvar.core.reduce_ops import quiet
 from syncvar.engine.operation import Operation
 from syncvar.engine.timeouts import checked_timeout
@@ -20,7 +21,6 @@ from syncvar.engine.work import Work
 from syncvar.execution.gil import crowd
 from syncvar.execution.reductions import is_alone
 from syncvar.execution.running import DISAGREE
-from syncvar.kernel import slot_call
 from syncvar.recording.call_sites import site_of
 from syncvar.recording.entries import Told
 from syncvar.shm.channel_table import MASK, SPREAD

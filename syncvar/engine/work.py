@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from syncvar._native import Begun
 from syncvar.core.errors import SyncvarError
 from syncvar.core.lazy_import import Taught
 from syncvar.engine.queued import send_queued
 from syncvar.engine.timeouts import checked_timeout
-from syncvar.kernel import Begun
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,6 +10,6 @@ made ("lowered") and printed by pure functions, which the tests prove on symbols
 
 `reductions`, `moves` and `rounds` make such calls: they find out where arrays lie (`addresses`) and which
 program is for them. `running` compares in phase 0 what the ranks do, looks up the memories of a program and runs it: in C
-(`syncvar.kernel`), or by `interpreter`, which is plain NumPy and what the C runner is compared with. `arithmetic` is
+(`syncvar._native`), or by `interpreter`, which is plain NumPy and what the C runner is compared with. `arithmetic` is
 what becomes of the terms of ranks, by the ops of `syncvar.core.reduce_ops`, and `gil` keeps the interpreter's lock beside busy threads.
 """

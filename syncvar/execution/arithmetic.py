@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar._native import program as native_program
 from syncvar.algorithms.reproducible import tree_order
 from syncvar.core.errors import InternalError
 from syncvar.execution.gil import PIECE, crowd, ufunc_holding
-from syncvar.kernel import program as native_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """The plain runner of programs: NumPy does what each instruction says, one after the other.
 
-It is always there, and what the C runner (`syncvar.kernel`) is compared with. See `syncvar.execution.program`.
+It is always there, and what the C runner (`syncvar._native`) is compared with. See `syncvar.execution.program`.
 """
 
 from __future__ import annotations

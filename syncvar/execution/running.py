@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native import UNREAD, open_program, run
+from syncvar._native import program as native_program
 from syncvar.core.errors import InternalError
 from syncvar.execution.addresses import Gone, Lying, Reached, read
 from syncvar.execution.arithmetic import folder, storer
 from syncvar.execution.gil import copier, crowd
 from syncvar.execution.interpreter import interpret, opened
 from syncvar.execution.program import Kind
-from syncvar.kernel import UNREAD, open_program, run
-from syncvar.kernel import program as native_program
 from syncvar.shm.segment_layout import PAGE_BYTES
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from syncvar._native import told, which
 from syncvar.algorithms.selection import parse_forced
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import RendezvousError, SyncvarError, UsageError
@@ -19,7 +20,6 @@ from syncvar.engine.group import Communicator, Hosts
 from syncvar.engine.message_ends import Post
 from syncvar.engine.queued import send_queued
 from syncvar.joining.roll_call import answer_roll_call
-from syncvar.kernel import told, which
 from syncvar.protocol.control_messages import pack_message
 from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
 from syncvar.recording.recorder import Recorder

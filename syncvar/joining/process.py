@@ -10,11 +10,11 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
+from syncvar._native import entrance, message_entrance, note_change
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.exit_codes import failure_in_words
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.core.rank_process import environment_of
-from syncvar.kernel import entrance, message_entrance, note_change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping, Sequence

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from syncvar._native import ChannelState, bind
 from syncvar.core.errors import InternalError
-from syncvar.kernel import ChannelState, bind
 from syncvar.shm.channel_table import (
     CHECK,
     DONE,

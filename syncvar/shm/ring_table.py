@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from syncvar._native import message_end
 from syncvar.core.errors import ArenaFull
-from syncvar.kernel import message_end
 from syncvar.shm.message_ring import (
     ENTRY_BYTES_MAX,
     HEADER_WORDS,
@@ -122,7 +122,7 @@ class Boxes:
             other: The other rank, in the world.
             identity: Of the pair's calls.
             eager_bytes: A longer message waits for its receiver.
-            objects: What it asks and tells; see `messages.h`.
+            objects: What it asks and tells; see `p2p.h`.
         """
         channels = self.channels
         if not channels.is_native:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.kernel import access, which
+from syncvar._native import access, which
 from syncvar.variables.policy import Context
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar._native import Tally
     from syncvar.engine.group import PreparedCall
-    from syncvar.kernel import Tally
     from syncvar.variables.places import Owner
     from syncvar.variables.storage import Storage
 

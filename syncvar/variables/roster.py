@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native import Watch
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.sync_points import gather_objects
 from syncvar.core.errors import MismatchError
 from syncvar.core.output_files import AUTO_LOG, check_file
-from syncvar.kernel import Watch
 from syncvar.variables.checker import compare
 from syncvar.variables.decisions import Change, Point, append, read
 from syncvar.variables.pace import COSTS, Bar, Window, choose, period
@@ -37,7 +37,7 @@ from syncvar.variables.prepared import WRITES_PER_DECISION
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
-    from syncvar.kernel import Tally
+    from syncvar._native import Tally
     from syncvar.variables.pace import Choice, Costs
     from syncvar.variables.places import Owner
     from syncvar.variables.variable import Variable

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native import group_of, which
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.reducing import reduction_of
 from syncvar.engine.group import Request, fingerprint
 from syncvar.engine.prepared_reductions import prepare_reduction
-from syncvar.kernel import group_of, which
 from syncvar.variables.policy import Context
 from syncvar.variables.storage import refuse_overlap
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.kernel import Tally
+    from syncvar._native import Tally
     from syncvar.variables.places import Owner
     from syncvar.variables.storage import Storage
     from syncvar.variables.variable import Variable
@@ -42,7 +42,7 @@ _REPLICA = Context.REPLICA
 
 
 class PlainGroup:
-    """What is looked at, and brought together, for each variable of a group; `kernel/variables.c` does the same.
+    """What is looked at, and brought together, for each variable of a group; `_native/variable_access.c` does the same.
 
     Args:
         variables: Weak references to them.

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
+from syncvar._native import Copied
 from syncvar.core.errors import ArenaFull, UsageError
-from syncvar.kernel import Copied
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from syncvar._native import Tally
 from syncvar.collectives import finite
 from syncvar.collectives.reducing import prepared_reduction
 from syncvar.collectives.sync_points import meet
@@ -20,7 +21,6 @@ from syncvar.core.errors import (
 from syncvar.core.lazy_import import Taught
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.engine.group import fingerprint
-from syncvar.kernel import Tally
 from syncvar.variables.casting import number_array, operand_array
 from syncvar.variables.copies import checked_replica, fetch, publish, with_absent
 from syncvar.variables.creation import Made, Wish, make_on_replicas

@@ -10,9 +10,9 @@ import pytest
 from contract.harness import everywhere
 
 import syncvar as sv
+from syncvar._native import AdmissionState, Count, message_end
 from syncvar.core.settings import RuntimeConfig
 from syncvar.joining.process import current
-from syncvar.kernel import AdmissionState, Count, message_end
 from syncvar.shm.message_ring import (
     ATTENDED,
     FILLED,

@@ -10,11 +10,11 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
+from syncvar._native import why_not_native
 from syncvar.core.settings import RuntimeConfig
 from syncvar.engine import prepared_moves, prepared_reductions
 from syncvar.engine.group import Communicator
 from syncvar.joining.process import current
-from syncvar.kernel import why_not_native
 from syncvar.testing import run_ranks
 from syncvar.variables import pace
 from syncvar.variables.roster import Roster

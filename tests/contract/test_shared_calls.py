@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar._native import run as native_run
 from syncvar.core.settings import RuntimeConfig
 from syncvar.execution import running
 from syncvar.execution.reductions import is_direct
 from syncvar.joining.process import current
-from syncvar.kernel import run as native_run
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)

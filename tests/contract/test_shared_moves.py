@@ -7,11 +7,11 @@ import pytest
 from harness import covering, everywhere
 
 import syncvar as sv
+from syncvar._native import UNREAD
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.settings import RuntimeConfig
 from syncvar.execution import moves, running
 from syncvar.execution.addresses import ADDRESS
-from syncvar.kernel import UNREAD
 from syncvar.shm.cross_process_read import Reach
 from syncvar.testing import run_ranks
 

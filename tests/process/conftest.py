@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import Job
 
-from syncvar import kernel
+from syncvar import _native
 
 collect_ignore = [
     "soak.py",
@@ -21,7 +21,7 @@ collect_ignore = [
 def pytest_collection_modifyitems(config, items):
     """Leave out what compares both runners of prepared calls where there is one of them only, and say why."""
     own = [item for item in items if item.get_closest_marker("needs_kernel")]
-    if own and (why := kernel.why_not_native()):
+    if own and (why := _native.why_not_native()):
         config.syncvar_left_out.append(f"{len(own)} tests of the C kernel were left out: {why}")
         config.hook.pytest_deselected(items=own)
         items[:] = [item for item in items if item not in own]

@@ -15,7 +15,7 @@ DTYPES = [np.uint8, np.int64, np.float16, ml_dtypes.bfloat16, np.float32, np.flo
 
 def channel_over(memory, size):
     """Return a channel whose other ranks have published everything already."""
-    from syncvar.kernel import ChannelState, bind
+    from syncvar._native import ChannelState, bind
 
     class Channel(ChannelState):
         def publish(self):
@@ -104,12 +104,12 @@ def contents(places, arena):
 
 def both(draw):
     """Run a random program by both runners; the bytes of all memories are the same afterwards."""
+    from syncvar._native import program, run
     from syncvar.execution.addresses import ADDRESS
     from syncvar.execution.arithmetic import Arithmetic, folder
     from syncvar.execution.interpreter import interpret
     from syncvar.execution.program import COPY, FOLD, STORE, Code, Kind, Memory
     from syncvar.execution.reductions import Vector
-    from syncvar.kernel import program, run
 
     dtype = np.dtype(DTYPES[int(draw.integers(len(DTYPES)))])
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
@@ -167,7 +167,7 @@ def both(draw):
 
 def broken(draw, code, how, channel, arrays, offsets, places, arena):
     """Change a program anywhere: it is refused, or does nothing outside of its memories."""
-    from syncvar.kernel import program, run
+    from syncvar._native import program, run
 
     numbers, opening, names, sizes = code.numbers()
     changed = np.frombuffer(numbers, np.int64).copy()

@@ -38,7 +38,7 @@ def sanitized(name, folder):
         (module,) = [
             one
             for one in tomllib.load(file)["tool"]["setuptools"]["ext-modules"]
-            if one["name"] == f"syncvar.kernel.{name}"
+            if one["name"] == f"syncvar._native.{name}"
         ]
     built, sources = folder / f"{name}.so", [str(REPOSITORY / one) for one in module["sources"]]
     include = f"-I{sysconfig.get_path('include')}"
@@ -62,7 +62,7 @@ def variables(name, built):
     """Return the variables with which processes load a module that has been built, or end."""
     folder = built.parent
     loading = _LOADING.format(
-        name=f"syncvar.kernel.{name}", built=str(built), folder=str(folder), code=NOT_LOADED
+        name=f"syncvar._native.{name}", built=str(built), folder=str(folder), code=NOT_LOADED
     )
     (folder / "sitecustomize.py").write_text(loading)
     asked = subprocess.run(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sanitizing import NOT_LOADED, loaded, sanitized, variables
 
-from syncvar import kernel
+from syncvar import _native as kernel
 
 SCRIPT = Path(__file__).with_name("kernel_calls.py")
 
@@ -243,7 +243,7 @@ def test_a_signal_in_a_prepared_call_breaks_the_group_on_all_ranks(launch):
 def test_a_demanded_kernel_that_is_not_there_is_refused(launch):
     script = """
 import sys
-sys.modules["syncvar.kernel.native"] = None
+sys.modules["syncvar._native.native"] = None
 import syncvar as sv
 sv.init()
 """
@@ -256,10 +256,10 @@ sv.init()
 def test_without_a_kernel_calls_are_prepared_in_python(launch):
     script = """
 import sys
-sys.modules["syncvar.kernel.native"] = None
+sys.modules["syncvar._native.native"] = None
 import numpy as np, syncvar as sv
 from probe import note
-from syncvar import kernel
+from syncvar import _native as kernel
 for _ in range(4):
     total = sv.all_reduce(np.arange(3.0))
     sv.barrier()
@@ -518,7 +518,7 @@ def test_no_byte_outside_is_touched(launch, tmp_path):
 @pytest.mark.parametrize("way", [0, 1, 2])
 def test_copies_are_exact(way):
     """To memory that others read, past the caches (whole lines go so, and what is left at both ends as usual), and to this rank's own."""
-    copy = importlib.import_module("syncvar.kernel.native").copy_once
+    copy = importlib.import_module("syncvar._native.native").copy_once
     draw = np.random.default_rng(5)
     source = np.frombuffer(draw.bytes(40_000), np.uint8)
     for nbytes in (0, 1, 63, 64, 1023, 1024, 1025, 1087, 4096, 8191, 33_333):
@@ -537,7 +537,7 @@ def test_copies_are_exact(way):
 @pytest.mark.needs_kernel
 @pytest.mark.parametrize("ahead", [-4096, -100, -16, 0, 16, 40, 100, 4096 + 16])
 def test_a_copy_to_memory_that_overlaps_is_exact(ahead):
-    copy = importlib.import_module("syncvar.kernel.native").copy_once
+    copy = importlib.import_module("syncvar._native.native").copy_once
     memory = np.frombuffer(bytearray(np.random.default_rng(6).bytes(60_000)), np.uint8)
     before = memory.copy()
     copy(memory[8_000 + ahead :], memory[8_000:], 40_000, 2)

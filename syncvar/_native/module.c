@@ -1,5 +1,5 @@
 /* The module: what it tells of itself, and its types. */
-#include "calls.h"
+#include "persistent_call.h"
 
 #define FORM 19 /* of what Python and this module tell each other; as in __init__.py */
 
@@ -85,7 +85,7 @@ static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, prepare_module}, {0, NUL
 
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
-    "syncvar.kernel.native",
+    "syncvar._native.native",
     "Runs prepared calls in shared memory without Python's own steps.",
     0,
     functions,

@@ -12,7 +12,7 @@
  * the sender puts them while the receiver takes them. Where either has to wait for long, or finds
  * something else, Python's engine goes on from the byte that has been reached.
  */
-#include "messages.h"
+#include "p2p.h"
 
 #define PIECE 16384      /* bytes that are published at a time */
 #define PART_BYTES 32768 /* of a long message */

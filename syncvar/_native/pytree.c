@@ -3,7 +3,7 @@
  *
  * Within a call what is brought, where the result goes and the result are tuples of arrays; the
  * containers are looked at and made at its beginning and end. */
-#include "calls.h"
+#include "persistent_call.h"
 
 #include <stdlib.h>
 

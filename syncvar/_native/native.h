@@ -1,10 +1,10 @@
 /* What the parts of the C kernel share. Only the limited API of CPython is used: one build serves
  * every version from 3.11 on.
  *
- * Each part uses those above it: `objects.c` what objects have in common; `copying.c`,
- * `arithmetic.c` what is done with bytes; `channels.c` what ranks tell each other; `programs.c`,
- * `runs.c` programs; `leaves.c`, `slot_calls.c`, `running.c`, `begun.c`, `entrances.c` prepared
- * calls; `variables.c` variables; `messages.c`, `ends.c` messages; `native.c` the module. */
+ * Each part uses those above it: `object_support.c` what objects have in common; `memory_copy.c`,
+ * `reduce_kernels.c` what is done with bytes; `channels.c` what ranks tell each other; `program_check.c`,
+ * `program_exec.c` programs; `pytree.c`, `persistent_call.c`, `persistent_call_exec.c`, `async_call.c`, `dispatch.c` prepared
+ * calls; `variable_access.c` variables; `p2p.c`, `p2p_endpoints.c` messages; `module.c` the module. */
 #ifndef SYNCVAR_NATIVE_H
 #define SYNCVAR_NATIVE_H
 #define Py_LIMITED_API 0x030B0000
@@ -59,7 +59,7 @@ int intern_names(void);
         {0, NULL},                                                                                 \
     };                                                                                             \
     PyType_Spec PREFIX##_spec = {                                                                  \
-        "syncvar.kernel.native." #NAME, sizeof(NAME),        0,                                    \
+        "syncvar._native.native." #NAME, sizeof(NAME),        0,                                    \
         Py_TPFLAGS_DEFAULT | (FLAGS),   PREFIX##_type_slots,                                       \
     };
 #define TYPES(X)                                                                                   \
@@ -335,7 +335,7 @@ typedef struct {
     Patience patience;
     Stores stores;
     PyObject
-        *begun; /* the call that waits to be ended, see begun.c; it takes itself out when it goes */
+        *begun; /* the call that waits to be ended, see async_call.c; it takes itself out when it goes */
 } ChannelState;
 
 static inline uint64_t seen(const uint64_t *word) {

@@ -1,5 +1,5 @@
 /* Calls that have begun, and are waited for later. */
-#include "calls.h"
+#include "persistent_call.h"
 
 enum { UNPUBLISHED, BEGUN, ENDED, ADOPTED };
 

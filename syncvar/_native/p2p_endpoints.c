@@ -1,6 +1,6 @@
 /* The ends of messages, and the entrances of `send` and `recv`, which find them without a step of
  * Python. */
-#include "messages.h"
+#include "p2p.h"
 
 #define BOX_NDIM_MAX 13 /* of what is known */
 

@@ -1,6 +1,6 @@
 /* Prepared calls whose data go through a channel: what is known of them, that it lies where it may,
  * what they take and give. */
-#include "calls.h"
+#include "persistent_call.h"
 
 /* -- what they take and give ------------------------------------------------------------------- */
 

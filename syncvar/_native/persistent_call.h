@@ -1,5 +1,5 @@
-/* Prepared calls: `slot_calls.c` makes them, `running.c` runs them, `leaves.c` has those of several
- * arrays, `begun.c` those that are waited for later; `entrances.c` finds them. */
+/* Prepared calls: `persistent_call.c` makes them, `persistent_call_exec.c` runs them, `pytree.c` has those of several
+ * arrays, `async_call.c` those that are waited for later; `dispatch.c` finds them. */
 #ifndef SYNCVAR_CALLS_H
 #define SYNCVAR_CALLS_H
 #include "native.h"
@@ -51,7 +51,7 @@ typedef struct {
         *begun, *work, *adopt;
     PyObject *nothing; /* stands for the result of a rank that gets nothing; else None */
     PyObject *crowd;   /* of a long vector: knows whether Python's lock has to be kept; else None */
-    PyObject *structure, *leaves_type; /* of several arrays: how containers hold them, see leaves.c,
+    PyObject *structure, *leaves_type; /* of several arrays: how containers hold them, see pytree.c,
                                           and the class `Leaves`; else None */
     PyObject *make_arguments, *leaf_arguments;
     PyObject *op, *prepared_calls; /* by what it is remembered */
@@ -88,7 +88,7 @@ static inline Py_ssize_t in_slots(const SlotCall *self, const Form *form) {
     return self->how.half ? 2 * form->nbytes : form->nbytes;
 }
 
-/* of leaves.c */
+/* of pytree.c */
 int intern_kinds(void);
 PyTypeObject *container_of(PyObject *structure);
 int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given);
@@ -103,7 +103,7 @@ int lies_alone(const SlotCall *self, const Span *spans);
 void put_leaves(const SlotCall *self, char *slot, PyObject *arrays);
 void combine_leaves(const SlotCall *self, const char *const *slots, PyObject *arrays);
 
-/* of slot_calls.c */
+/* of persistent_call.c */
 int accept(const SlotCall *self, PyObject *x, PyObject *out, PyObject **brought, PyObject **goal);
 int fit_still(const SlotCall *self, const Form *form, PyObject *arrays, int flags);
 int are_all_put(const SlotCall *self);
@@ -111,7 +111,7 @@ int brings_nothing(const SlotCall *self);
 PyObject *make_result(const SlotCall *self, PyObject *goal);
 PyObject *given_of(const SlotCall *self, PyObject *made);
 
-/* of running.c */
+/* of persistent_call_exec.c */
 int may_begin(const SlotCall *self);
 long long take_number(const SlotCall *self, PyObject **number);
 uint64_t put_own(const SlotCall *self, int side, PyObject *x);
@@ -121,7 +121,7 @@ int all_agree(const SlotCall *self, uint64_t check, int64_t patience_ns);
 void finish(const SlotCall *self, int side, const char *brought, PyObject *made);
 void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *said);
 
-/* of begun.c */
+/* of async_call.c */
 int end_begun(PyObject *begun, int64_t patience_ns);
 PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site,
                       PyObject *instruction);

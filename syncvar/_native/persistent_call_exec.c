@@ -6,7 +6,7 @@
  * The interpreter's lock is kept of small calls: they take about a microsecond. What does not come
  * soon goes on in Python.
  */
-#include "calls.h"
+#include "persistent_call.h"
 
 /* -- what a call works on ---------------------------------------------------------------------- */
 

@@ -53,7 +53,7 @@ __all__ = [
 _native: ModuleType | None
 _missing: str
 try:
-    _native = importlib.import_module("syncvar.kernel.native")
+    _native = importlib.import_module("syncvar._native.native")
     _missing = ""
 except ModuleNotFoundError:
     _native = None
@@ -276,7 +276,7 @@ def bind(channel: Any, *places: Any) -> bool:
 
 
 def program(*parts: Any) -> Any:
-    """Return a program for the C runner, or None where it takes no such program; see `programs.c`."""
+    """Return a program for the C runner, or None where it takes no such program; see `program_check.c`."""
     if _native is None:
         return None
     try:
@@ -309,7 +309,7 @@ def run(
 
 
 def slot_call(*parts: Any, **objects: Any) -> Any:
-    """Return the C runner of a prepared call, or None where it takes no such call; see `slot_calls.c`, and `Preparation.natively` for the objects."""
+    """Return the C runner of a prepared call, or None where it takes no such call; see `persistent_call.c`, and `Preparation.natively` for the objects."""
     if _native is None:
         return None
     try:
@@ -336,7 +336,7 @@ def group_of(
 
 
 def message_end(*parts: Any, **objects: Any) -> Any:
-    """Return the C runner of one end of a pair's messages, or None where there is none; see `messages.h`."""
+    """Return the C runner of one end of a pair's messages, or None where there is none; see `p2p.h`."""
     return None if _native is None else _native.End(*parts, **objects)
 
 

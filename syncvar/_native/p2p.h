@@ -1,4 +1,4 @@
-/* Messages through a box in the arena: `messages.c` sends and receives them, `ends.c` makes the
+/* Messages through a box in the arena: `p2p.c` sends and receives them, `p2p_endpoints.c` makes the
  * ends and finds them.
  *
  * `shm/message_ring.py` says what lies where in a box. */

@@ -1,5 +1,5 @@
 /* The entrances of public functions: they find and run prepared calls without a step of Python. */
-#include "calls.h"
+#include "persistent_call.h"
 
 static int is_float(PyObject *value) { return Py_TYPE(value) == &PyFloat_Type; }
 
