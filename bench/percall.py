@@ -23,10 +23,10 @@ import numpy as np
 import syncvar as sv
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.reduce_ops import reduction
-from syncvar.engine.prepared_reductions import prepare_reduction
 from syncvar.joining.process import current
-from syncvar.recording.entries import Told
-from syncvar.recording.recorder import Recorder
+from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.recorder import Recorder
+from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
 from syncvar.shm.channel_table import CHECK, DONE, PHASE
 from syncvar.variables.places import places
 

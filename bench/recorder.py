@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 import syncvar as sv
-from syncvar.engine import prepared_reductions
 from syncvar.joining.process import current
-from syncvar.recording.entries import Told
-from syncvar.recording.recorder import Recorder
+from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.recorder import Recorder
+from syncvar.runtime.persistent import persistent_reduce
 
 _TOLD = Told("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "arena small")
 
@@ -69,13 +69,13 @@ def paired(rounds: int, calls: int) -> None:
     x = np.ones(1)
     out = np.empty_like(x)
     keep = recorder.add
-    real = prepared_reductions.monotonic_ns, prepared_reductions.get_ident
+    real = persistent_reduce.monotonic_ns, persistent_reduce.get_ident
     times: dict[str, list[float]] = {"on": [], "off": []}
     for turn in range(2 * rounds):
         is_on = turn % 4 in (0, 3)  # on off off on: neither is always first
         recorder.add = keep if is_on else _ignore
         if not is_on:  # the clock and the thread's number are asked for the recorder alone
-            prepared_reductions.monotonic_ns, prepared_reductions.get_ident = _zero, _zero
+            persistent_reduce.monotonic_ns, persistent_reduce.get_ident = _zero, _zero
         group = sv.new_group(range(sv.world_size()))
         for _ in range(50):
             sv.all_reduce(x, out=out, group=group)
@@ -83,7 +83,7 @@ def paired(rounds: int, calls: int) -> None:
         for _ in range(calls):
             sv.all_reduce(x, out=out, group=group)
         times["on" if is_on else "off"].append((time.perf_counter() - begin) / calls * 1e9)
-        prepared_reductions.monotonic_ns, prepared_reductions.get_ident = real
+        persistent_reduce.monotonic_ns, persistent_reduce.get_ident = real
         recorder.add = keep
     if sv.rank() == 0:
         for name, values in times.items():

@@ -64,8 +64,6 @@ if TYPE_CHECKING:
         UsageError,
     )
     from syncvar.core.reduce_ops import register_op
-    from syncvar.engine.waiting import wait_all, wait_any
-    from syncvar.engine.work import Work
     from syncvar.identity import (
         host_count,
         host_index,
@@ -79,6 +77,8 @@ if TYPE_CHECKING:
     from syncvar.launching import run
     from syncvar.memory_in_common import shared_array
     from syncvar.resident import empty, zeros
+    from syncvar.runtime.wait_many import wait_all, wait_any
+    from syncvar.runtime.work import Work
     from syncvar.strategies.base import Strategy
     from syncvar.strategies.central_storage import CentralStorageStrategy
     from syncvar.strategies.contexts import (
@@ -131,8 +131,8 @@ _HOMES = {
     "syncvar.collectives.scan": ("exscan", "scan"),
     "syncvar.collectives.scatter": ("scatter",),
     "syncvar.collectives.tree_sum": ("tree_sum",),
-    "syncvar.engine.waiting": ("wait_all", "wait_any"),
-    "syncvar.engine.work": ("Work",),
+    "syncvar.runtime.wait_many": ("wait_all", "wait_any"),
+    "syncvar.runtime.work": ("Work",),
     "syncvar.core.errors": (
         "ArenaFull", "ArenaUnavailable", "CheckpointError", "ConfigError", "Corrupt",
         "DeadlineExceeded", "GroupBroken", "HandshakeError", "HostUnreachable", "InternalError",

@@ -14,9 +14,9 @@ import numpy as np
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.errors import ArenaFull, ConfigError, MismatchError
-from syncvar.engine.group import Request, fingerprint
 from syncvar.joining.process import current
 from syncvar.resident import checked_kind, zeros
+from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.shm.segment_layout import bytes_in_words
 from syncvar.shm.shm_references import REFERENCE_NBYTES, SharedMemoryReference
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator
     from syncvar.joining.context import Context
+    from syncvar.runtime.communicator import Communicator
     from syncvar.shm.segment import Arena
 
 __all__ = ["Wanted", "memory_in_common", "shared_array"]

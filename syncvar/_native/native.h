@@ -355,7 +355,7 @@ int have_come(ChannelState *channel, long long need, int64_t patience_ns);
 
 /* -- programs ---------------------------------------------------------------------------------- */
 
-/* As in syncvar/execution/program.py. */
+/* As in syncvar/runtime/programs/instructions.py. */
 enum { COPY, STORE, FOLD, PUBLISH, AWAIT };
 enum { SOURCE, TARGET, SCRATCH, SLOT, CELLS, MADE, LYING, GOAL };
 
@@ -371,7 +371,7 @@ typedef struct {
     Py_ssize_t process; /* 0: here */
 } Bound;
 
-/* A program that has been looked at, see syncvar/execution/program.py: COPY and STORE are (source,
+/* A program that has been looked at, see syncvar/runtime/programs/instructions.py: COPY and STORE are (source,
  * first, target, first, count), FOLD is (target, first, count, terms, (term, first)...), AWAIT is
  * (back). */
 typedef struct {

@@ -1,4 +1,4 @@
-/* Messages that need no waiting, through a box in the arena: what `engine/at_once.py` does, for
+/* Messages that need no waiting, through a box in the arena: what `runtime/p2p/channel.py` does, for
  * arrays of a dtype and shape that it has met before. Whatever is unusual is left to it, before
  * anything has been changed.
  *

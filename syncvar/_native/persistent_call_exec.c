@@ -1,6 +1,6 @@
 /* The C runner of prepared calls in shared memory: put, publish, await, compare, combine.
  *
- * It does what syncvar/engine/prepared_reductions.py says in Python, step by step, for arrays that
+ * It does what syncvar/runtime/persistent/persistent_reduce.py says in Python, step by step, for arrays that
  * lie in one piece; whatever is unusual it leaves to that function, before it has changed anything.
  *
  * The interpreter's lock is kept of small calls: they take about a microsecond. What does not come

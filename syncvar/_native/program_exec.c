@@ -1,4 +1,4 @@
-/* The C runner of programs: it does what syncvar/execution/interpreter.py does in Python,
+/* The C runner of programs: it does what syncvar/runtime/programs/interpreter.py does in Python,
  * instruction by instruction.
  *
  * A Run is one call of a program; it goes on until the others have to come first, and says then

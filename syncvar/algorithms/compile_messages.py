@@ -1,6 +1,6 @@
 """A plan made ready to run over links: peers are ranks of the world, and the steps of a round are sorted by what they do.
 
-Plans in shared memory are made ready by `syncvar.execution.rounds`.
+Plans in shared memory are made ready by `syncvar.runtime.programs.round_runner`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from syncvar.checkpoint.objects import Leaf
     from syncvar.checkpoint.on_servers import Collected, Walked
     from syncvar.checkpoint.together import Together
-    from syncvar.engine.group import Communicator
+    from syncvar.runtime.communicator import Communicator
 
 __all__ = ["Checkpoint"]
 

@@ -30,7 +30,7 @@ from syncvar.joining.process import joined, shutdown
 if TYPE_CHECKING:
     from syncvar.checkpoint.pending import PendingSave
     from syncvar.checkpoint.together import Together
-    from syncvar.engine.group import Communicator
+    from syncvar.runtime.communicator import Communicator
 
 __all__ = ["CheckpointManager"]
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from syncvar.checkpoint.manifest import Entry, Stored
     from syncvar.checkpoint.together import Together
-    from syncvar.engine.group import Communicator
+    from syncvar.runtime.communicator import Communicator
 
 __all__ = [
     "KEEP",

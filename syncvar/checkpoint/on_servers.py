@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from syncvar.checkpoint.manifest import Entry, Stored
     from syncvar.checkpoint.together import Together
-    from syncvar.engine.group import Communicator
     from syncvar.optimizers import Optimizer
+    from syncvar.runtime.communicator import Communicator
     from syncvar.servers.shard import RuleKey
     from syncvar.strategies.server_state import ServerState
     from syncvar.variables.variable import Variable

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from syncvar.checkpoint.objects import Leaf
     from syncvar.checkpoint.together import Together
-    from syncvar.engine.group import Communicator
+    from syncvar.runtime.communicator import Communicator
 
 __all__ = ["POLICIES", "Found", "check_arguments", "is_local", "restore_leaves", "stage_leaves"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.sync_points import gather_objects
-from syncvar.engine.group import Communicator
+from syncvar.runtime.communicator import Communicator
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,7 +23,7 @@ from syncvar.core.stack_dump import where
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
-    from syncvar.recording.entries import Event
+    from syncvar.runtime.flight_recorder.call_record import Event
 
 __all__ = ["Divergence", "divergences", "explained"]
 

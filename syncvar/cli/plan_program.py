@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.shm_rounds import publications
-from syncvar.execution.lower_moves import Move, Way, lower_move
-from syncvar.execution.lower_reduce import Ends, Places, lower_reduce, lower_small
-from syncvar.execution.lower_rounds import lower_rounds
-from syncvar.execution.moves import cells_of_blocks, fits_slots, is_worth_reading
-from syncvar.execution.program import program_text
-from syncvar.execution.reductions import cells_of, is_direct
+from syncvar.runtime.programs.block_transfer import cells_of_blocks, fits_slots, is_worth_reading
+from syncvar.runtime.programs.compile_reduce import Ends, Places, lower_reduce, lower_small
+from syncvar.runtime.programs.compile_rounds import lower_rounds
+from syncvar.runtime.programs.compile_transfer import Move, Way, lower_move
+from syncvar.runtime.programs.instructions import program_text
+from syncvar.runtime.programs.shm_reduce import cells_of, is_direct
 from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
 
 if TYPE_CHECKING:
-    from syncvar.execution.program import Program
+    from syncvar.runtime.programs.instructions import Program
 
 __all__ = ["program_lines"]
 

@@ -11,14 +11,14 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.rank_text import rank_list
 from syncvar.core.stack_dump import Frame
 from syncvar.core.state_folder import RECORDS, is_record
-from syncvar.recording.call_numbers import ordinal
-from syncvar.recording.entries import Event
-from syncvar.recording.recorder import FORMAT
+from syncvar.runtime.flight_recorder.call_numbers import ordinal
+from syncvar.runtime.flight_recorder.call_record import Event
+from syncvar.runtime.flight_recorder.recorder import FORMAT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from syncvar.recording.call_numbers import Gap
+    from syncvar.runtime.flight_recorder.call_numbers import Gap
 
 __all__ = [
     "Record",

@@ -14,9 +14,9 @@ from syncvar.collectives.moving import Moving, detail_of, fits_out, moves, resul
 from syncvar.core.array_arguments import checked_integer, deliver
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import Structure, arrays_in, describe, fresh, unflatten
-from syncvar.engine.group import fingerprint
-from syncvar.execution.moves import NOTHING, Blocks, Layout
 from syncvar.protocol.fixed_records import array_record
+from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
 
 __all__ = ["all_gather", "gather_form", "gather_request", "gathered_blocks", "gathered_layout"]
 

@@ -23,7 +23,7 @@ from syncvar.core.array_arguments import as_array, checked_output
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import arrays_of, flatten, fresh, is_structure, unflatten
 from syncvar.core.reduce_ops import op_name
-from syncvar.engine.group import Request
+from syncvar.runtime.communicator import Request
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.core.pytree import Leaves
     from syncvar.core.reduce_ops import Reduction
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
 
 __all__ = ["agree", "agreement_request", "all_reduce", "reduce_request"]
 

@@ -39,9 +39,9 @@ from syncvar.core.pytree import (
     unflatten,
 )
 from syncvar.core.reduce_ops import finish, quiet, reduction
-from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.operation import Stage
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.groups import Group
     from syncvar.core.reduce_ops import Reduction
-    from syncvar.engine.group import Communicator
+    from syncvar.runtime.communicator import Communicator
 
 __all__ = ["all_reduce_shards", "shards_request"]
 

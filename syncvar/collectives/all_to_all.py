@@ -17,10 +17,10 @@ from syncvar.core.array_arguments import deliver
 from syncvar.core.array_interop import Untaken
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
-from syncvar.engine.group import fingerprint
-from syncvar.engine.operation import Stage
-from syncvar.execution.moves import Blocks, Layout
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.programs.block_transfer import Blocks, Layout
+from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator
+    from syncvar.runtime.communicator import Communicator
 
 __all__ = ["all_to_all"]
 

@@ -8,15 +8,15 @@ import numpy as np
 
 from syncvar.collectives.calls import Repeatable, entered, make_call, never
 from syncvar.collectives.sync_points import meeting
-from syncvar.engine.group import fingerprint
-from syncvar.engine.prepared_reductions import prepare_barrier
+from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.persistent.persistent_reduce import prepare_barrier
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.calls import Make
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, PreparedCall
 
 __all__ = ["barrier"]
 

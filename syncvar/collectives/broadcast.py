@@ -20,10 +20,10 @@ from syncvar.core.pytree import (
     restored_structure,
     unflatten,
 )
-from syncvar.engine.group import fingerprint
-from syncvar.execution.moves import Blocks, Layout
 from syncvar.protocol.fixed_records import ARRAY, BYTES, NOTHING, Record, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.programs.block_transfer import Blocks, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
 
 __all__ = ["broadcast", "broadcast_blocks", "broadcast_request"]
 

@@ -16,20 +16,20 @@ from syncvar._native import recall, remember
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.library_arrays import in_kind, is_foreign
 from syncvar.core.lazy_import import unexpected
-from syncvar.engine.group import Request
-from syncvar.engine.timeouts import is_seconds
-from syncvar.execution.moves import NOTHING
 from syncvar.joining.process import entered_natively
-from syncvar.recording.call_sites import own_site
+from syncvar.runtime.communicator import Request
+from syncvar.runtime.flight_recorder.call_sites import own_site
+from syncvar.runtime.programs.block_transfer import NOTHING
+from syncvar.runtime.timeouts import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Communicator, PreparedCall
-    from syncvar.engine.preparation import Said
-    from syncvar.engine.work import Work
+    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.persistent.builder import Said
+    from syncvar.runtime.work import Work
 
     Make = Callable[[Any, Any], "Repeatable"]  # of (x, out)
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import MismatchError
-from syncvar.engine.operation import Stage
 from syncvar.protocol.fixed_records import BYTES, Record, pack_record, unpack_record
+from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Communicator
+    from syncvar.runtime.communicator import Communicator
 
 __all__ = [
     "AT_ONCE",

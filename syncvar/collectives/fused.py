@@ -16,10 +16,10 @@ import numpy as np
 from syncvar.algorithms.compile_messages import Prepared
 from syncvar.collectives.reducing import contribution, kinds_of, outcome, sizes_of
 from syncvar.core.reduce_ops import divided
-from syncvar.engine.operation import Stage
-from syncvar.execution.arithmetic import store, store_parts
-from syncvar.execution.reductions import Vector, flat_of, in_one_exchange
-from syncvar.execution.rounds import Published
+from syncvar.runtime.programs.arithmetic import store, store_parts
+from syncvar.runtime.programs.round_runner import Published
+from syncvar.runtime.programs.shm_reduce import Vector, flat_of, in_one_exchange
+from syncvar.runtime.request import Stage
 from syncvar.shm.segment import Block
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.core.reduce_ops import Reduction
-    from syncvar.engine.group import Communicator
+    from syncvar.runtime.communicator import Communicator
 
 __all__ = ["owns_itself", "reduce_one", "reduce_together"]
 

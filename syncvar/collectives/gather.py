@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.groups import Group
     from syncvar.collectives.moving import Moving
-    from syncvar.engine.group import Communicator
+    from syncvar.runtime.communicator import Communicator
 
 __all__ = ["gather"]
 

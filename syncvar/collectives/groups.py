@@ -8,8 +8,8 @@ from syncvar.collectives.sync_points import gather_objects, meet
 from syncvar.core.array_arguments import checked_integer
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import Taught
-from syncvar.engine.group import Communicator, fingerprint
 from syncvar.joining.process import current
+from syncvar.runtime.communicator import Communicator, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,7 +14,7 @@ import numpy as np
 from syncvar.core.array_arguments import told
 from syncvar.core.array_interop import Untaken, library_of
 from syncvar.core.pytree import is_structure, parts_of, rebuilt
-from syncvar.engine.work import Work
+from syncvar.runtime.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.calls import Repeatable, never
-from syncvar.engine.group import fingerprint
-from syncvar.engine.operation import Stage
-from syncvar.engine.prepared_moves import prepare_move
-from syncvar.execution.moves import NOTHING, Blocks, Layout, Movement
-from syncvar.execution.rounds import SIDE_BY_SIDE
+from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.persistent.persistent_transfer import prepare_move
+from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, Layout, Movement
+from syncvar.runtime.programs.round_runner import SIDE_BY_SIDE
+from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.calls import Make
-    from syncvar.engine.group import Communicator, PreparedCall
-    from syncvar.engine.prepared_moves import Front
+    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.persistent.persistent_transfer import Front
 
 __all__ = ["UNMOVED", "Moving", "detail_of", "fits_out", "moves", "place_of", "result_buffer"]
 

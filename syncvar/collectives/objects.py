@@ -17,9 +17,9 @@ from syncvar.collectives.flat import AT_ONCE, HEAD, broadcast_bytes, gather_byte
 from syncvar.collectives.groups import by_rank, checked_root, communicator_of
 from syncvar.collectives.moving import UNMOVED, Moving, detail_of, moves
 from syncvar.core.errors import ConfigError
-from syncvar.engine.group import Request, fingerprint
-from syncvar.execution.moves import Blocks, Layout
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.programs.block_transfer import Blocks, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 

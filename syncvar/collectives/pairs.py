@@ -1,7 +1,7 @@
 """The calls of an ordered pair of ranks with one tag, and what each end does for one message.
 
 A message is two stages over a link: a record of fixed length, by which the receiver learns dtype and shape, and the array. Where the
-ranks share an arena it goes through a box instead; see `engine/message_ends.py`.
+ranks share an arena it goes through a box instead; see `runtime/p2p/endpoints.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,6 @@ from syncvar._native import Count
 from syncvar.algorithms.compile_messages import prepare
 from syncvar.algorithms.schedule import Chunk, Plan, Recv, Send
 from syncvar.core.dtypes import dtype_from_index
-from syncvar.engine.at_once import Line
-from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.message_ends import Inward, Outward
-from syncvar.engine.messages import Receiving, Sending
-from syncvar.engine.operation import Stage
 from syncvar.joining.process import current
 from syncvar.protocol.fixed_records import (
     ARRAY,
@@ -29,6 +24,11 @@ from syncvar.protocol.fixed_records import (
     pack_record,
     unpack_record,
 )
+from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.p2p.channel import Line
+from syncvar.runtime.p2p.endpoints import Inward, Outward
+from syncvar.runtime.p2p.message_requests import Receiving, Sending
+from syncvar.runtime.request import Stage
 from syncvar.shm.message_ring import what_of
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.compile_messages import Prepared
     from syncvar.algorithms.schedule import Step
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.message_ends import Landing
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.p2p.endpoints import Landing
 
 __all__ = ["line_of", "sending_words", "to_receive", "to_send"]
 

@@ -17,17 +17,17 @@ import numpy as np
 from syncvar._native import remember
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.library_arrays import in_kind, is_foreign
-from syncvar.collectives.mailbox import Mailbox, done, failed
 from syncvar.collectives.pairs import line_of, sending_words, to_receive, to_send
 from syncvar.core.array_arguments import as_array, deliver
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.lazy_import import unexpected
 from syncvar.core.pytree import is_structure
-from syncvar.engine.at_once import NOT_YET
-from syncvar.engine.timeouts import is_seconds
 from syncvar.joining.process import current, messages_entered_natively
 from syncvar.protocol.fixed_records import ARRAY, BYTES, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.p2p.channel import NOT_YET
+from syncvar.runtime.p2p.self_messages import Mailbox, done, failed
+from syncvar.runtime.timeouts import is_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.at_once import Line
-    from syncvar.engine.group import Communicator, Request
+    from syncvar.runtime.communicator import Communicator, Request
+    from syncvar.runtime.p2p.channel import Line
 
 __all__ = ["recv", "recv_object", "send", "send_object", "sendrecv"]
 

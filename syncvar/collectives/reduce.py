@@ -18,8 +18,8 @@ from syncvar.collectives.reducing import (
 from syncvar.core.array_arguments import checked_output
 from syncvar.core.pytree import arrays_in, fresh, unflatten
 from syncvar.core.reduce_ops import op_name
-from syncvar.engine.group import fingerprint
-from syncvar.execution.lower_reduce import Ends
+from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.programs.compile_reduce import Ends
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
 
 __all__ = ["reduce"]
 

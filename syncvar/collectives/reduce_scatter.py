@@ -16,7 +16,7 @@ from syncvar.collectives.reducing import contribution, described, outcome, run_p
 from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.reduce_ops import OPS, op_name
-from syncvar.execution.moves import Blocks, Layout
+from syncvar.runtime.programs.block_transfer import Blocks, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
 
 __all__ = ["reduce_scatter"]
 

@@ -14,13 +14,13 @@ from syncvar.collectives.calls import Repeatable, never, plain_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import LEAF, Leaves, Structure, describe
 from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
-from syncvar.engine.group import fingerprint
-from syncvar.engine.operation import Stage
-from syncvar.engine.prepared_kinds import prepare_kinds
-from syncvar.engine.prepared_reductions import prepare_reduction
-from syncvar.execution.lower_reduce import EVERYWHERE, Ends
-from syncvar.execution.reductions import Vector, in_one_exchange, is_direct
-from syncvar.execution.rounds import Published
+from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.persistent.mixed_dtypes import prepare_kinds
+from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
+from syncvar.runtime.programs.compile_reduce import EVERYWHERE, Ends
+from syncvar.runtime.programs.round_runner import Published
+from syncvar.runtime.programs.shm_reduce import Vector, in_one_exchange, is_direct
+from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.calls import Make
-    from syncvar.engine.group import Communicator, PreparedCall
+    from syncvar.runtime.communicator import Communicator, PreparedCall
 
 __all__ = [
     "Reducing",

@@ -19,7 +19,7 @@ from syncvar.collectives.reducing import (
 )
 from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.reduce_ops import identity, op_name
-from syncvar.execution.lower_reduce import Ends
+from syncvar.runtime.programs.compile_reduce import Ends
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
 
 __all__ = ["exscan", "scan"]
 

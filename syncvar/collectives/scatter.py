@@ -23,9 +23,9 @@ from syncvar.collectives.moving import (
 from syncvar.core.array_arguments import as_array, deliver
 from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError
-from syncvar.engine.group import fingerprint
-from syncvar.execution.moves import Blocks, Layout
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.programs.block_transfer import Blocks, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
 
 __all__ = ["cut", "scatter"]
 

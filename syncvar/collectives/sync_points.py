@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.collectives.flat import gather_bytes
-from syncvar.engine.group import Communicator, Request, fingerprint
-from syncvar.engine.operation import Stage
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.communicator import Communicator, Request, fingerprint
+from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Hashable

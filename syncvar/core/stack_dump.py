@@ -288,7 +288,7 @@ def doing(position: str, place: str) -> str:
     Example:
         >>> doing("not waiting in any call; no Python thread answers since 3 s", "in user code, train.py:49")
         'in user code, train.py:49; no Python thread answers since 3 s'
-        >>> doing("waiting in barrier (call 3) at train.py:12 in main", "in syncvar/engine/engine.py:9, called at train.py:12")
+        >>> doing("waiting in barrier (call 3) at train.py:12 in main", "in syncvar/runtime/progress.py:9, called at train.py:12")
         'waiting in barrier (call 3) at train.py:12 in main'
     """
     if place == STOPPED:

@@ -17,8 +17,8 @@ from syncvar.joining.directory import base_directory
 from syncvar.joining.meeting import leave
 from syncvar.joining.process import is_initialized, member
 from syncvar.protocol.exception_codec import pack_exception
-from syncvar.recording.recorder import boot_identity
 from syncvar.remote_call import called
+from syncvar.runtime.flight_recorder.recorder import boot_identity
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

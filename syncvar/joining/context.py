@@ -15,14 +15,14 @@ from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import RendezvousError, SyncvarError, UsageError
 from syncvar.core.host_topology import HostMap
 from syncvar.core.rank_text import rank_list
-from syncvar.engine.engine import Engine
-from syncvar.engine.group import Communicator, Hosts
-from syncvar.engine.message_ends import Post
-from syncvar.engine.queued import send_queued
 from syncvar.joining.roll_call import answer_roll_call
 from syncvar.protocol.control_messages import pack_message
 from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
-from syncvar.recording.recorder import Recorder
+from syncvar.runtime.communicator import Communicator, Hosts
+from syncvar.runtime.deferred_queues import send_queued
+from syncvar.runtime.flight_recorder.recorder import Recorder
+from syncvar.runtime.p2p.endpoints import Post
+from syncvar.runtime.progress import Engine
 from syncvar.shm.channel_table import Channels
 from syncvar.shm.group_channel import Channel
 from syncvar.shm.ring_table import Boxes

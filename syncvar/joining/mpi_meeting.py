@@ -19,7 +19,7 @@ from syncvar.core.errors import ConfigError, RendezvousError, UsageError
 from syncvar.core.exit_codes import is_failing
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.joining.cards import Cards
-from syncvar.recording.recorder import boot_identity
+from syncvar.runtime.flight_recorder.recorder import boot_identity
 from syncvar.topology.elsewhere import started_with_others, told_elsewhere
 from syncvar.topology.engines.base import MPI, Told
 from syncvar.topology.engines.placing import placed

@@ -14,7 +14,6 @@ from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import Taught, explained_attribute
 from syncvar.core.reduce_ops import quiet
-from syncvar.engine.group import Request, fingerprint
 from syncvar.optimizers.arguments import (
     Options,
     checked_choice,
@@ -37,6 +36,7 @@ from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables, list
 from syncvar.optimizers.rule import Rule
 from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
 from syncvar.optimizers.sparse import dense_gradient
+from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.variables.casting import operand_array
 from syncvar.variables.places import context_of, current_owner
 from syncvar.variables.policy import Context

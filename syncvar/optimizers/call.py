@@ -10,9 +10,9 @@ import numpy as np
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.calls import call_prepared
 from syncvar.core.errors import ConfigError
-from syncvar.engine.group import Request, fingerprint
 from syncvar.optimizers.slots import compute_dtype, is_apart
 from syncvar.optimizers.sparse import dense_gradient
+from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.variables.casting import operand_array
 from syncvar.variables.places import current_owner
 from syncvar.variables.policy import (

@@ -32,8 +32,8 @@ from syncvar.core.process_ids import (
 from syncvar.core.settings import RuntimeConfig
 from syncvar.core.stack_dump import frames_before
 from syncvar.joining.secret import keys_of
-from syncvar.recording.entries import Told
-from syncvar.recording.recorder import Recorder
+from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.servers.messages import frames_of, message_of
 from syncvar.servers.server import Server
 from syncvar.serving.directory import Directory

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.core.process_ids import process_name, server_number
 from syncvar.core.state_folder import write_record
-from syncvar.recording.totals import size_class
+from syncvar.runtime.flight_recorder.call_stats import size_class
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -108,7 +108,7 @@ class Channel(ChannelState):
         self._views: dict[tuple[int, int, np.dtype[Any]], NDArray[Any]] = {}
         self.found: dict[
             Any, list[Any]
-        ] = {}  # where memories of programs lie, see `execution/running.py`
+        ] = {}  # where memories of programs lie, see `runtime/programs/program_runner.py`
         self._segments = [0] * self.size
         self._part_bytes = (SEGMENT_BYTES // self.size // PAGE_BYTES + 2) * PAGE_BYTES
 

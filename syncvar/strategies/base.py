@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.lazy_import import Taught
-from syncvar.engine.group import begin_epochs
-from syncvar.engine.queued import send_queued
-from syncvar.engine.timeouts import checked_timeout
 from syncvar.joining.process import current
+from syncvar.runtime.communicator import begin_epochs
+from syncvar.runtime.deferred_queues import send_queued
+from syncvar.runtime.timeouts import checked_timeout
 from syncvar.strategies.contexts import ValueContext
 from syncvar.strategies.inputs import (
     DistributedDataset,
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Communicator
     from syncvar.joining.context import Context as Joined
+    from syncvar.runtime.communicator import Communicator
     from syncvar.variables.policy import VariableSynchronization
     from syncvar.variables.queue import WriteQueue
 

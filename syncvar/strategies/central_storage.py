@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.core.lazy_import import unexpected
-from syncvar.engine.group import fingerprint
 from syncvar.joining.process import current
+from syncvar.runtime.communicator import fingerprint
 from syncvar.strategies.mirrored import MirroredStrategy
 from syncvar.variables.policy import VariableSynchronization
 from syncvar.variables.shared_copy import shared_copy
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator
+    from syncvar.runtime.communicator import Communicator
     from syncvar.variables.storage import Storage
 
 __all__ = ["CentralStorageStrategy"]

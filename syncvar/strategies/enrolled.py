@@ -15,14 +15,14 @@ import numpy as np
 from syncvar.collectives.all_reduce import agree, agreement_request
 from syncvar.core.errors import MismatchError, UsageError
 from syncvar.core.rank_text import rank_list
-from syncvar.engine.group import fingerprint
+from syncvar.runtime.communicator import fingerprint
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.work import Work
     from syncvar.joining.context import Context
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.work import Work
 
 __all__ = ["LEFT", "Enrolled", "OneHasLeft"]
 

@@ -19,7 +19,7 @@ from syncvar.core.lazy_import import Taught
 from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_rows
 from syncvar.data.dataset import Dataset
 from syncvar.data.state import integer_of, read_state
-from syncvar.engine.group import Request, fingerprint
+from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.strategies.offers import Offer, is_unanimous, verdict
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.lazy_import import unexpected
-from syncvar.engine.group import fingerprint
 from syncvar.joining.process import current
+from syncvar.runtime.communicator import fingerprint
 from syncvar.strategies.base import Strategy
 from syncvar.variables.places import set_default
 
 if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator
+    from syncvar.runtime.communicator import Communicator
 
 __all__ = ["DefaultStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy"]
 

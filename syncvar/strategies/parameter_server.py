@@ -10,8 +10,8 @@ from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.core.lazy_import import unexpected
 from syncvar.core.settings import RuntimeConfig
-from syncvar.engine.timeouts import checked_timeout
 from syncvar.joining.process import current, environment_here, joined, on_join
+from syncvar.runtime.timeouts import checked_timeout
 from syncvar.servers.asking import Asking
 from syncvar.servers.client import Ticket
 from syncvar.servers.local import LocalServers

@@ -28,7 +28,7 @@ from syncvar.core.pytree import (
     unflatten,
 )
 from syncvar.core.reduce_ops import identity, quiet, reduction
-from syncvar.engine.group import Request
+from syncvar.runtime.communicator import Request
 from syncvar.variables.policy import as_member
 from syncvar.variables.values import DistributedValues
 from syncvar.variables.variable import Variable
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
     from syncvar.strategies.base import Strategy
 
 __all__ = ["ReduceOp", "gather_values", "local_part", "own_part", "reduce_values"]
@@ -256,7 +256,7 @@ def _structured(
 
 def hash_of(structure: Any) -> int:
     """Return a digest of a structure that is the same in every process."""
-    from syncvar.engine.group import fingerprint
+    from syncvar.runtime.communicator import fingerprint
 
     return fingerprint("structure", structure)
 

@@ -18,8 +18,8 @@ from syncvar.variables.policy import Context as Where
 
 if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
-    from syncvar.engine.group import Communicator
     from syncvar.joining.context import Context
+    from syncvar.runtime.communicator import Communicator
     from syncvar.strategies.base import Strategy
     from syncvar.variables.roster import Roster
 

@@ -18,16 +18,16 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.groups import Group
-from syncvar.engine.group import Communicator, Request
-from syncvar.engine.operation import State
 from syncvar.protocol.frame import HEADER_NBYTES, parse_header
+from syncvar.runtime.communicator import Communicator, Request
+from syncvar.runtime.request import State
 from syncvar.transports.base import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.engine.links import Links
-    from syncvar.engine.operation import Operation
+    from syncvar.runtime.links.exchange import Links
+    from syncvar.runtime.request import Operation
 
 __all__ = ["Simulation"]
 

@@ -16,10 +16,10 @@ from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ArenaUnavailable
 from syncvar.core.host_topology import HostMap, divided
 from syncvar.core.settings import RuntimeConfig
-from syncvar.execution.gil import crowd
 from syncvar.joining.context import Context
 from syncvar.joining.process import use
 from syncvar.protocol.coordinator import Coordinator
+from syncvar.runtime.gil_contention import crowd
 from syncvar.shm.segment import Arena
 from syncvar.shm.segment_file import create
 from syncvar.transports.in_memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport

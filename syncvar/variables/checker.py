@@ -13,7 +13,7 @@ import numpy as np
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.flat import exchange_bytes
 from syncvar.core.errors import MismatchError
-from syncvar.engine.group import Request, fingerprint
+from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_count, block_digests, combined
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Communicator
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.communicator import Communicator
+    from syncvar.runtime.request import Stage
     from syncvar.variables.places import Owner
     from syncvar.variables.roster import Entry
     from syncvar.variables.variable import Variable

@@ -17,14 +17,14 @@ from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.tree_sum import tree_combined
 from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.engine.group import fingerprint
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.communicator import fingerprint
 from syncvar.variables.policy import Travel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Request
+    from syncvar.runtime.communicator import Request
     from syncvar.variables.places import Owner
     from syncvar.variables.storage import Storage
 

@@ -12,10 +12,10 @@ import numpy as np
 from syncvar.collectives.flat import broadcast_flat, exchange, gather_flat
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, InternalError, MismatchError
-from syncvar.engine.group import Request, fingerprint
 from syncvar.joining.process import current
 from syncvar.protocol.fixed_records import BYTES, Record
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.variables.by_shards import checked_shape, require_shape, takes_shard_info, whole
 from syncvar.variables.casting import checked_dtype, digest_of, initial_array
 from syncvar.variables.names import Names
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.request import Stage
 
 __all__ = ["Made", "Wish", "checked_name", "checked_trainable", "checked_value", "make_on_replicas"]
 

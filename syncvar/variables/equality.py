@@ -13,8 +13,8 @@ from syncvar.collectives.flat import exchange_bytes, gather_bytes
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError, MismatchError
-from syncvar.engine.group import Communicator, Request, fingerprint
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.communicator import Communicator, Request, fingerprint
 from syncvar.variables.casting import digest_of
 from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_digests
 from syncvar.variables.variable import Variable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.request import Stage
 
 __all__ = ["check_equal"]
 

@@ -15,7 +15,7 @@ from syncvar.variables.storage import being_written
 from syncvar.variables.variable import UFUNCS, Variable
 
 if TYPE_CHECKING:
-    from syncvar.engine.group import Request
+    from syncvar.runtime.communicator import Request
     from syncvar.variables.places import Owner
 
 __all__ = ["assign_add_all", "assign_all", "assign_sub_all"]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Communicator
     from syncvar.joining.context import Context as Joined
+    from syncvar.runtime.communicator import Communicator
     from syncvar.variables.policy import VariableSynchronization
     from syncvar.variables.queue import WriteQueue
     from syncvar.variables.roster import Roster

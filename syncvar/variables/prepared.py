@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar._native import Tally
-    from syncvar.engine.group import PreparedCall
+    from syncvar.runtime.communicator import PreparedCall
     from syncvar.variables.places import Owner
     from syncvar.variables.storage import Storage
 

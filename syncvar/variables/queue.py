@@ -23,8 +23,8 @@ from syncvar.collectives.flat import exchange_bytes
 from syncvar.collectives.fused import reduce_together
 from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
-from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.queued import send_queued
+from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.deferred_queues import send_queued
 from syncvar.variables.prefix import (
     Told,
     chained,
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Work
-    from syncvar.engine.operation import Stage
+    from syncvar.runtime.communicator import Work
+    from syncvar.runtime.request import Stage
     from syncvar.variables.places import Owner
     from syncvar.variables.policy import Operation
     from syncvar.variables.variable import Variable

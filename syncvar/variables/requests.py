@@ -16,9 +16,9 @@ from syncvar.collectives.fused import reduce_together
 from syncvar.collectives.moving import Moving, moves
 from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import reduction
-from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.operation import Stage
 from syncvar.protocol.fixed_records import array_record
+from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.request import Stage
 from syncvar.variables.casting import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
 from syncvar.variables.rows import Rows
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Communicator
+    from syncvar.runtime.communicator import Communicator
 
 __all__ = [
     "alike_request",

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Communicator
     from syncvar.joining.context import Context
+    from syncvar.runtime.communicator import Communicator
     from syncvar.variables.places import Owner
 
 __all__ = ["SharedCopy", "shared_copy", "written_once"]

@@ -17,8 +17,8 @@ import numpy as np
 from syncvar._native import group_of, which
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.reducing import reduction_of
-from syncvar.engine.group import Request, fingerprint
-from syncvar.engine.prepared_reductions import prepare_reduction
+from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
 from syncvar.variables.policy import Context
 from syncvar.variables.storage import refuse_overlap
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.engine.group import Communicator
     from syncvar.joining.context import Context
+    from syncvar.runtime.communicator import Communicator
 
 __all__ = ["Storage", "being_written", "refuse_overlap", "say_arena_is_full"]
 

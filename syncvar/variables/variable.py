@@ -20,7 +20,7 @@ from syncvar.core.errors import (
 )
 from syncvar.core.lazy_import import Taught
 from syncvar.core.reduce_ops import quiet, reduction
-from syncvar.engine.group import fingerprint
+from syncvar.runtime.communicator import fingerprint
 from syncvar.variables.casting import number_array, operand_array
 from syncvar.variables.copies import checked_replica, fetch, publish, with_absent
 from syncvar.variables.creation import Made, Wish, make_on_replicas

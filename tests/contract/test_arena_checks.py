@@ -9,8 +9,8 @@ import pytest
 import syncvar as sv
 from syncvar.core.errors import InternalError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.execution import reductions as shared_reduce
 from syncvar.joining.process import current
+from syncvar.runtime.programs import shm_reduce as shared_reduce
 from syncvar.shm import segment_layout
 from syncvar.shm.segment import Arena
 from syncvar.shm.segment_file import create

@@ -15,8 +15,8 @@ from harness import caught, everywhere
 import syncvar as sv
 from syncvar._native import Begun, why_not_native
 from syncvar.core.settings import RuntimeConfig
-from syncvar.engine.engine import Engine
 from syncvar.joining.process import current, use
+from syncvar.runtime.progress import Engine
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)

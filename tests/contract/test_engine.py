@@ -22,13 +22,13 @@ from syncvar.core.errors import (
     UsageError,
 )
 from syncvar.core.settings import RuntimeConfig
-from syncvar.engine.engine import Engine
-from syncvar.engine.group import Communicator, Request
-from syncvar.engine.operation import Operation, Stage
-from syncvar.engine.started import StartedCalls
 from syncvar.joining.process import current
 from syncvar.protocol.coordinator import Coordinator
-from syncvar.recording.entries import Entry, Told
+from syncvar.runtime.active_requests import StartedCalls
+from syncvar.runtime.communicator import Communicator, Request
+from syncvar.runtime.flight_recorder.call_record import Entry, Told
+from syncvar.runtime.progress import Engine
+from syncvar.runtime.request import Operation, Stage
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.in_memory import MemoryControl, MemoryNetwork, MemoryTransport
 
@@ -165,7 +165,7 @@ TINY = RuntimeConfig(window_bytes=8192, segment_bytes=1024, collective_timeout_s
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_large_arrays_pass_a_tiny_window_which_is_never_exceeded(world_size, monkeypatch):
-    from syncvar.engine.flow import Flow
+    from syncvar.runtime.links.flow_control import Flow
 
     most = []
     send = Flow._send

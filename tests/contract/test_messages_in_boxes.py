@@ -12,8 +12,8 @@ import syncvar as sv
 from syncvar.collectives.pairs import line_of
 from syncvar.core.errors import ArenaFull
 from syncvar.core.settings import RuntimeConfig
-from syncvar.engine.at_once import NOT_YET
 from syncvar.joining.process import current
+from syncvar.runtime.p2p.channel import NOT_YET
 from syncvar.shm import ring_table
 from syncvar.shm.message_ring import Form, what_of
 from syncvar.shm.ring_table import Boxes

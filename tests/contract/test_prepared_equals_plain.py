@@ -11,8 +11,8 @@ from prepared_calls import PREPARED, Rank, fill_the_arena, register_ops
 import syncvar as sv
 from syncvar.collectives.calls import never
 from syncvar.core.settings import RuntimeConfig
-from syncvar.execution import moves
 from syncvar.joining.process import current
+from syncvar.runtime.programs import block_transfer
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0, check_arena="on")
@@ -28,7 +28,7 @@ def short_segments(monkeypatch):
         if name.startswith("syncvar.") and hasattr(module, "SEGMENT_BYTES"):
             monkeypatch.setattr(module, "SEGMENT_BYTES", SHORT_BYTES)
     monkeypatch.setattr(
-        moves, "_READ_BYTES", 2 * SHORT_BYTES
+        block_transfer, "_READ_BYTES", 2 * SHORT_BYTES
     )  # and blocks of two of them are read where they lie
 
 

@@ -12,9 +12,9 @@ from harness import caught, everywhere
 import syncvar as sv
 from syncvar._native import why_not_native
 from syncvar.core.settings import RuntimeConfig
-from syncvar.engine import prepared_moves, prepared_reductions
-from syncvar.engine.group import Communicator
 from syncvar.joining.process import current
+from syncvar.runtime.communicator import Communicator
+from syncvar.runtime.persistent import persistent_reduce, persistent_transfer
 from syncvar.testing import run_ranks
 from syncvar.variables import pace
 from syncvar.variables.roster import Roster
@@ -108,8 +108,8 @@ def counted(monkeypatch):
         monkeypatch.setattr(place, name, counting)
 
     count(Communicator, "perform", "long way")
-    count(prepared_reductions, "preparation_of", "prepared")
-    count(prepared_moves, "preparation_of", "prepared")
+    count(persistent_reduce, "preparation_of", "prepared")
+    count(persistent_transfer, "preparation_of", "prepared")
     return found
 
 
@@ -147,7 +147,7 @@ def test_a_call_is_prepared_once_and_then_never_goes_the_long_way(counted, calls
 )
 def test_where_nothing_can_be_prepared_nothing_is_made(monkeypatch, world):
     made = []
-    for module in (prepared_reductions, prepared_moves):
+    for module in (persistent_reduce, persistent_transfer):
         monkeypatch.setattr(module, "preparation_of", lambda *_: made.append(1))
 
     def fn():

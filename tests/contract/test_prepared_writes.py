@@ -11,7 +11,7 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
-from syncvar.engine.group import Communicator
+from syncvar.runtime.communicator import Communicator
 from syncvar.variables import requests
 from syncvar.variables.policy import Operation
 from syncvar.variables.prepared import DECIDE, DONE, UNDONE

@@ -15,9 +15,9 @@ import pytest
 import syncvar as sv
 from syncvar._native import run as native_run
 from syncvar.core.settings import RuntimeConfig
-from syncvar.execution import running
-from syncvar.execution.reductions import is_direct
 from syncvar.joining.process import current
+from syncvar.runtime.programs import program_runner
+from syncvar.runtime.programs.shm_reduce import is_direct
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
@@ -497,16 +497,16 @@ def test_calls_of_all_kinds_and_sizes_one_after_another():
 
 def test_what_follows_in_a_call_waits_for_slow_readers(monkeypatch):
     """A structure of several dtypes is reduced dtype by dtype: what is put for the second must not cover up what some still read of the first."""
-    copier = running.copier
+    copier = program_runner.copier
 
     def slow():
         if sv.rank() == 1:
             time.sleep(0.002)
         return copier()
 
-    monkeypatch.setattr(running, "copier", slow)
+    monkeypatch.setattr(program_runner, "copier", slow)
     monkeypatch.setattr(
-        running, "run", lambda *given, **how: (slow(), native_run(*given, **how))[1]
+        program_runner, "run", lambda *given, **how: (slow(), native_run(*given, **how))[1]
     )
 
     def fn():

@@ -13,8 +13,8 @@ from harness import caught
 import syncvar as sv
 from syncvar.core.errors import ArenaFull, SyncvarError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.execution.gil import Crowd
 from syncvar.joining.process import current, use
+from syncvar.runtime.gil_contention import Crowd
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=4.0, report_after_s=0.05, shutdown_timeout_s=1.0)

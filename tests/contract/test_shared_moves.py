@@ -10,8 +10,8 @@ import syncvar as sv
 from syncvar._native import UNREAD
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.settings import RuntimeConfig
-from syncvar.execution import moves, running
-from syncvar.execution.addresses import ADDRESS
+from syncvar.runtime.programs import block_transfer, program_runner
+from syncvar.runtime.programs.buffer_location import ADDRESS
 from syncvar.shm.cross_process_read import Reach
 from syncvar.testing import run_ranks
 
@@ -30,7 +30,7 @@ def block(rank, count, dtype="f4", turn=0):
 @pytest.mark.parametrize(("size", "way"), covering([2, 3, 4], WAYS, strength=1))
 def test_prepared_and_first_calls_give_the_same(monkeypatch, size, way):
     count, single_copy = way
-    monkeypatch.setattr(moves, "_READ_BYTES", 400_000)  # the C runner reads the longest
+    monkeypatch.setattr(block_transfer, "_READ_BYTES", 400_000)  # the C runner reads the longest
 
     def fn():
         rank = sv.rank()
@@ -82,7 +82,7 @@ def test_prepared_and_first_calls_give_the_same(monkeypatch, size, way):
 )
 def test_blocks_are_taken_wherever_they_lie(monkeypatch, what, of_x, reads):
     (size, dtype, op), count = what, 20_000
-    monkeypatch.setattr(moves, "_READ_BYTES", 0)  # the C runner reads too
+    monkeypatch.setattr(block_transfer, "_READ_BYTES", 0)  # the C runner reads too
 
     def placed(values):
         is_resident = of_x == "resident" or (of_x != "private" and sv.rank() % 2 == 0)
@@ -161,7 +161,7 @@ def test_the_runner_in_c_sees_that_a_rank_is_gone(monkeypatch):
         return True
 
     monkeypatch.setattr(Reach, "finds", finds)
-    monkeypatch.setattr(moves, "_READ_BYTES", 0)
+    monkeypatch.setattr(block_transfer, "_READ_BYTES", 0)
     config = RuntimeConfig(collective_timeout_s=1.0)
     found = run_ranks(
         2, lambda: sv.broadcast(np.ones(100_000)), shared=True, timeout_s=120, config=config
@@ -172,13 +172,13 @@ def test_the_runner_in_c_sees_that_a_rank_is_gone(monkeypatch):
 def test_a_rank_that_is_gone_when_a_failed_reading_is_looked_into_ends_as_one_that_was_gone_before():
     """The C runner has failed to read, for another reason; before Python finds out why, the process ends."""
     channel = SimpleNamespace(reach=SimpleNamespace(read=lambda *_, **__: False))
-    found = running.reading(channel, iter([-7, UNREAD]), iter([(1, ADDRESS | 8)]))
-    assert [next(found), next(found)] == [-7, running._NEVER]
+    found = program_runner.reading(channel, iter([-7, UNREAD]), iter([(1, ADDRESS | 8)]))
+    assert [next(found), next(found)] == [-7, program_runner._NEVER]
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_memory_that_others_cannot_read_goes_by_cells(monkeypatch, is_prepared):
-    monkeypatch.setattr(moves, "_READ_BYTES", 0)
+    monkeypatch.setattr(block_transfer, "_READ_BYTES", 0)
 
     def fn():
         ground = bytearray(400_000)  # not NumPy's: it may be anything
@@ -195,7 +195,9 @@ def test_memory_that_others_cannot_read_goes_by_cells(monkeypatch, is_prepared):
 
 
 def test_a_call_that_is_refused_keeps_nothing_alive(monkeypatch):
-    monkeypatch.setattr(moves, "_READ_BYTES", 0)  # what lies here is read by the other rank
+    monkeypatch.setattr(
+        block_transfer, "_READ_BYTES", 0
+    )  # what lies here is read by the other rank
 
     def fn():
         x = np.ones(100_000)

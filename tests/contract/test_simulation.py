@@ -8,8 +8,8 @@ from syncvar.algorithms.builders import ALGORITHMS, build, sums_by_the_tree
 from syncvar.algorithms.collective_contracts import contract_of
 from syncvar.algorithms.compile_messages import prepare
 from syncvar.algorithms.schedule import Buffer, Chunk, Plan, Recv, Reduce, Send
-from syncvar.engine.group import Request
-from syncvar.engine.operation import Stage
+from syncvar.runtime.communicator import Request
+from syncvar.runtime.request import Stage
 from syncvar.testing import Simulation
 
 SIMULATED = ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange")

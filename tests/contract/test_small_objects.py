@@ -9,8 +9,8 @@ from harness import caught, everywhere
 import syncvar as sv
 from syncvar._native import why_not_native
 from syncvar.core.settings import RuntimeConfig
-from syncvar.engine.group import Communicator
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runtime.communicator import Communicator
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)
 LAYOUTS = {

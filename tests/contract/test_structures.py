@@ -20,9 +20,9 @@ from test_prepared_equals_plain import CONFIG, LAYOUTS
 
 import syncvar as sv
 from syncvar.collectives.groups import communicator_of
-from syncvar.engine.group import Communicator
-from syncvar.execution import reductions
-from syncvar.execution.gil import crowd
+from syncvar.runtime.communicator import Communicator
+from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.programs import shm_reduce
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ from syncvar.execution.gil import crowd
     ],
 )
 def test_structures_wherever_their_arrays_lie(monkeypatch, layout, size):
-    monkeypatch.setattr(reductions, "_ALONE_BYTES", 128 << 10)
+    monkeypatch.setattr(shm_reduce, "_ALONE_BYTES", 128 << 10)
 
     def fn():
         held = []
@@ -82,7 +82,7 @@ def test_results_lie_over_other_arrays(layout, size, turns):
     ],
 )
 def test_arrays_of_several_kinds(monkeypatch, layout, size, turns):
-    monkeypatch.setattr(reductions, "_ALONE_BYTES", 128 << 10)
+    monkeypatch.setattr(shm_reduce, "_ALONE_BYTES", 128 << 10)
     everywhere(
         size,
         lambda: check_arrays_of_several_kinds(11, turns),
@@ -95,7 +95,7 @@ def test_arrays_of_several_kinds(monkeypatch, layout, size, turns):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_structures(monkeypatch, size, seed):
-    monkeypatch.setattr(reductions, "_ALONE_BYTES", 128 << 10)
+    monkeypatch.setattr(shm_reduce, "_ALONE_BYTES", 128 << 10)
     everywhere(
         size,
         lambda: check_every_structure(100 + seed, SMALL + LONG, 12),
@@ -116,9 +116,9 @@ def never_crowded(monkeypatch):
 @pytest.mark.parametrize("counts", [(3, 4), (70_000, 2, 80_000), (2, 70_000, 3, 4, 20_000)])
 def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts):
     calls = []
-    plain = reductions.reduce_shared
+    plain = shm_reduce.reduce_shared
     monkeypatch.setattr(
-        "syncvar.engine.prepared_kinds.reduce_shared",
+        "syncvar.runtime.persistent.mixed_dtypes.reduce_shared",
         lambda *given: calls.append(given) or plain(*given),
     )
     general = Communicator.perform
@@ -251,9 +251,9 @@ def test_numbers_of_several_kinds_are_reduced_in_c():
 def test_arrays_of_the_arena_are_reduced_in_c_where_they_lie(monkeypatch, where):
     """Where cells begin on a page, and where an array lies, was told by one word: of such arrays the C runner then found no cells."""
     calls = []
-    plain = reductions.reduce_shared
+    plain = shm_reduce.reduce_shared
     monkeypatch.setattr(
-        "syncvar.engine.prepared_reductions.reduce_shared",
+        "syncvar.runtime.persistent.persistent_reduce.reduce_shared",
         lambda *given: calls.append(given) or plain(*given),
     )
 

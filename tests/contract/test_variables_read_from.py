@@ -9,8 +9,8 @@ import pytest
 import syncvar as sv
 from syncvar.core.errors import ConfigError, DeadlineExceeded, PeerLost, UsageError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.engine import engine as engine_module
 from syncvar.joining.process import current
+from syncvar.runtime import progress as engine_module
 from syncvar.testing import run_ranks
 from syncvar.transports.in_memory import Faults
 

@@ -69,7 +69,7 @@ def stretch(draw, places, length=None):
 
 def steps_of(draw, places):
     """Return random steps in which nothing overlaps that must not."""
-    from syncvar.execution.program import AWAIT, COPY, FOLD, PUBLISH, STORE
+    from syncvar.runtime.programs.instructions import AWAIT, COPY, FOLD, PUBLISH, STORE
 
     made = []
     for _ in range(int(draw.integers(1, 20))):
@@ -105,11 +105,11 @@ def contents(places, arena):
 def both(draw):
     """Run a random program by both runners; the bytes of all memories are the same afterwards."""
     from syncvar._native import program, run
-    from syncvar.execution.addresses import ADDRESS
-    from syncvar.execution.arithmetic import Arithmetic, folder
-    from syncvar.execution.interpreter import interpret
-    from syncvar.execution.program import COPY, FOLD, STORE, Code, Kind, Memory
-    from syncvar.execution.reductions import Vector
+    from syncvar.runtime.programs.arithmetic import Arithmetic, folder
+    from syncvar.runtime.programs.buffer_location import ADDRESS
+    from syncvar.runtime.programs.instructions import COPY, FOLD, STORE, Code, Kind, Memory
+    from syncvar.runtime.programs.interpreter import interpret
+    from syncvar.runtime.programs.shm_reduce import Vector
 
     dtype = np.dtype(DTYPES[int(draw.integers(len(DTYPES)))])
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype

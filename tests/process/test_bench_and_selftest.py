@@ -200,7 +200,7 @@ def test_the_proof_finds_a_call_that_takes_nowhere_for_a_place(launch):
     script = """
     import sys
     from syncvar.cli.selftest_worker import parsed, work
-    from syncvar.execution import reductions as shared_reduce
+    from syncvar.runtime.programs import reductions as shared_reduce
     shared_reduce._are_known = lambda places: True
     sys.exit(work(parsed()))
     """

@@ -114,7 +114,7 @@ def test_no_byte_outside_a_message_is_touched(launch, tmp_path):
 LATE = """
 import numpy as np
 import probe, syncvar as sv
-from syncvar.engine.at_once import Line
+from syncvar.runtime.p2p.channel import Line
 
 handed = []
 def go_on(*arguments, through=Line._go_on):

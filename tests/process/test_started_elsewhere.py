@@ -23,7 +23,7 @@ import os, signal, sys, time
 import numpy as np
 import syncvar as sv
 from syncvar.joining.process import current
-from syncvar.execution.gil import crowd
+from syncvar.runtime.gil_contention import crowd
 try:
     sv.init()
     total = sv.all_reduce(np.arange(3.0))

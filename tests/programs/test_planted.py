@@ -11,7 +11,7 @@ import syncvar.variables.creation as creation_module
 import syncvar.variables.requests as requests_module
 import syncvar.variables.variable as variable_module
 from syncvar.core.errors import MismatchError
-from syncvar.engine.group import Request
+from syncvar.runtime.communicator import Request
 from syncvar.variables.policy import Effect, Operation, Travel
 
 PROGRAMS_MAX = 500

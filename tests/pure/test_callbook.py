@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from syncvar.engine.call_ledger import CallBlock, CallLedger
-from syncvar.engine.group import Communicator, begin_epochs
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount, pack_counts
-from syncvar.recording.call_numbers import CallNumbers
+from syncvar.runtime.communicator import Communicator, begin_epochs
+from syncvar.runtime.flight_recorder.call_numbers import CallNumbers
+from syncvar.runtime.sequence import CallBlock, CallLedger
 
 GROUP = 7
 

@@ -13,8 +13,8 @@ from syncvar.cli.records import as_record, calls_of, load
 from syncvar.cli.trace import merged, unaligned
 from syncvar.core.errors import ConfigError
 from syncvar.core.process_ids import SERVER_0
-from syncvar.recording.entries import Event
-from syncvar.recording.recorder import FORMAT, record_name
+from syncvar.runtime.flight_recorder.call_record import Event
+from syncvar.runtime.flight_recorder.recorder import FORMAT, record_name
 
 PACKAGE = str(Path(syncvar.__file__).parent)
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

@@ -10,10 +10,10 @@ from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
 from syncvar.algorithms.schedule import Buffer, Recv, RecvReduce, Send
 from syncvar.algorithms.schedule import Copy as CopyStep
 from syncvar.algorithms.shm_rounds import publications
-from syncvar.execution.lower_moves import Move, Way, lower_move
-from syncvar.execution.lower_reduce import Cells, Places, lower_reduce, lower_small
-from syncvar.execution.lower_rounds import lower_rounds
-from syncvar.execution.program import Await, Copy, Fold, Kind
+from syncvar.runtime.programs.compile_reduce import Cells, Places, lower_reduce, lower_small
+from syncvar.runtime.programs.compile_rounds import lower_rounds
+from syncvar.runtime.programs.compile_transfer import Move, Way, lower_move
+from syncvar.runtime.programs.instructions import Await, Copy, Fold, Kind
 
 COUNTS = (1, 2, 3, 5, 7, 12, 16, 25)
 CELL = 3

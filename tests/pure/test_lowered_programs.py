@@ -6,7 +6,7 @@ import random
 import pytest
 
 from syncvar.algorithms.reproducible import tree_order
-from syncvar.execution.lower_reduce import (
+from syncvar.runtime.programs.compile_reduce import (
     EVERYWHERE,
     Cells,
     Ends,
@@ -14,7 +14,7 @@ from syncvar.execution.lower_reduce import (
     lower_reduce,
     lower_small,
 )
-from syncvar.execution.program import (
+from syncvar.runtime.programs.instructions import (
     Await,
     Copy,
     Fold,

@@ -6,9 +6,9 @@ import pytest
 
 from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES
 from syncvar.core.bus_bandwidth import bus_factor
-from syncvar.recording.entries import Told
-from syncvar.recording.recorder import RING, Recorder
-from syncvar.recording.totals import Totals, size_class, size_of
+from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.call_stats import Totals, size_class, size_of
+from syncvar.runtime.flight_recorder.recorder import RING, Recorder
 from syncvar_launcher.totals import merged, read_totals, table
 
 

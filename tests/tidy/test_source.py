@@ -399,7 +399,7 @@ SHOWN_TIMES = {
     "launcher/events.py": {"time.time"},
     "launcher/output.py": {"datetime"},
     "launcher/running.py": {"time.time"},
-    "syncvar/recording/recorder.py": {"time.time_ns"},
+    "syncvar/runtime/flight_recorder/recorder.py": {"time.time_ns"},
     "syncvar/checkpoint/lock.py": {"time.strftime", "time.gmtime"},
     "syncvar/protocol/datetime_codec.py": {"datetime"},
 }

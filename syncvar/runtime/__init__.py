@@ -1,0 +1,1 @@
+"""Number, start, wait for, record and abort calls."""

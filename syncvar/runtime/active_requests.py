@@ -1,0 +1,223 @@
+"""The started calls of a process: they wait to begin, run, and end; each has a deadline, and is told of when it waits long."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from syncvar.core.errors import DeadlineExceeded
+from syncvar.core.rank_text import rank_list
+from syncvar.protocol.frame import Kind
+from syncvar.runtime.flight_recorder.call_sites import call_site
+from syncvar.runtime.request import State
+
+if TYPE_CHECKING:
+    from syncvar.runtime.links.flow_control import Flow
+    from syncvar.runtime.request import Operation
+    from syncvar.runtime.state import Core
+    from syncvar.transports.base import Frame
+
+__all__ = ["StartedCalls"]
+
+_LOAN_LOOK_S = 0.0005
+_FOREVER = float("inf")
+_FOLLOWING_LOOK_S = 0.25
+
+
+class StartedCalls:
+    """What the driver does with the operations of `core.inbox`, `core.active` and `core.under_way`.
+
+    Args:
+        core: Has them.
+        flow: Sends their frames.
+
+    Attributes:
+        moved: When one of those in shared memory began or went on.
+    """
+
+    def __init__(self, core: Core, flow: Flow) -> None:
+        self.moved = 0.0
+        self._core = core
+        self._book = core.book
+        self._flow = flow
+
+    @property
+    def all(self) -> list[Operation]:
+        """Those that run, and those that wait to begin; not one that is over, whom its waiter has heard before it is let go of here."""
+        return [
+            one
+            for one in (*list(self._core.active.values()), *list(self._core.inbox))
+            if not one.is_over
+        ]
+
+    # -- from the start to the end -----------------------------------------------------------------
+
+    def begin_waiting(self) -> None:
+        """Begin those in the inbox."""
+        while self._core.inbox:
+            operation = self._core.inbox.popleft()
+            key = (operation.group, operation.call)
+            if self._core.failure is not None:
+                operation.fail(self._core.failure)
+                continue
+            refusal = self._book.refusal(operation)
+            self._book.note(operation.group, operation.call + 1)
+            if refusal is not None:
+                operation.fail(refusal)
+                self._flow.use_up(self._book.take_early(operation))
+                continue
+            self._core.active[key] = operation
+            if operation.is_shared:
+                self._core.under_way.append(operation)
+                self.moved = time.monotonic()
+            operation.advance()
+            self._core.tell_accident(operation)
+            for frame in self._book.take_early(operation):
+                if key in self._core.active and not operation.is_over:
+                    self.deliver(operation, frame)
+                else:
+                    self._flow.use_up([frame])
+            if operation.is_over and key in self._core.active:
+                self.retire(operation)
+
+    def deliver(self, operation: Operation, frame: Frame) -> None:
+        """Hand a frame to its operation."""
+        if frame.header.kind == Kind.KNOCK:
+            return
+        if frame.header.fingerprint != operation.fingerprint:
+            self._flow.consumed(frame.header.source, operation.group, frame.header.nbytes)
+            if not operation.mismatch:
+                operation.mismatch = True
+                self._report(operation, time.monotonic())
+            return
+        operation.accept(frame)
+        self._core.tell_accident(operation)
+        if operation.is_shared:
+            self.moved = time.monotonic()  # it may look for its neighbours again
+        if operation.state == State.DRAINING:
+            operation.advance()
+        if operation.is_over:
+            self.retire(operation)
+
+    def look_at_shared(self) -> None:
+        """Advance the calls in shared memory."""
+        for operation in list(self._core.under_way):
+            channel = operation.channel
+            first = None if channel is None else channel.first
+            if (
+                first is not None
+                and first is not operation
+                and operation.state == State.RUNNING
+                and not operation.mismatch
+            ):
+                continue  # it is not its turn; there may be thousands of such
+            before = operation.need
+            operation.advance()
+            if operation.is_over:
+                self.moved = time.monotonic()
+                self._core.tell_accident(operation)
+                self.retire(operation)
+            elif operation.need != before:
+                self.moved = time.monotonic()
+            if operation.mismatch and not operation.reported:
+                self._report(operation, time.monotonic())
+
+    def retire(self, operation: Operation) -> None:
+        """Let go of an operation that is over, and give back what it has not used."""
+        self._core.active.pop((operation.group, operation.call), None)
+        if operation.is_shared:
+            with contextlib.suppress(ValueError):
+                self._core.under_way.remove(operation)
+            if (
+                operation.error is not None
+                and self._core.arena is not None
+                and operation.is_under_way
+            ):
+                self._core.arena.quarantine()  # others may still write what this call began
+        self._flow.go_on(operation.group)
+        self._flow.use_up(operation.unused_frames())
+        if operation.reported and self._core.failure is None:
+            self._core.tell("resumed", group=operation.group, call=operation.call)
+        if operation.thread:
+            self._core.hand_over()
+
+    # -- deadlines and long waits ------------------------------------------------------------------
+
+    def expire(self, now: float, due: float) -> float:
+        """Give up those whose deadline has passed, and report those that wait long; return when the next is due, or `due`."""
+        groups: set[int] = set()
+        for operation in list(self._core.active.values()):
+            if operation.state == State.DRAINING:
+                operation.advance()
+                if operation.is_over:
+                    self.retire(operation)
+                    due = now
+                    continue
+                due = min(due, now + _LOAN_LOOK_S)
+            if now >= operation.deadline:
+                self._miss_deadline(operation, now)
+                return now
+            is_first = operation.group not in groups
+            groups.add(operation.group)
+            if now >= operation.report_at and (is_first or operation.thread):
+                self._report(operation, now)
+            # Of calls that nobody waits for the first of a group is reported: the others cannot end before it, and may be thousands.
+            due = min(
+                due,
+                operation.deadline,
+                operation.report_at if operation.report_at > now else now + _FOLLOWING_LOOK_S,
+            )
+        return due
+
+    def _miss_deadline(self, operation: Operation, now: float) -> None:
+        """Break the generation because an operation has not ended in time."""
+        missing = operation.awaiting
+        call = self._core.recorder.numbers.text(operation.what, operation.group, operation.call)
+        error = DeadlineExceeded(
+            f"{call} did not finish within {operation.timeout_s:g} s: rank {self._core.rank} waited "
+            f"{now - operation.started:.1f} s for {rank_list(missing) if missing else 'its own sends'}",
+            missing,
+            operation.timeout_s,
+        )
+        self._core.break_generation(error)
+        reason = f"gave up {call} after {operation.timeout_s:g} s"
+        self._core.tell(
+            "broke",
+            kind_of_break="deadline",
+            reason=reason,
+            group=operation.group,
+            call=operation.call,
+            missing=list(missing),
+        )
+
+    def _report(self, operation: Operation, now: float) -> None:
+        operation.report_at = _FOREVER
+        operation.reported = True
+        threads = sum(
+            1
+            for thread in threading.enumerate()
+            if not thread.name.startswith("syncvar-")
+            and not type(thread).__module__.startswith("zmq.")
+        )
+        waiting = len({other.thread for other in self._core.active.values() if other.thread})
+        if operation.is_unheard:
+            for peer in operation.awaiting:
+                if peer not in self._book.left:
+                    self._flow.knock(operation, peer)
+        self._core.tell(
+            "report",
+            group=operation.group,
+            members=list(operation.members),
+            call=operation.call,
+            ordinal=self._core.recorder.numbers.ordinal(operation.group, operation.call),
+            fingerprint=operation.fingerprint,
+            what=operation.what,
+            site=call_site(operation.thread),
+            awaiting=list(operation.awaiting),
+            waited_s=now - operation.started,
+            mismatch=operation.mismatch,
+            may_move=operation.thread == 0 or threads > waiting,
+            entered=self._book.entered(),
+        )

@@ -1,0 +1,491 @@
+"""A group as the runtime sees it: members, call numbers, prepared plans, one caller at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+
+from syncvar._native import CommunicatorState, note_change
+from syncvar.core.errors import ConfigError, MismatchError, UsageError
+from syncvar.core.reduce_ops import quiet
+from syncvar.runtime.deferred_queues import send_queued
+from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.call_sites import own_site
+from syncvar.runtime.flight_recorder.recorder import Recorder
+from syncvar.runtime.links.exchange import Links, NoOutlet
+from syncvar.runtime.links.planner import Planner
+from syncvar.runtime.request import Operation
+from syncvar.runtime.sequence import CallBlock
+from syncvar.runtime.stage_executor import stage_steps
+from syncvar.runtime.timeouts import checked_timeout
+from syncvar.runtime.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar._native import Count
+    from syncvar.runtime.links.exchange import Outlet
+    from syncvar.runtime.p2p.message_requests import Receiving, Sending
+    from syncvar.runtime.progress import Engine
+    from syncvar.runtime.request import Stage
+    from syncvar.shm.group_channel import Channel
+
+    PreparedCall = Callable[..., NDArray[Any] | None]
+
+__all__ = ["Communicator", "Hosts", "Request", "Uneven", "Work", "begin_epochs", "fingerprint"]
+
+_PREPARED_MAX = 2048
+_EPOCH_CALLS = 10**6
+
+
+@lru_cache(maxsize=4096)
+def fingerprint(*parts: object) -> int:
+    """Return the 64-bit digest of what a call is, the same in every process."""
+    import hashlib  # it loads OpenSSL; the first call of a job needs it, the import of the package does not
+
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+class Request:
+    """A checked call, ready to become an operation.
+
+    Args:
+        what: The call in words, for instance "all_reduce(sum, float32[10])".
+        digest: Its fingerprint.
+        body: Generator of stages.
+        message: Of a call that is one, where it may go through a box.
+    """
+
+    __slots__ = ("body", "digest", "message", "what")
+
+    def __init__(
+        self,
+        what: str,
+        digest: int,
+        body: Generator[Stage, None, Any],
+        message: Sending | Receiving | None = None,
+    ) -> None:
+        self.what = what
+        self.digest = digest
+        self.body = body
+        self.message = message
+
+
+def _end_of(number: int) -> int:
+    """Return where the block of calls ends before which so many calls were made that they reached beyond their block."""
+    return -(-number // _EPOCH_CALLS) * _EPOCH_CALLS - 1
+
+
+def begin_epochs(communicators: Sequence[Communicator]) -> None:
+    """Begin a new block of call numbers in groups of one process, at the start of `strategy.run` and when it returns.
+
+    Blocks are counted, not derived from the calls made: ranks that left an earlier block at different calls are at the same
+    number again. A peer that waits in a call of the block before, which this rank never made, is told so when its frame is
+    seen: a value that is read on one rank only between two runs, for instance.
+    """
+    engine, is_shared = None, True
+    for one in communicators:
+        following, end = one.next_call, one._block_end  # noqa: SLF001  (its other half)
+        if following > end:
+            end = _end_of(following)
+        one.next_call, one._block_end = end + 1, end + _EPOCH_CALLS  # noqa: SLF001
+        one.recorder.numbers.skip(one.identity, following, end + 1)
+        engine = one.engine
+        if engine is None:
+            continue
+        block = one.ended
+        if block is not None and block.epoch_end == following - 1 and not block.is_gone:
+            block.epoch_end = end  # no call has been made since; another thread may take the block away, or cut it
+        else:
+            block = one.ended = CallBlock(one.members, following - 1, end)
+            engine.book.blocks(one.identity).append(block)
+        is_shared = is_shared and one.channel is not None
+    if engine is not None and not (is_shared and engine.is_quiet):
+        engine.passed_over(communicators)
+
+
+class Hosts(NamedTuple):
+    """The hosts of a group that spans several, as this rank sees them.
+
+    Args:
+        sizes: Ranks of the group on each host, in the group's order.
+        channel: Of this rank and those of its host; None where it is alone there.
+    """
+
+    sizes: tuple[int, ...]
+    channel: Channel | None
+
+
+class Uneven(Protocol):
+    """What stands before each call of a group inside a block of sv.uneven."""
+
+    def roll(self, name: str, timeout: float | None) -> None:
+        """Learn which ranks still work; the group's communicator has no others then."""
+
+    def require_all(self, what: str, instead: str = "") -> None:
+        """Raise UsageError if a rank has left."""
+
+    def left_run(self, error: BaseException) -> None:
+        """Make no more calls in the block."""
+
+
+class Communicator(CommunicatorState):
+    """The calls of one group.
+
+    Args:
+        identity: The same number on all ranks.
+        members: Ranks of the group in the world, in the group's order.
+        world_rank: This process.
+        engine: None in a world of one.
+        channel: Makes this rank's end of the group's channels, where all members share an arena; else None.
+        forced: Algorithms that the job's setting demands, by collective.
+        recorder: Takes down what happens; None for the engine's.
+        hosts: Of a group that spans several hosts and has an arena on each; else None.
+    """
+
+    def __init__(
+        self,
+        identity: int,
+        members: Sequence[int],
+        world_rank: int,
+        engine: Engine | None,
+        channel: Channel | None = None,
+        forced: Mapping[str, str] | None = None,
+        recorder: Recorder | None = None,
+        hosts: Hosts | None = None,
+    ) -> None:
+        self.identity = identity
+        self.members = tuple(members)
+        self.size = len(self.members)
+        self.rank = self.members.index(world_rank) if world_rank in self.members else None
+        self.whole = (
+            self.members
+        )  # with the ranks that have left a block of sv.uneven, without which its calls are made
+        self.uneven: Uneven | None = None
+        self.is_pair = False  # its calls are messages
+        self.count: Count | None = None  # of those that go through a box
+        self.engine = engine
+        self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
+        self.outlet: Outlet = NoOutlet() if engine is None or self.size == 1 else engine.flow
+        self.next_call = 0
+        self._block_end = _EPOCH_CALLS - 1  # last number of the block of calls that it is in
+        self.ended: CallBlock | None = None  # the block that has ended last
+        self.busy = threading.Lock()
+        self.channel = channel
+        self.hosts = hosts
+        sizes = None if hosts is None else hosts.sizes
+        self.plan = Planner(
+            self.members, self.rank, dict(forced or {}), is_shared=self.is_shared, host_sizes=sizes
+        )
+        self.streams: dict[
+            tuple[int, int, int], Any
+        ] = {}  # messages: a `Line` by (source, dest, tag)
+        self.last_parts: dict[
+            int, NDArray[Any]
+        ] = {}  # by root: an array like the part that a scatter has given last
+        self.own_messages: dict[
+            int, Any
+        ] = {}  # by tag: what this rank sends itself, see collectives.mailbox
+        self.prepares = True
+        self.prepared_calls: dict[
+            Any, PreparedCall
+        ] = {}  # by (name, op, dtype, shape, reproducible), or what else a call is made of
+        self._forked: UsageError | None = None
+        self._destroyed: UsageError | None = None
+        if engine is not None and self.rank is not None:
+            self.next_call = engine.book.following(
+                identity
+            )  # 0, but of a pair that was let go and comes back
+            engine.book.announce(identity, self.next_call)
+            if channel is not None:
+                engine.book.count_by(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        ranks = ", ".join(map(str, self.whole[:8])) + (", …" if len(self.whole) > 8 else "")
+        raise TypeError(
+            f"the group of ranks {ranks} cannot be copied or pickled: its sockets and memory belong to this "
+            f"process. Use the same group in the copy, or make another one there: sv.new_group(ranks)"
+        )
+
+    def forced(self, collective: str) -> str | None:
+        """Return the algorithm that the job's setting demands for a collective."""
+        return self.plan.forced.get(collective)
+
+    def keep_prepared(self, key: Any, made: PreparedCall | None) -> PreparedCall | None:
+        """Remember the short way of calls, if there is one and calls of this group may be prepared."""
+        if made is None or not self.prepares:
+            return None
+        if len(self.prepared_calls) >= _PREPARED_MAX:
+            self.prepared_calls.clear()
+        self.prepared_calls[key] = made
+        return made
+
+    @property
+    def epoch(self) -> int:
+        """Number of the block of calls, the same on all ranks that have begun and ended the same runs."""
+        return self._block_end // _EPOCH_CALLS
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether its program has let go of it."""
+        return self._destroyed is not None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another rank is seen to be in this group's next call."""
+        channel, engine = self.channel, self.engine
+        if channel is None:
+            if engine is not None and engine.book.is_awaited(self.identity, self.next_call):
+                return True
+            channel = None if self.hosts is None else self.hosts.channel
+            if channel is None:
+                return False
+        words, begun = channel.words, (self.next_call + 1) << 1
+        for other in channel.others:  # noqa: SIM110  (asked after every queued write)
+            if words[other] >= begun:
+                return True
+        return False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether calls go through shared memory."""
+        return self.channel is not None and self.size > 1
+
+    @property
+    def member_rank(self) -> int:
+        """This process's rank in the group.
+
+        Raises:
+            UsageError: It is not a member.
+        """
+        if self.rank is None:
+            raise UsageError(
+                f"this rank is not a member of the group of ranks {list(self.members)}: call it on members only "
+                f"(group.is_member tells)"
+            )
+        return self.rank
+
+    @property
+    def home_rank(self) -> int:
+        """This process's rank in the whole group.
+
+        Raises:
+            UsageError: It is not a member.
+        """
+        return (
+            self.member_rank
+            if self.uneven is None
+            else self.whole.index(self.members[self.member_rank])
+        )
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Ranks of the whole group that take part in its calls."""
+        return (
+            tuple(range(self.size))
+            if self.uneven is None
+            else tuple(map(self.whole.index, self.members))
+        )
+
+    def require_all(self, what: str, instead: str = "") -> None:
+        """Look whether all ranks of the group still work, before something that needs them all. Collective in a block of sv.uneven.
+
+        Args:
+            what: Needs them all.
+            instead: What else to do, for the error.
+
+        Raises:
+            UsageError: One has left the block; on all that work.
+        """
+        if self.uneven is not None:
+            self.require_free(what)
+            self.uneven.require_all(what, instead)
+
+    def roll(self, what: str, timeout: float | None) -> None:
+        """Learn which ranks still work. Collective in a block of sv.uneven; elsewhere nothing.
+
+        Args:
+            what: The call that follows, for messages.
+            timeout: Seconds, or None for the job's default.
+
+        Raises:
+            UsageError: No call can follow here. The others are told of nothing, and wait for the next.
+        """
+        if self.uneven is not None:
+            self.require_free(what)
+            self.uneven.roll(
+                what, timeout
+            )  # from here on this is the group of those who still work
+
+    def become(self, other: Communicator) -> None:
+        """Change places with another communicator: whoever has this one makes the other's calls from now on."""
+        self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+        self.next_call, other.next_call = other.next_call, self.next_call
+        note_change()
+        for one in (self, other):
+            if one.engine is not None and one.channel is not None:
+                one.engine.book.count_by(one)
+
+    def perform(
+        self,
+        name: str,
+        check: Callable[[], Request],
+        timeout: float | None = None,
+        *,
+        async_op: bool = False,
+        after_queued: bool = True,
+    ) -> Any:
+        """Make a call: number it, send writes that are queued, check its arguments, run it.
+
+        A call whose arguments are refused uses up its number and tells the group, so that all ranks stay at the same
+        call and the others raise MismatchError instead of waiting.
+
+        Args:
+            name: The collective, for messages.
+            check: Looks at the arguments and returns the request; whatever it raises is the caller's error.
+            timeout: Seconds, or None for the job's default.
+            async_op: Return a `Work` at once.
+            after_queued: Queued writes go first; False for the call that sends them.
+        """
+        self.roll(name, timeout)
+        self.require_free(name)
+        engine = self.engine
+        with self.busy:  # nothing can come between taking it and the promise to release it
+            call = self.next_call
+            self.next_call = call + 1
+            try:
+                allowed = None if timeout is None else checked_timeout(timeout)
+                if after_queued and engine is not None:
+                    for listener in engine.before_calls:
+                        listener(self.identity, name)
+                    if engine.queues:
+                        send_queued(engine.queues)
+                with quiet():
+                    request = check()
+            except Exception as error:
+                if isinstance(error, ConfigError) and self.size > 1:
+                    error.add_note(
+                        f"refused on rank {self.members[self.member_rank]}; the other ranks of the group raise MismatchError"
+                    )
+                self.recorder.refused(
+                    Told(name, self.identity, self.members, 0, 0, ""), call, error
+                )
+                if engine is not None and self.size > 1:
+                    engine.book.announce(self.identity, call + 1)
+                    engine.poison(
+                        self.identity, self.members, call, name, f"{type(error).__name__}: {error}"
+                    )
+                raise
+            operation = self.operation(call, request)
+            if engine is None or self.size == 1:
+                operation.advance()
+                work = Work(None, operation)
+                return work if async_op else work.wait()
+            if async_op and self.uneven is None:
+                operation.site = own_site()
+                engine.start(operation, allowed)
+                if not operation.is_over:
+                    engine.transport.wake()  # the progress thread goes on with it, whatever its caller does
+                return Work(engine, operation, sends=not after_queued)
+            if not async_op:
+                return engine.run(operation, allowed)
+            with contextlib.suppress(
+                MismatchError
+            ):  # in a block of sv.uneven started calls are made at once
+                engine.run(operation, allowed)
+            return Work(None, operation)
+
+    def require_free(self, name: str) -> None:
+        """Raise an error, before anything is numbered or sent, where no call can be made."""
+        self.member_rank  # noqa: B018  (raises for non-members)
+        if self._destroyed is not None:
+            raise self._destroyed
+        if self.engine is not None:
+            self.engine.check()
+            self.engine.refuse_in_handler(name)
+        elif self._forked is not None:
+            raise self._forked
+        if self.busy.locked():
+            raise UsageError(
+                f"{name}: another call on this group is running in another thread; give each thread its own group "
+                f"(sv.new_group), or take turns"
+            )
+
+    def interrupt(self, call: int, begin: int, error: BaseException) -> None:
+        """Break the generation: an exception has left a message that the other rank may have seen, or wait for."""
+        if self.engine is not None:
+            told = Told("a message", self.identity, self.members, 0, 0, "")
+            self.engine.interrupted(Operation(self.recorder.begin(told, call, begin), None), error)
+
+    def operation(self, call: int, request: Request, begin: int | None = None) -> Operation:
+        """Return a call as the engine runs it.
+
+        Args:
+            call: Its number.
+            request: What it is.
+            begin: When it began, CLOCK_MONOTONIC; None for now.
+        """
+        hosts, message = self.hosts, request.message
+        channel = hosts.channel if hosts is not None else None if self.size == 1 else self.channel
+        is_shared = hosts is None and channel is not None
+        way = "hosts" if hosts is not None else "arena" if is_shared else "links"
+        entry = self.recorder.begin(
+            Told(request.what, self.identity, self.members, request.digest, 0, way), call, begin
+        )
+        links = None if is_shared else Links(entry, self.outlet)
+        if is_shared and self.engine is not None and self.engine.begun:
+            self.engine.adopt()  # those that come before it in the channel's queue
+        steps = stage_steps(entry, request.body, channel, links)
+        if message is None or links is None:
+            return Operation(entry, steps, channel, links)
+        operation = Operation(entry, message.steps(entry, links, steps), channel, links)
+        operation.is_shared = True
+        operation.abandon = message.abandon
+        return operation
+
+    def begin_epoch(self) -> None:
+        """Begin a new block of call numbers (see `begin_epochs`)."""
+        begin_epochs([self])
+
+    def leave_epoch(self, error: BaseException) -> None:
+        """End a block by an exception: the group is told at once. A block of sv.uneven that it is in ends as well."""
+        if self.engine is not None and self.engine.failure is None:
+            if self.uneven is not None:
+                self.uneven.left_run(error)
+            if self.size > 1:
+                reason = f"left strategy.run: {type(error).__name__}: {error}"
+                self.engine.left_run(
+                    self.identity, self.members, self.next_call - 1, self._block_end, reason
+                )
+        end = self._block_end if self.next_call <= self._block_end else _end_of(self.next_call)
+        self.recorder.numbers.skip(self.identity, self.next_call, end + 1)
+        self.next_call, self._block_end = end + 1, end + _EPOCH_CALLS
+        if self.engine is not None:
+            self.engine.book.announce(self.identity, self.next_call)
+
+    def __del__(self) -> None:
+        engine = getattr(self, "engine", None)
+        if engine is not None and self.count is not None:
+            engine.book.note(self.identity, max(self.next_call, self.count.number))
+        elif engine is not None and self.is_shared:
+            engine.book.note(self.identity, self.next_call)
+
+    def destroy(self) -> None:
+        """Let go of what the group holds here; later calls are refused. Started calls go on."""
+        self._destroyed = UsageError(
+            f"this group of ranks {list(self.members)} has been destroyed; make it again with sv.new_group or split"
+        )
+        if self.engine is not None and self.is_shared:
+            self.engine.book.note(self.identity, self.next_call)
+        self.channel = self.hosts = None
+        self.prepared_calls.clear()
+        self.plan.forget()
+        self.streams.clear()
+
+    def disown(self, failure: UsageError) -> None:
+        """Refuse every later call: this process is a forked copy."""
+        self._forked = failure

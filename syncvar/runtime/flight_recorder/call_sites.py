@@ -1,0 +1,87 @@
+"""Where in the user's program a waiting thread stands; read from its frames when somebody asks, never per call."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from syncvar.core.stack_dump import current_frames, frames_of
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+    from syncvar.core.stack_dump import Frame
+
+__all__ = ["call_site", "main_stack", "own_site", "site_of"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_STARTERS = tuple(
+    os.path.join(_PACKAGE, name) for name in ("begin.py", "bootstrap.py", "forkserver.py")
+)  # as `__main__`
+_looking = threading.Lock()
+
+
+def call_site(thread: int) -> str:
+    """Return file:line and function of the innermost frame of a thread that is not ours."""
+    frame = _users(_innermost(thread))
+    if frame is None:
+        return "a place unknown"
+    path = frame.f_code.co_filename
+    relative = os.path.relpath(path)
+    return f"{path if relative.startswith('..') else relative}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def own_site() -> str:
+    """Return file:line and function of the caller's innermost frame that is not ours; about a microsecond."""
+    frame = _users(sys._getframe())  # noqa: SLF001
+    return (
+        ""
+        if frame is None
+        else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    )
+
+
+def site_of(code: CodeType, instruction: int) -> str:
+    """Return the same of a place in some code.
+
+    Args:
+        code: Of the function.
+        instruction: Its place there, as `f_lasti` of a frame.
+    """
+    line = next(
+        (line for start, end, line in code.co_lines() if start <= instruction < end and line),
+        code.co_firstlineno,
+    )
+    return f"{code.co_filename}:{line} in {code.co_name}"
+
+
+def main_stack() -> list[Frame]:
+    """Return the calls of the process's main thread, innermost first."""
+    ident = threading.main_thread().ident
+    return frames_of(_innermost(ident)) if ident is not None else []
+
+
+def _users(frame: FrameType | None) -> FrameType | None:
+    while frame is not None:  # copy.deepcopy calls us in the user's name
+        module = frame.f_globals.get("__name__", "")
+        ours = (
+            module == "copy"
+            or module.startswith("syncvar.")
+            or frame.f_code.co_filename in _STARTERS
+        )
+        if not ours or module.startswith("syncvar.examples."):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _innermost(thread: int) -> FrameType | None:
+    """Return a thread's innermost frame, if it runs."""
+    if thread == threading.get_ident():
+        return sys._getframe()  # noqa: SLF001
+    with (
+        _looking
+    ):  # lest one thread leave the garbage collector off, which another had switched off meanwhile
+        return current_frames().get(thread)

@@ -1,0 +1,1 @@
+"""Run schedules over links between hosts or processes."""

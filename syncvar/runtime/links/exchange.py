@@ -1,0 +1,302 @@
+"""Plans over links, run round by round.
+
+The engine hands arrived frames in and is handed the frames to send; nothing here waits, reads a clock or opens a socket.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from syncvar.algorithms.compile_messages import INCOMING_LEFT, OVERWRITE
+from syncvar.algorithms.schedule import Copy, Reduce
+from syncvar.core.errors import InternalError
+from syncvar.protocol.frame import Kind, pack_header
+from syncvar.runtime.programs.arithmetic import combine_two
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from syncvar.algorithms.compile_messages import Incoming, LinkRound, Prepared
+    from syncvar.core.reduce_ops import Combiner
+    from syncvar.runtime.flight_recorder.call_record import Entry
+    from syncvar.transports.base import Frame
+
+__all__ = ["Links", "NoOutlet", "Outlet"]
+
+_ROUNDS_PER_STAGE = 1 << 24
+_PIECES, _PIECE_NBYTES_MIN = 16, 128 << 10
+
+
+def _per_segment(count: int, itemsize: int, nbytes_max: int) -> int:
+    """Return how many elements of a chunk go in one frame; both ends of a transfer come to the same.
+
+    A frame is encrypted before its first byte leaves, and used when its last one is there. So a chunk goes in some
+    frames, of which one travels while others are worked on, if they are not so short that they cost more than that saves.
+
+    Example:
+        >>> [_per_segment(count, 4, 1 << 20) * 4 >> 10 for count in (1 << 14, 1 << 17, 1 << 21, 1 << 24)]  # KiB
+        [64, 128, 512, 1024]
+    """
+    if 0 < count * itemsize <= _PIECE_NBYTES_MIN <= nbytes_max:
+        return count
+    return max(
+        1, min(nbytes_max, max(_PIECE_NBYTES_MIN, -(-count // _PIECES) * itemsize)) // itemsize
+    )
+
+
+class Outlet(Protocol):
+    """Where the frames of calls go."""
+
+    rank: int
+    generation: int
+    segment_bytes: int
+
+    def post(self, links: Links, peer: int, header: bytes, payload: memoryview | None, /) -> None:
+        """Send a frame as soon as the link's credit allows."""
+
+    def consumed(self, peer: int, group: int, nbytes: int, /) -> None:
+        """Give credit back for a frame that has been used."""
+
+
+class NoOutlet:
+    """The outlet of a group of one, whose plans send nothing."""
+
+    rank = 0
+    generation = 0
+    segment_bytes = 1 << 20
+
+    def post(self, links: Links, peer: int, _header: bytes, _payload: memoryview | None) -> None:
+        """Refuse to send."""
+        raise InternalError(f"call {links.call}: a group of one sent a frame to rank {peer}")
+
+    def consumed(self, peer: int, _group: int, _nbytes: int) -> None:
+        """Refuse to have received."""
+        raise InternalError(f"a group of one received a frame of rank {peer}")
+
+
+class Links:
+    """What a call sends and gets over links; its operation waits for this object, until all frames of a round have come.
+
+    It does not know its operation: what a call has brought and made is let go with its last reference.
+
+    Args:
+        entry: The call, in the flight recorder.
+        outlet: Where its frames go.
+
+    Attributes:
+        group: Identity of the group.
+        call: The call's number.
+        queued: Frames that wait for credit.
+        loans: Of memory that the transport still reads.
+        has_heard: A frame has been used.
+    """
+
+    __slots__ = (
+        "_ahead",
+        "_buffers",
+        "_entry",
+        "_incoming",
+        "_outlet",
+        "_pending",
+        "_round",
+        "_stage",
+        "_tag",
+        "_ufunc",
+        "call",
+        "group",
+        "has_heard",
+        "loans",
+        "queued",
+    )
+
+    need = 1
+    needs_looks = False
+
+    def __init__(self, entry: Entry, outlet: Outlet) -> None:
+        self.group = entry.told.group
+        self.call = entry.call
+        self.queued = 0
+        self.loans: list[Any] = []
+        self.has_heard = False
+        self._entry = entry
+        self._outlet = outlet
+        self._stage = -1
+        self._round = -1
+        self._tag = -1  # of this round's frames; -1 between stages
+        self._buffers: tuple[NDArray[Any], ...] = ()
+        self._ufunc: Combiner | None = None
+        self._pending: dict[int, int] = {}  # peer -> segments still missing in this round
+        self._incoming: dict[int, Incoming] = {}
+        self._ahead: dict[int, list[Frame]] = {}
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a stage has begun: others may have seen this rank in the call."""
+        return self._stage >= 0
+
+    @property
+    def awaiting(self) -> tuple[int, ...]:
+        """Ranks whose frames are missing in this round."""
+        return tuple(self._pending)
+
+    def is_reached(self) -> bool:
+        """Return whether all frames of the round have been used."""
+        return not self._pending
+
+    def look(self) -> bool:
+        """Return False: frames come by themselves."""
+        return False
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all frames have gone, and the memory lent to the transport is back."""
+        if self.loans:
+            self.loans = [loan for loan in self.loans if not loan.is_done()]
+        return not self.loans and not self.queued
+
+    # -- frames ------------------------------------------------------------------------------------
+
+    def expects(self, frame: Frame) -> bool:
+        """Return whether a frame is of this round."""
+        return frame.header.round == self._tag
+
+    def put_aside(self, frame: Frame) -> None:
+        """Keep a frame for a round that has not begun."""
+        self._ahead.setdefault(frame.header.round, []).append(frame)
+
+    def take_aside(self) -> list[Frame]:
+        """Return frames that came for rounds which will not begin, and keep them no longer."""
+        frames = [frame for frames in self._ahead.values() for frame in frames]
+        self._ahead.clear()
+        return frames
+
+    def apply(self, frame: Frame) -> None:
+        """Use a frame of this round."""
+        what = self._entry.told.what
+        header, payload = frame
+        source = header.source
+        wanted = self._incoming.get(source)
+        left = self._pending.get(source)
+        if wanted is None or left is None:
+            raise InternalError(
+                f"{what}: rank {source} sent a frame that round {self._round} does not expect"
+            )
+        self.has_heard = True
+        array = self._buffers[wanted.buffer]
+        per_segment = _per_segment(
+            wanted.stop - wanted.start, array.itemsize, self._outlet.segment_bytes
+        )
+        start = wanted.start + header.segment * per_segment
+        stop = min(wanted.stop, start + per_segment)
+        if header.nbytes != max(0, stop - start) * array.itemsize:
+            raise InternalError(
+                f"{what}: rank {source} sent {header.nbytes} bytes, not {(stop - start) * array.itemsize}"
+            )
+        if header.nbytes:
+            value = np.frombuffer(payload, np.uint8).view(array.dtype)
+            target = array[start:stop]
+            own = self._buffers[wanted.operand][start:stop]
+            if wanted.mode == OVERWRITE:
+                target[...] = value
+            elif wanted.mode == INCOMING_LEFT:
+                self._combine(value, own, target)
+            else:
+                self._combine(own, value, target)
+        if left == 1:
+            del self._pending[source]
+        else:
+            self._pending[source] = left - 1
+        self._outlet.consumed(source, self.group, header.nbytes)
+
+    # -- rounds ------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        plan: Prepared,
+        work: NDArray[Any],
+        ufunc: Combiner | None = None,
+        brought: NDArray[Any] | None = None,
+    ) -> Iterator[Links]:
+        """Run a plan; the arguments are those of a `Stage`."""
+        scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
+        rounds, self._buffers, self._ufunc = plan.rounds, (work, scratch), ufunc
+        if brought is not None:
+            if plan.apart is None:
+                raise InternalError(
+                    f"{self._entry.told.what}: the plan needs what is brought in its work buffer"
+                )
+            rounds, self._buffers = plan.apart, (work, scratch, brought)
+        self._entry.stage(plan.algorithm, work.nbytes)
+        self._stage += 1
+        for self._round, one in enumerate(rounds):  # noqa: B020
+            self._enter(one)
+            while self._pending:
+                yield self
+            for step in one.local:
+                self._make(step)
+        self._tag = -1
+
+    def _enter(self, one: LinkRound) -> None:
+        tag = self._tag = self._stage * _ROUNDS_PER_STAGE + self._round
+        itemsize, limit = self._buffers[0].itemsize, self._outlet.segment_bytes
+        self._incoming = one.incoming
+        pending = self._pending = {}
+        for peer, wanted in one.incoming.items():
+            count = wanted.stop - wanted.start
+            per_segment = _per_segment(count, itemsize, limit)
+            pending[peer] = 1 if count <= per_segment else -(-count // per_segment)
+        for peer, buffer, start, stop in one.sends:
+            self._send(
+                peer,
+                self._buffers[buffer],
+                start,
+                stop,
+                tag,
+                _per_segment(stop - start, itemsize, limit),
+            )
+        for frame in self._ahead.pop(tag, ()):
+            self.apply(frame)
+
+    def _send(
+        self, peer: int, array: NDArray[Any], start: int, stop: int, tag: int, per_segment: int
+    ) -> None:
+        outlet, fingerprint = self._outlet, self._entry.told.fingerprint
+        segment = 0
+        while True:
+            end = min(stop, start + per_segment)
+            piece = array[start:end]
+            header = pack_header(
+                Kind.DATA,
+                outlet.rank,
+                outlet.generation,
+                self.group,
+                self.call,
+                tag,
+                segment,
+                fingerprint,
+                piece.nbytes,
+            )
+            outlet.post(self, peer, header, piece.view(np.uint8).data if end > start else None)
+            segment += 1
+            start = end
+            if start >= stop:
+                return
+
+    def _make(self, step: Copy | Reduce) -> None:
+        source = self._buffers[step.source.buffer][step.source.start : step.source.stop]
+        target = self._buffers[step.target.buffer][step.target.start : step.target.stop]
+        if isinstance(step, Copy):
+            target[...] = source
+        elif step.source_left:
+            self._combine(source, target, target)
+        else:
+            self._combine(target, source, target)
+
+    def _combine(self, left: NDArray[Any], right: NDArray[Any], target: NDArray[Any]) -> None:
+        if self._ufunc is None:
+            raise InternalError(f"{self._entry.told.what}: the plan reduces but no op was given")
+        combine_two(self._ufunc, left, right, target)

@@ -1,0 +1,169 @@
+"""Which plan a call of a group follows: chosen once for each form of call, and prepared for this rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncvar.algorithms.builders import build, build_all
+from syncvar.algorithms.compile_messages import Prepared, prepare
+from syncvar.algorithms.hierarchical import COMPOSED, stages
+from syncvar.algorithms.selection import choose, suited
+from syncvar.runtime.programs.round_runner import prepare_published
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncvar.algorithms.hierarchical import Part
+    from syncvar.runtime.programs.round_runner import Published
+
+__all__ = ["Planner", "PreparedStages"]
+
+_PLANS_MAX = 512
+_IDLE = Prepared((), 0, 0, "idle")
+
+
+class _Ready(NamedTuple):
+    """A stage that is ready to run on the elements [start, stop) of the collective's buffer; None: nothing to do."""
+
+    start: int
+    stop: int
+    plan: Prepared | Published | None
+
+
+class PreparedStages(NamedTuple):
+    """The stages of a collective over several hosts, made ready to run.
+
+    Args:
+        stages: In order, as many on every rank.
+        algorithm: For the flight recorder.
+    """
+
+    stages: tuple[_Ready, ...]
+    algorithm: str = "hierarchical"
+
+
+class Planner:
+    """The plans of a group.
+
+    Args:
+        members: Ranks of the group in the world, in the group's order.
+        rank: This process in the group; None where it is no member, and makes no calls.
+        forced: Algorithms that the job's setting demands, by collective.
+        is_shared: Whether calls go through memory that all members share.
+        host_sizes: Ranks on each host, of a group that spans several and has an arena on each; else None.
+    """
+
+    def __init__(
+        self,
+        members: tuple[int, ...],
+        rank: int | None,
+        forced: Mapping[str, str],
+        *,
+        is_shared: bool,
+        host_sizes: tuple[int, ...] | None,
+    ) -> None:
+        self.forced = forced
+        self._members = members
+        self._size = len(members)
+        self._rank = -1 if rank is None else rank
+        self._is_shared = is_shared
+        self._host_sizes = host_sizes
+        self._plans: dict[tuple[Any, ...], Prepared | Published | PreparedStages] = {}
+
+    def __call__(
+        self,
+        collective: str,
+        counts: int | tuple[int, ...] | tuple[tuple[int, ...], ...],
+        itemsize: int = 1,
+        *,
+        root: int = 0,
+        reproducible: bool = False,
+        algorithm: str | None = None,
+    ) -> Prepared | Published | PreparedStages:
+        """Choose an algorithm and return this rank's prepared plan, from the cache when it has been used before.
+
+        Args:
+            collective: For instance "all_reduce".
+            counts: Elements of the vector, of each rank's block, or what each rank sends to each (all_to_all).
+            itemsize: Bytes of an element.
+            root: Rank of the group that holds the vector of a broadcast.
+            reproducible: An all-reduce has to sum by the tree.
+            algorithm: Forced by the caller; the job's setting comes after it.
+        """
+        key = (collective, counts, itemsize, root, reproducible, algorithm)
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= _PLANS_MAX:
+                self._plans.clear()
+            found = self._plans[key] = self._made(
+                collective, counts, itemsize, root, reproducible, algorithm
+            )
+        return found
+
+    def forget(self) -> None:
+        """Let go of all plans."""
+        self._plans.clear()
+
+    def _made(
+        self,
+        collective: str,
+        counts: Any,
+        itemsize: int,
+        root: int,
+        reproducible: bool,
+        algorithm: str | None,
+    ) -> Prepared | Published | PreparedStages:
+        rank, size = self._rank, self._size
+        sizes: dict[str, Any] = {"count": counts}
+        total: Any = counts
+        is_even = True
+        if isinstance(counts, tuple):
+            is_matrix = collective == "all_to_all"
+            sizes = {"matrix" if is_matrix else "counts": counts}
+            rows: Any = counts if is_matrix else (counts,)
+            is_even = len({count for row in rows for count in row}) == 1
+            total = sum(map(sum, rows)) // size if is_matrix else sum(counts)
+        wanted = algorithm or suited(
+            collective, self.forced.get(collective), size, even=is_even, reproducible=reproducible
+        )
+        if wanted is None and self._host_sizes is not None and collective in COMPOSED:
+            parts = stages(
+                collective,
+                self._host_sizes,
+                rank,
+                itemsize=itemsize,
+                root=root,
+                reproducible=reproducible,
+                **sizes,
+            )
+            if parts is not None:
+                return _prepare_stages(parts, self._members)
+        chosen = choose(
+            collective,
+            total * itemsize,
+            size,
+            reproducible=reproducible,
+            forced=wanted,
+            shared=self._is_shared,
+            even=is_even,
+        ).algorithm
+        if self._is_shared:
+            return prepare_published(
+                build_all(collective, chosen, size, root=root, **sizes), rank, root
+            )
+        return prepare(build(collective, chosen, rank, size, root=root, **sizes), self._members)
+
+
+def _prepare_stages(parts: Sequence[Part], members: Sequence[int]) -> PreparedStages:
+    """Make the stages of this rank ready to run; `members` are the ranks of the group in the world."""
+    made = []
+    for part in parts:
+        plan: Prepared | Published | None = None
+        if part.plan is not None and part.on_host:
+            plan = prepare_published(part.plans, part.plan.rank)
+        elif part.plan is not None:
+            plan = prepare(part.plan, [members[rank] for rank in part.members])
+        elif not part.on_host:
+            plan = _IDLE  # stages between hosts are counted: their number is part of the name of a frame
+        made.append(_Ready(part.chunk.start, part.chunk.stop, plan))
+    return PreparedStages(tuple(made))

@@ -1,0 +1,375 @@
+"""Messages that need no waiting engine: one that finds room in the box, one that is there or comes soon, a long one that is taken soon.
+
+Nothing is started, and no lock of the engine taken. What is unusual (a known refusal, queued writes, another thread in the same
+call, a full box) is left to the long way; a wait that takes long is left to the engine, with the number that the call has.
+
+Arrays of a dtype and shape that have gone or come once are left to the C runner, where there is one, which does the same.
+"""
+
+from __future__ import annotations
+
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from syncvar.core.dtypes import dtype_index
+from syncvar.core.errors import SyncvarError
+from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.p2p.endpoints import Inward, Outward
+from syncvar.runtime.p2p.message_requests import WAY, Sending
+from syncvar.shm.message_ring import what_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from syncvar.core.settings import RuntimeConfig
+    from syncvar.runtime.communicator import Communicator, Request
+    from syncvar.runtime.p2p.endpoints import Landing
+
+__all__ = ["NOT_YET", "Line"]
+
+NOT_YET = object()
+_SORTS_MAX = 64  # of a pair and tag
+_EXPORTED = "biufc"  # kinds of dtypes whose arrays are buffers
+
+
+class Job(Protocol):
+    """What a rank is in, and what holds in it."""
+
+    @property
+    def config(self) -> RuntimeConfig:
+        """The settings."""
+
+
+class Sort(NamedTuple):
+    """What all messages of a pair and tag with the same dtype and shape have in common.
+
+    Args:
+        what: See `Outbox.put`.
+        told: For the flight recorder.
+        is_buffer: The array can be copied as it is.
+    """
+
+    what: int
+    told: Told
+    is_buffer: bool
+
+
+class Line:
+    """The messages of a pair and tag, as one of the two ranks makes them.
+
+    Args:
+        context: In which this rank makes them.
+        stream: Their calls.
+        end: This rank's end of the box through which they go; None where the ranks share no arena.
+        array: The kind of messages that are arrays.
+        request: Makes the call of an array's message, where the engine has to go on with what the C runner has begun.
+
+    Attributes:
+        native: The C runner of this end, once it has something to do.
+        is_remembered: `send` or `recv` finds it without a step of Python.
+    """
+
+    __slots__ = (
+        "_array",
+        "_context",
+        "_request",
+        "_sorts",
+        "end",
+        "is_remembered",
+        "native",
+        "stream",
+    )
+
+    def __init__(
+        self,
+        context: Job,
+        stream: Communicator,
+        end: Inward | Outward | None,
+        array: int,
+        request: Callable[[Line, NDArray[Any]], Request],
+    ) -> None:
+        self.stream = stream
+        self.end = end
+        self.native: Any = None
+        self.is_remembered = False
+        self._array = array
+        self._context = context
+        self._request = request
+        self._sorts: dict[tuple[np.dtype[Any], tuple[int, ...], int], Sort] = {}
+
+    def retire(self) -> None:
+        """Be used no more: messages of the pair and tag are counted by another line from now on."""
+        native, self.native, self.is_remembered = self.native, None, False
+        if native is not None:
+            native.retire()
+
+    def send(
+        self,
+        array: NDArray[Any],
+        kind: int,
+        words: Callable[[], tuple[str, int]],
+        request: Callable[[], Request],
+        timeout: float | None,
+        *,
+        waits: bool,
+    ) -> bool:
+        """Send a message, if there is room for it now; of a long one the receiver is told, and it waits here until it has been taken.
+
+        Args:
+            array: The message.
+            kind: Of the message.
+            words: Returns the call in words and the index of the array's dtype; asked once for each dtype and shape.
+            request: Makes the call, where the engine has to go on.
+            timeout: Seconds, or None for the job's default.
+            waits: It is long.
+
+        Returns:
+            False when nothing has been done.
+
+        Raises:
+            SyncvarError: As `send`.
+        """
+        stream, outward = self.stream, self.end
+        engine, count = stream.engine, stream.count
+        if (
+            engine is None
+            or count is None
+            or not isinstance(outward, Outward)
+            or not engine.is_quiet
+            or (waits and engine.under_way)
+        ):
+            return False
+        if not array.flags.c_contiguous or not stream.busy.acquire(blocking=False):
+            return False
+        try:
+            sort, call, begin, number = (
+                self._sort_of(array, kind, words),
+                self.number(),
+                monotonic_ns(),
+                0,
+            )
+            try:
+                if waits:
+                    number = outward.tell(sort.what, stream.identity, call, array)
+                    has_begun = number != 0
+                else:
+                    data = array if sort.is_buffer else array.reshape(-1).view(np.uint8)
+                    has_begun = outward.put(
+                        sort.what,
+                        stream.identity,
+                        call,
+                        array.shape,
+                        data,
+                        array.nbytes,
+                        waits=True,
+                    )
+                if not has_begun:
+                    return False
+                count.next_call = count.number = stream.next_call = call + 1
+                is_over = not waits or outward.is_taken_soon(number)
+                if is_over:
+                    stream.recorder.add((sort.told, call, begin, monotonic_ns(), get_ident()))
+                self._keep((array.dtype, array.shape, kind), sort)
+                operation = (
+                    None if is_over else stream.operation(call, _begun(request(), number), begin)
+                )
+            except BaseException as error:  # the other rank may have the message, or not
+                if number:
+                    outward.give_up(number)
+                stream.interrupt(call, begin, error)
+                raise
+            if operation is not None:
+                engine.take_over(operation, timeout)
+            return True
+        finally:
+            stream.busy.release()
+
+    def _sort_of(
+        self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]
+    ) -> Sort:
+        """Return what messages such as this one have in common."""
+        sort = self._sorts.get((array.dtype, array.shape, kind))
+        if sort is not None:
+            return sort
+        stream, (said, dtype) = self.stream, words()
+        told = Told(said, stream.identity, stream.members, 0, array.nbytes, WAY)
+        return Sort(what_of(kind, dtype, array.ndim), told, array.dtype.kind in _EXPORTED)
+
+    def take(
+        self,
+        request: Callable[[], Request],
+        landing: Landing,
+        finish: Callable[[int, NDArray[Any]], Any],
+        timeout: float | None,
+        *,
+        waits: bool,
+    ) -> Any:
+        """Receive a message that is there or comes soon; where it does not, the engine waits.
+
+        Args:
+            request: Makes the call, where the engine has to go on.
+            landing: Where the message is written to.
+            finish: Makes the result.
+            timeout: Seconds, or None for the job's default.
+            waits: Whether to wait at all.
+
+        Returns:
+            The result, or NOT_YET when nothing has been done.
+
+        Raises:
+            SyncvarError: As `recv`.
+        """
+        stream, inward = self.stream, self.end
+        engine, count = stream.engine, stream.count
+        if (
+            engine is None
+            or count is None
+            or not isinstance(inward, Inward)
+            or not engine.is_quiet
+            or engine.under_way
+        ):
+            return NOT_YET
+        if not stream.busy.acquire(blocking=False):
+            return NOT_YET
+        try:
+            number, begin = self.number(), monotonic_ns()
+            stream.next_call = count.number = number + 1
+            key = stream.identity, number
+            try:
+                taken = inward.take(key, landing)
+                while taken is None and waits and inward.wait():
+                    news = inward.seen
+                    taken = inward.take(key, landing)
+                    if inward.seen == news:  # another thread has the box
+                        break
+                if taken is not None:
+                    count.next_call = number + 1
+                    result = finish(*taken)
+                    sort = self._met(request, *taken)
+                    stream.recorder.add((sort.told, number, begin, monotonic_ns(), get_ident()))
+                    return result
+                if not waits:
+                    stream.next_call = count.number = number
+                    return NOT_YET
+                operation = stream.operation(number, request(), begin)
+            except SyncvarError as error:
+                count.next_call = number + 1
+                stream.recorder.begin(self._told(request, 0), number, begin).end(error)
+                stream.recorder.failed(error)
+                raise
+            except BaseException as error:
+                stream.interrupt(number, begin, error)
+                raise
+            return engine.take_over(operation, timeout)
+        finally:
+            stream.busy.release()
+
+    def perform(
+        self, name: str, check: Callable[[], Request], timeout: float | None, *, async_op: bool
+    ) -> Any:
+        """Make a call on the long way; see `Communicator.perform`."""
+        self.number()
+        try:
+            return self.stream.perform(name, check, timeout, async_op=async_op)
+        finally:
+            if self.stream.count is not None:
+                self.stream.count.number = self.stream.next_call
+
+    def number(self) -> int:
+        """Return the number of the next message; from here on the communicator knows it too."""
+        stream, count = self.stream, self.stream.count
+        if count is not None and count.number > stream.next_call:
+            stream.next_call = count.number
+        return stream.next_call
+
+    def _told(self, request: Callable[[], Request], nbytes: int) -> Told:
+        stream, made = self.stream, request()
+        made.body.close()
+        return Told(made.what, stream.identity, stream.members, made.digest, nbytes, WAY)
+
+    def _met(self, request: Callable[[], Request], kind: int, message: NDArray[Any]) -> Sort:
+        """Return what messages such as this one have in common."""
+        key = message.dtype, message.shape, kind
+        found = self._sorts.get(key)
+        if found is None:
+            what = what_of(kind, dtype_index(message.dtype), message.ndim)
+            found = Sort(what, self._told(request, message.nbytes), is_buffer=False)
+        self._keep(key, found)
+        return found
+
+    def _keep(self, key: tuple[np.dtype[Any], tuple[int, ...], int], sort: Sort) -> None:
+        """Know messages of this dtype, shape and kind from now on; the C runner takes arrays, and forgets what it knew first."""
+        if key not in self._sorts:
+            if len(self._sorts) >= _SORTS_MAX:
+                self._sorts.clear()
+            self._sorts[key] = sort
+        dtype, shape, kind = key
+        stream, end = self.stream, self.end
+        if kind != self._array or stream.engine is None or end is None:
+            return
+        if self.native is None:
+            self.native = end.native_end(
+                stream.identity,
+                self._context.config.eager_bytes,
+                count=stream.count,
+                engine=stream.engine,
+                context=self._context,
+                add=stream.recorder.add,
+                go_on=self._go_on,
+                busy=stream.busy,
+                shared=stream.engine.under_way,
+            )
+        if self.native is not None:
+            self.native.remember(dtype, shape, sort.what, sort.told)
+
+    def _go_on(
+        self,
+        array: NDArray[Any],
+        call: int,
+        begin: int,
+        number: int,
+        done: int,
+        error: BaseException | None,
+    ) -> Any:
+        """Go on with a long message that the C runner has begun, and that has not gone or come soon.
+
+        Args:
+            array: The message, or where it is written to.
+            call: Its number among the pair's calls.
+            begin: When it began.
+            number: Its number in the box.
+            done: So many bytes have gone or come in parts.
+            error: What a signal has raised meanwhile.
+        """
+        stream, end, engine = self.stream, self.end, self.stream.engine
+        assert engine is not None
+        assert end is not None
+        try:
+            if error is None and isinstance(end, Inward):
+                end.adopt((stream.identity, call), self._array, array, done)
+        finally:
+            end.lock.release()
+        try:
+            if error is not None:
+                raise error
+            operation = stream.operation(
+                call, _begun(self._request(self, array), number, done), begin
+            )
+        except BaseException as why:
+            if isinstance(end, Outward):
+                end.give_up(number)
+            stream.interrupt(call, begin, why)
+            raise
+        return engine.take_over(operation, None)
+
+
+def _begun(request: Request, number: int, done: int = 0) -> Request:
+    """Return the call of a message, which, where it is sent, goes on with what is in its box, and of which some bytes have gone."""
+    if isinstance(request.message, Sending):
+        request.message.go_on_with(number, done)
+    return request

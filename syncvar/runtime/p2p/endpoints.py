@@ -1,0 +1,425 @@
+"""Messages between ranks of one host: through a box in the arena where it has room, else over links.
+
+Message number k of a pair and tag meets receive number k, whichever way it comes, so the sender alone decides, message by
+message: what finds no room in the box goes over a link. Whoever receives looks in the box and hears the link at the same time.
+
+A message of another tag that lies before the one that is wanted is taken out and kept, so that no tag disturbs another.
+Where much has come together the sender is told to use links, whose credit bounds what may be on its way.
+
+A long message stays where it is until the receiver has read it: part by part where both ranks are at it, in C, at the same
+time; else in the arena, in the sender's memory where the system lets the receiver read there, or again part by part. When
+the sender gives it up meanwhile, what was read of it is not used.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar.core.dtypes import dtype_from_index
+from syncvar.core.errors import SyncvarError
+from syncvar.shm.message_ring import Form
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.progress import Engine
+    from syncvar.shm.message_ring import Entry, Inbox, Outbox
+    from syncvar.shm.ring_table import Boxes
+
+    Key = tuple[int, int]  # identity of the pair's calls, number
+    Landing = Callable[
+        [int, np.dtype[Any], tuple[int, ...]], NDArray[Any] | None
+    ]  # of (kind, dtype, shape): where to write a message
+    Taken = tuple[int, NDArray[Any]]  # kind, message
+
+__all__ = ["Inward", "Outward", "Post"]
+
+
+class Post:
+    """The messages of this rank to and from others of its host.
+
+    Args:
+        boxes: Its boxes.
+        engine: Knows the numbers of calls.
+        kept_nbytes_max: Of messages from one rank that have come and that nobody has asked for: from here on they go over links.
+    """
+
+    def __init__(self, boxes: Boxes, engine: Engine, kept_nbytes_max: int) -> None:
+        self._boxes = boxes
+        self._engine = engine
+        self._kept_nbytes_max = kept_nbytes_max
+        self._outward: dict[int, Outward] = {}
+        self._inward: dict[int, Inward] = {}
+
+    def serves(self, rank: int) -> bool:
+        """Return whether a rank of the world is on this host."""
+        return rank in self._boxes.channels.places
+
+    def outward(self, dest: int) -> Outward:
+        """Return this rank's end of the messages to another one."""
+        return self._outward.get(dest) or self._outward.setdefault(dest, Outward(self._boxes, dest))
+
+    def inward(self, source: int) -> Inward:
+        """Return this rank's end of the messages from another one."""
+        made = self._inward.get(source)
+        return made or self._inward.setdefault(
+            source, Inward(self._boxes, source, self._kept_nbytes_max, self._engine.book.following)
+        )
+
+
+class Outward:
+    """Messages to another rank.
+
+    Args:
+        boxes: This rank's boxes.
+        dest: The rank, in the world.
+
+    Attributes:
+        lock: Who puts something in the box has it. Nobody waits for it: a message that does not get it goes over a link.
+    """
+
+    def __init__(self, boxes: Boxes, dest: int) -> None:
+        self.dest = dest
+        self.lock = threading.Lock()
+        self.arena = boxes.channels.arena
+        self.wait = boxes.channels.wait
+        self._boxes = boxes
+        self._box: Outbox | None = None
+        self._has_none = False
+
+    def box(self) -> Outbox | None:
+        """Return the box, made by the first message; None where the arena has no room for it."""
+        if self._box is None and not self._has_none:
+            self._box = self._boxes.outbox(self.dest)
+            self._has_none = self._box is None
+        return self._box
+
+    def put(
+        self,
+        what: int,
+        stream: int,
+        call: int,
+        shape: tuple[int, ...],
+        data: Any,
+        nbytes: int,
+        *,
+        waits: bool,
+    ) -> bool:
+        """Put a message in the box; False where there is no room, nor soon where it `waits`, or another thread is at it. See `Outbox.put`."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            box = self.box()
+            if box is None:
+                return False
+            while not box.put(what, stream, call, shape, data, nbytes):
+                room = box.room_at(shape, nbytes) if waits else None
+                if room is None or not self.wait(room[:1], room[1]):
+                    return False
+            return True
+        finally:
+            self.lock.release()
+
+    def tell(self, what: int, stream: int, call: int, array: NDArray[Any]) -> int:
+        """Tell the receiver of a long message in one piece; returns its number in the box, 0 where that cannot be. See `Outbox.tell`."""
+        if not self.lock.acquire(blocking=False):
+            return 0
+        try:
+            box = self.box()
+            if box is None:
+                return 0
+            address, offset = array.__array_interface__["data"][0], self.arena.locate(array)
+            return box.tell(
+                what,
+                stream,
+                call,
+                array.shape,
+                array.nbytes,
+                address,
+                0 if offset is None else offset + 1,
+            )
+        finally:
+            self.lock.release()
+
+    def is_taken_soon(self, number: int) -> bool:
+        """Look for a short while whether a long message has been taken."""
+        box = self.box()
+        return (
+            box is not None
+            and self.wait((box.answers_at(number),), (number << 1) - 1)
+            and box.answer(number) == 2
+        )
+
+    def give_up(self, number: int) -> None:
+        """Say that a long message is not to be read any more."""
+        box = self.box()
+        if box is not None:
+            box.give_up(number)
+
+    def native_end(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
+        """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
+        if self._box is None:
+            return None
+        return self._boxes.native_end(
+            self._box, self.dest, identity, eager_bytes, box=self.lock, kept={}, **objects
+        )
+
+    def tell_link(self) -> None:
+        """Say, as the driver, that a message goes over a link, lest the receiver look for it in the box.
+
+        Whoever has the box may be this thread, which came here from a signal's handler; the receiver then learns it a little later.
+        """
+        box = self._box
+        if box is None:
+            return
+        box.count_link()
+        if self.lock.acquire(blocking=False):
+            try:
+                box.note_news()
+            finally:
+                self.lock.release()
+
+
+class _Kept(NamedTuple):
+    kind: int
+    message: NDArray[Any]
+
+
+class _Parts:
+    def __init__(self, kind: int, message: NDArray[Any]) -> None:
+        self.kind = kind
+        self.message = message
+        self.bytes = message.reshape(-1).view(np.uint8)
+        self.missing = self.bytes.size
+
+
+class Inward:
+    """Messages from another rank.
+
+    Args:
+        boxes: This rank's boxes.
+        source: The rank, in the world.
+        kept_nbytes_max: See `Post`.
+        following: Returns the number of the next call of a pair here.
+    """
+
+    def __init__(
+        self, boxes: Boxes, source: int, kept_nbytes_max: int, following: Callable[[int], int]
+    ) -> None:
+        self.source = source
+        self.lock = threading.Lock()
+        self.expected: set[Key] = set()  # receives that the engine has begun
+        self.links = 0  # messages that have come over a link
+        self._boxes = boxes
+        self._wait = boxes.channels.wait
+        self._box: Inbox | None = None
+        self.seen = 0  # of what the sender has told
+        self._kept: dict[Key, _Kept | Entry] = {}
+        self._kept_nbytes = 0
+        self._kept_nbytes_max = kept_nbytes_max
+        self._refuses = False
+        self._parts: dict[Key, _Parts] = {}
+        self._forgotten: collections.deque[Key] = (
+            collections.deque()
+        )  # of receives that have failed
+        self._following = following
+        self._reach: Any = False  # not known yet
+
+    @property
+    def has_no_box(self) -> bool:
+        """Whether all messages from this rank come over links."""
+        return self._box is None and self._boxes.has_none(self.source)
+
+    @property
+    def may_look(self) -> bool:
+        """Whether looking can end a wait: nothing that has been told comes over a link, as far as is known."""
+        box = self._box
+        return box.by_link <= self.links if box is not None else not self.has_no_box
+
+    def native_end(self, identity: int, eager_bytes: int, **objects: Any) -> Any:
+        """Return the C runner of this end of a pair's messages, or None; see `Boxes.native_end`."""
+        if self._box is None:
+            return None
+        return self._boxes.native_end(
+            self._box, self.source, identity, eager_bytes, box=self.lock, kept=self._kept, **objects
+        )
+
+    def adopt(self, key: Key, kind: int, message: NDArray[Any], done: int) -> None:
+        """Go on, with the lock, with a long message of which the C runner has asked for parts, and has taken the first bytes."""
+        parts = self._parts[key] = _Parts(kind, message)
+        parts.missing -= done
+
+    def wait(self) -> bool:
+        """Look for a short while whether there is something new."""
+        if not self.may_look:
+            return False
+        box = self._box
+        return (
+            self._wait((self._boxes.comes_at(self.source),), 1)
+            if box is None
+            else self._wait((box.news_at,), self.seen + 1)
+        )
+
+    def take(self, key: Key, landing: Landing) -> Taken | None:
+        """Return a message if it is there.
+
+        Args:
+            key: Which.
+            landing: Where it is written to; a new array where this returns None.
+
+        Raises:
+            SyncvarError: It cannot be read.
+        """
+        if not self.lock.acquire(blocking=False):
+            return None
+        try:
+            self._drop_forgotten()
+            parts = self._parts.get(key)
+            if parts is not None and not parts.missing:
+                del self._parts[key]
+                return parts.kind, parts.message
+            found = self._kept.pop(key, None)
+            return (
+                self._search(key, landing) if found is None else self._opened(key, found, landing)
+            )
+        finally:
+            self.lock.release()
+
+    def forget(self, key: Key) -> None:
+        """Drop what has come of a message that nobody will ask for any more: whoever has the lock next does."""
+        self.expected.discard(key)
+        self._forgotten.append(key)
+
+    # -- inside, with the lock ---------------------------------------------------------------------
+
+    def _drop_forgotten(self) -> None:
+        while self._forgotten:
+            key = self._forgotten.popleft()
+            self._parts.pop(key, None)
+            found = self._kept.pop(key, None)
+            if isinstance(found, _Kept):
+                self._let_go(found)
+
+    def _search(self, key: Key, landing: Landing) -> Taken | None:
+        box = self._box
+        if box is None:
+            box = self._box = self._boxes.inbox(self.source)
+            if box is None:
+                return None
+        while True:
+            self.seen = box.news
+            entry = box.first()
+            if entry is None:
+                return None
+            if entry.form == Form.PART:
+                ended = self._add(box, entry)
+                box.free()
+                if ended == key:
+                    parts = self._parts.pop(key)
+                    return parts.kind, parts.message
+            elif (entry.stream, entry.call) != key:
+                self._keep(box, entry)
+                box.free()
+            elif entry.form == Form.WHOLE:
+                made = self._landed(entry, landing, box.bytes_at(entry.data, entry.nbytes))
+                box.free()
+                return entry.kind, made
+            else:
+                box.free()
+                return self._opened(key, entry, landing)
+
+    def _landed(self, entry: Entry, landing: Landing, source: NDArray[np.uint8]) -> NDArray[Any]:
+        made = self._place(entry, landing)
+        if entry.nbytes:
+            made.reshape(-1).view(np.uint8)[...] = source
+        return made
+
+    @staticmethod
+    def _place(entry: Entry, landing: Landing) -> NDArray[Any]:
+        dtype = dtype_from_index(entry.dtype)
+        made = landing(entry.kind, dtype, entry.shape)
+        return np.empty(entry.shape, dtype) if made is None else made
+
+    def _keep(self, box: Inbox, entry: Entry) -> None:
+        key = entry.stream, entry.call
+        # In this order: another thread that begins the receive meanwhile expects it before the number grows.
+        if entry.call < self._following(entry.stream) and key not in self.expected:
+            return  # its receive has failed
+        if entry.form == Form.TOLD:
+            self._kept[key] = entry
+            return
+        message = np.empty(entry.shape, dtype_from_index(entry.dtype))
+        if entry.nbytes:
+            message.reshape(-1).view(np.uint8)[...] = box.bytes_at(entry.data, entry.nbytes)
+        self._kept[key] = _Kept(entry.kind, message)
+        self._kept_nbytes += message.nbytes
+        if self._kept_nbytes > self._kept_nbytes_max and not self._refuses:
+            self._refuses = True
+            box.refuse(refuses=True)
+
+    def _let_go(self, found: _Kept) -> None:
+        self._kept_nbytes -= found.message.nbytes
+        if (
+            self._refuses
+            and self._box is not None
+            and self._kept_nbytes * 2 < self._kept_nbytes_max
+        ):
+            self._refuses = False
+            self._box.refuse(refuses=False)
+
+    def _opened(self, key: Key, found: _Kept | Entry, landing: Landing) -> Taken | None:
+        if isinstance(found, _Kept):
+            self._let_go(found)
+            made = landing(found.kind, found.message.dtype, found.message.shape)
+            if made is None:
+                return found.kind, found.message
+            made[...] = found.message
+            return found.kind, made
+        return self._read(key, found, landing)
+
+    def _read(self, key: Key, entry: Entry, landing: Landing) -> Taken | None:
+        """Read a long message where it lies; None where it was given up, is on its way, or the sender is no more."""
+        box = self._box
+        assert box is not None
+        if box.was_given_up(entry.number):
+            return None
+        if entry.offset:
+            made = self._landed(entry, landing, box.resident(entry.offset - 1, entry.nbytes))
+        else:
+            if self._reach is False:
+                self._reach = self._boxes.reach(self.source)
+            made = self._place(entry, landing)
+            if self._reach is None:
+                self._parts[key] = _Parts(entry.kind, made)
+                box.want(entry.number)
+                return None
+            try:
+                is_alive = self._reach.read(0, entry.place, made)
+            except SyncvarError:
+                if box.was_given_up(entry.number):
+                    return None
+                raise
+            if not is_alive:
+                return None
+        if box.was_given_up(entry.number):
+            return None
+        box.taken(entry.number)
+        return entry.kind, made
+
+    def _add(self, box: Inbox, entry: Entry) -> Key | None:
+        """Add a part to its message; returns which, where that was the last one."""
+        key = entry.stream, entry.call
+        parts = self._parts.get(key)
+        if parts is None:
+            return None  # its receive has failed
+        parts.bytes[entry.place : entry.place + entry.nbytes] = box.bytes_at(
+            entry.data, entry.nbytes
+        )
+        parts.missing -= entry.nbytes
+        return None if parts.missing else key

@@ -1,0 +1,232 @@
+"""A message under way, as its operation takes it: through the box of `message_ends` where that goes, else over a link.
+
+A message that finds no room in the box goes over a link; the receiver looks in the box and hears the link at the same time.
+A long message waits in the box for the receiver's answer, or until the receiver has asked for it in parts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.core.errors import InternalError, SyncvarError
+from syncvar.runtime.request import BodyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.flight_recorder.call_record import Entry
+    from syncvar.runtime.links.exchange import Links
+    from syncvar.runtime.p2p.endpoints import Inward, Key, Landing, Outward, Taken
+    from syncvar.runtime.request import Steps
+
+__all__ = ["WAY", "Receiving", "Sending"]
+
+WAY = "arena message"  # in flight records
+
+
+class Sending:
+    """A message that is sent; its operation waits for it until the receiver has answered.
+
+    Args:
+        outward: Where it goes.
+        what: See `Outbox.put`.
+        array: The message, in one piece.
+        waits: It is long: it waits for its receiver.
+    """
+
+    def __init__(self, outward: Outward, what: int, array: NDArray[Any], *, waits: bool) -> None:
+        self._outward = outward
+        self._what = what
+        self._array = array
+        self._waits = waits
+        self._bytes = array.reshape(-1).view(np.uint8).data
+        self._number = 0  # of a long message in its box
+        self._gone = 0  # bytes of it, sent in parts
+        self._group = self._call = 0
+
+    def go_on_with(self, number: int, gone: int = 0) -> None:
+        """Go on with a long message that has been told already, and of which some bytes have gone in parts."""
+        self._number = number
+        self._gone = gone
+
+    def steps(self, entry: Entry, _links: Links, over_link: Steps) -> Steps:
+        """Return the steps of a call, given those that it takes over a link; nothing is done before the first one."""
+        self._group, self._call = entry.told.group, entry.call
+        return self._steps(entry, over_link)
+
+    # -- as what is waited for ---------------------------------------------------------------------
+
+    @property
+    def need(self) -> int:
+        """What changes whenever the message goes on."""
+        return self._gone
+
+    @property
+    def needs_looks(self) -> bool:
+        """Whether the receiver's answer is waited for, of which nothing tells."""
+        return self._number != 0
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the receiver may have seen the message."""
+        return self._number != 0
+
+    @property
+    def awaiting(self) -> tuple[int, ...]:
+        """The receiver."""
+        return (self._outward.dest,)
+
+    def is_reached(self) -> bool:
+        """Send parts that were asked for; return whether the receiver has the message."""
+        outward, box = self._outward, self._outward.box()
+        if box is None:
+            raise InternalError("the box of a message that was told is gone")
+        answer = box.answer(self._number)
+        if answer != 1 or not outward.lock.acquire(blocking=False):
+            return answer == 2
+        nbytes = len(self._bytes)
+        try:
+            while self._gone < nbytes and (
+                sent := box.part(self._group, self._call, self._gone, self._bytes)
+            ):
+                self._gone += sent
+        finally:
+            outward.lock.release()
+        if self._gone == nbytes:
+            box.give_up(self._number)  # its number may be used again
+        return self._gone == nbytes
+
+    def look(self) -> bool:
+        """Look for a short while whether the receiver has answered."""
+        box = self._outward.box()
+        if box is None or box.answer(self._number) == 1:  # then it is to read what it was sent
+            return False
+        return self._outward.wait((box.answers_at(self._number),), (self._number << 1) - 1)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """See to it that the receiver uses nothing of a message whose call has failed."""
+        if self._number:
+            self._outward.give_up(self._number)
+
+    def _steps(self, entry: Entry, over_link: Steps) -> Steps:
+        try:
+            try:
+                goes_by_link = not self._number and not self._put()
+                if goes_by_link:
+                    self._outward.tell_link()
+            except SyncvarError as error:  # of the message alone
+                raise BodyError(error) from error
+            if goes_by_link:
+                return (yield from over_link)
+            if self._number:
+                yield self
+        finally:
+            over_link.close()
+        _went_through_box(entry, len(self._bytes))
+        return None
+
+    def _put(self) -> bool:
+        """Put the message in the box, or tell of it; False where that cannot be."""
+        array = self._array
+        if self._waits:
+            self._number = self._outward.tell(self._what, self._group, self._call, array)
+            return self._number != 0
+        return self._outward.put(
+            self._what, self._group, self._call, array.shape, self._bytes, array.nbytes, waits=False
+        )
+
+
+class Receiving:
+    """A message that is received; its operation waits for it until it is there, or comes over a link.
+
+    Args:
+        inward: Where it comes from.
+        landing: Where it is written to.
+        finish: Makes the result, of (kind, message).
+    """
+
+    need = 0
+
+    def __init__(
+        self, inward: Inward, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
+    ) -> None:
+        self._inward = inward
+        self._landing = landing
+        self._finish = finish
+        self._links: Links | None = None
+        self._key: Key = (0, 0)
+        self._taken: Taken | None = None
+
+    def steps(self, entry: Entry, links: Links, over_link: Steps) -> Steps:
+        """Return the steps of a call, given those that it takes over a link; from now on the message is expected."""
+        self._links = links
+        self._key = entry.told.group, entry.call
+        self._inward.expected.add(self._key)
+        return self._steps(entry, over_link)
+
+    # -- as what is waited for ---------------------------------------------------------------------
+
+    @property
+    def needs_looks(self) -> bool:
+        """Whether the message may come through the box, where nothing tells of it."""
+        return not self._inward.has_no_box
+
+    @property
+    def is_told(self) -> bool:
+        """Return False: the sender sees nothing of a rank that waits."""
+        return False
+
+    @property
+    def awaiting(self) -> tuple[int, ...]:
+        """The sender."""
+        return (self._inward.source,)
+
+    def is_reached(self) -> bool:
+        """Take the message if it is there; return whether it was, or comes over a link."""
+        if self._links is not None and self._links.has_heard:
+            return True
+        try:
+            self._taken = self._inward.take(self._key, self._landing)
+        except SyncvarError as error:  # of the message: the sender has done its part
+            raise BodyError(error) from error
+        return self._taken is not None
+
+    def look(self) -> bool:
+        """Look for a short while whether something has come."""
+        return self._inward.wait()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Drop what has come of a message whose call has failed."""
+        self._inward.forget(self._key)
+
+    def _steps(self, entry: Entry, over_link: Steps) -> Steps:
+        try:
+            next(over_link)  # from now on it hears the link: the first round waits for a frame
+            yield self
+            if self._taken is None:
+                self._inward.links += 1
+                self._inward.expected.discard(self._key)
+                return (yield from over_link)
+        finally:
+            over_link.close()
+        kind, message = self._taken
+        self._inward.expected.discard(self._key)
+        try:
+            result = self._finish(kind, message)
+        except SyncvarError as error:
+            raise BodyError(error) from error
+        _went_through_box(entry, message.nbytes)
+        return result
+
+
+def _went_through_box(entry: Entry, nbytes: int) -> None:
+    entry.way = WAY
+    entry.nbytes = nbytes

@@ -1,0 +1,48 @@
+"""Which pairs and tags this rank has sent messages with, and where in the program it began."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount
+from syncvar.runtime.flight_recorder.call_sites import own_site
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["SentMessages"]
+
+_SITE_MAX = 200  # characters, so that all of them fit in one control message
+
+
+class SentMessages:
+    """The pairs and tags with which this rank has sent messages, those used last."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, tuple[int, int, str]] = {}
+
+    def note(self, identity: int, dest: int, tag: int) -> None:
+        """Note, from any thread, that this rank begins to send messages with a pair and tag.
+
+        Args:
+            identity: Of the calls of the pair and tag.
+            dest: The receiver, in the world.
+            tag: The tag.
+        """
+        known = self._streams.pop(identity, None)
+        self._streams[identity] = known or (dest, tag, own_site()[-_SITE_MAX:])
+        if len(self._streams) > STREAMS_MAX:
+            with contextlib.suppress(RuntimeError, StopIteration):  # another thread has changed it
+                self._streams.pop(next(iter(self._streams)), None)
+
+    def counts(self, following: Callable[[int], int]) -> list[SentCount]:
+        """Return how many messages this rank has sent with each pair and tag.
+
+        Args:
+            following: Returns the number of the next message of a pair and tag.
+        """
+        return [
+            SentCount(identity, dest, tag, following(identity), site)
+            for identity, (dest, tag, site) in list(self._streams.items())[-STREAMS_MAX:]
+        ]

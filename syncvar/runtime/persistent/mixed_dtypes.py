@@ -1,0 +1,254 @@
+"""Prepared reductions of lists: long arrays, and arrays of several kinds, of which the short ones lie side by side in the slots. See `preparation`."""
+
+from __future__ import annotations
+
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from syncvar.core.pytree import Leaves
+from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.persistent.builder import Kind, preparation_of
+from syncvar.runtime.persistent.persistent_reduce import Fate, has_segments, reducing, then
+from syncvar.runtime.programs.arithmetic import HALVES
+from syncvar.runtime.programs.compile_reduce import EVERYWHERE, Places
+from syncvar.runtime.programs.program_runner import agreed
+from syncvar.runtime.programs.shm_reduce import (
+    Vector,
+    combine_small,
+    flat_of,
+    places_of,
+    reduce_published,
+    reduce_shared,
+    reduce_small,
+    teach,
+)
+from syncvar.shm.channel_table import MASK, SPREAD
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.core.reduce_ops import Reduction
+    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.persistent.builder import Preparation, Said
+    from syncvar.shm.group_channel import Channel
+
+__all__ = ["prepare_kinds"]
+
+_KINDS_MAX = 8  # as in calls.h
+
+
+def prepare_kinds(
+    communicator: Communicator,
+    kinds: Mapping[Reduction, Sequence[int]],
+    sizes: Sequence[int],
+    longest: int | None,
+    leaves: Leaves,
+    digest: int,
+    what: str,
+) -> PreparedCall | None:
+    """Return the prepared call of arrays of several kinds, or of long ones of one kind, or None where there is none.
+
+    Args:
+        communicator: The group.
+        kinds: The places of the arrays that are reduced in each way.
+        sizes: Bytes of each kind in a slot.
+        longest: Which kind has long arrays; None where all are short, and lie side by side.
+        leaves: Such arrays.
+        digest: Fingerprint of the call, as the long way makes it.
+        what: The call in words.
+    """
+    order = sorted(range(len(sizes)), key=lambda number: number != longest)  # it comes first
+    ordered, sizes = (
+        [list(kinds.items())[number] for number in order],
+        [sizes[number] for number in order],
+    )
+    ground = preparation_of(
+        communicator, what, digest, sum(sizes), "arena small" if longest is None else "arena"
+    )
+    return (
+        None
+        if ground is None
+        else (_short if longest is None else _long)(
+            ground, _Kinds(ordered, sizes, leaves, communicator.size)
+        )
+    )
+
+
+class _Kinds(NamedTuple):
+    """Arrays of several kinds.
+
+    Args:
+        kinds: How arrays are reduced, and the places of those.
+        sizes: Bytes of each kind.
+        leaves: Such arrays.
+        size: Of the group.
+    """
+
+    kinds: Sequence[tuple[Reduction, Sequence[int]]]
+    sizes: Sequence[int]
+    leaves: Leaves
+    size: int
+
+    def vectors_of(
+        self, arrays: Sequence[NDArray[Any]], made: Sequence[NDArray[Any]]
+    ) -> list[Vector]:
+        """Return the vectors of the kinds."""
+        return [
+            Vector.of(
+                flat_of([arrays[place] for place in places]),
+                flat_of([made[place] for place in places]),
+                how.ufunc,
+                how.accumulate,
+                self.size if how.is_mean else 0,
+            )
+            for how, places in self.kinds
+        ]
+
+    def prepared_by(self, x: Any, out: Any) -> tuple[list[Vector], Any] | None:
+        """Return of a call's (x, out) the vectors and the result; None where the general way has to be taken."""
+        if out is not None or not isinstance(x, Leaves):
+            return None
+        made: list[Any] = [None] * len(x.arrays)
+        for how, places in self.kinds:
+            for place in places:
+                made[place] = np.empty(x.arrays[place].shape, how.result)
+        return self.vectors_of(x.arrays, made), x.with_arrays(made)
+
+    @property
+    def are_native(self) -> bool:
+        """Whether C knows of so many kinds, whose arrays and results are alike."""
+        return len(self.kinds) <= _KINDS_MAX and all(
+            how.source == how.result.name for how, _ in self.kinds
+        )
+
+    def natively(self, first: int) -> list[Kind]:
+        """Return the kinds as C knows them; those from `first` on lie in the slots."""
+        starts = [0] * first + list(places_of(self.sizes[first:])[0])
+        return [
+            Kind(_arithmetic(how, self.size), how.result, start, places)
+            for (how, places), start in zip(self.kinds, starts, strict=True)
+        ]
+
+
+def _short(ground: Preparation, several: _Kinds) -> PreparedCall:
+    """Return the prepared call of arrays that all go through slots."""
+    channel, engine, digest, leaves, nbytes = (
+        ground.channel,
+        ground.engine,
+        ground.told.fingerprint,
+        several.leaves,
+        places_of(several.sizes)[1],
+    )
+
+    def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
+        """Go on with a call that the C runner has published; returns the results as a tuple."""
+        yield from agreed(channel, check, target)
+        yield from combine_small(channel, several.vectors_of(made, made))
+        return made
+
+    def later(
+        number: int,
+        begin: int,
+        _x: Any,
+        _out: Any,
+        made: Any,
+        said: Said | None,
+        _run: None,
+        native: Any,
+    ) -> tuple[bool, Any]:
+        """Go on with what the C runner has published, without delay: who waits for this rank is late next."""
+        check, target = (
+            ((digest if said is None else said[1]) + number * SPREAD) & MASK,
+            channel.last,
+        )
+        if not channel.wait(channel.others, target) or not native.end(check, made):
+            return False, left(check, target, made)
+        engine.recorder.add((ground.saying(said).told, number, begin, monotonic_ns(), get_ident()))
+        return True, made
+
+    def adopted(number: int, made: Any) -> Generator[int, None, Any]:
+        return leaves.with_arrays(
+            (yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, made))
+        )
+
+    call = reducing(
+        ground, reduce_small, several.prepared_by, Fate(EVERYWHERE, range(channel.size))
+    )
+    if not several.are_native:
+        return call
+    in_slot = (np.dtype(np.uint8), (nbytes,))
+    native = ground.natively(
+        call,
+        later,
+        brought=in_slot,
+        made=in_slot,
+        puts=((0, 0, nbytes, channel.rank),),
+        terms=tuple((0, 0, nbytes, other) for other in range(channel.size)),
+        steps=adopted,
+        leaves=leaves,
+        kinds=several.natively(0),
+    )
+    return native or call
+
+
+def _long(ground: Preparation, several: _Kinds) -> PreparedCall:
+    """Return the prepared call of which the first kind has long arrays; the others go through slots."""
+    channel, digest, leaves = ground.channel, ground.told.fingerprint, several.leaves
+    fate = Fate(EVERYWHERE, range(channel.size))
+
+    def arrays_of(x: Any, out: Any) -> tuple[list[Vector], Any] | None:
+        return several.prepared_by(x, out) if has_segments(channel) else None
+
+    def reduce(
+        channel: Channel, opening: tuple[int, int], vectors: list[Vector]
+    ) -> Generator[int, None, bool]:
+        return reduce_shared(channel, opening, vectors[0], vectors[1:])
+
+    def later(
+        number: int,
+        _begin: int,
+        x: Any,
+        _out: Any,
+        made: Any,
+        said: Said | None,
+        run: Any,
+        native: Any,
+    ) -> tuple[bool, Any]:
+        """Go on with what the C runner has published, or begun."""
+        if run is not None:
+            return False, then(run, made, fate)
+        vector, *riders = several.vectors_of(x, made)
+        check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
+        return False, then(reduce_published(channel, check, vector, native, riders), made, fate)
+
+    call = reducing(ground, reduce, arrays_of, fate)
+    how, places = several.kinds[0]
+    counts = [leaves.arrays[place].size for place in places]
+    like = as_strided(np.empty(1, how.result), (sum(counts),), (0,))
+    parts = [like[:count] for count in counts]
+    vector = Vector.of(parts, parts, how.ufunc, how.accumulate, channel.size if how.is_mean else 0)
+    if not (several.are_native and channel.are_native and vector.suits_native):
+        return call
+    form = (how.result, (sum(counts),))
+    native = ground.natively(
+        call, later, brought=form, made=form, crowd=crowd, leaves=leaves, kinds=several.natively(1)
+    )
+    if native is None:
+        return call
+    teach(channel, vector, Places(), native)
+    return native
+
+
+def _arithmetic(how: Reduction, size: int) -> tuple[Any, ...]:
+    """Return what becomes of terms in the slots, where halves are float32."""
+    division = (
+        (np.divide, np.asarray(size, how.accumulate).tobytes()) if how.is_mean else (None, b"")
+    )
+    half = HALVES[how.result.name] if how.result != how.accumulate else 0
+    return how.accumulate.itemsize, how.accumulate, half, how.ufunc, *division, None

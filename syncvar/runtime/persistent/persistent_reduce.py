@@ -1,0 +1,542 @@
+"""Prepared reductions in shared memory, small and long: everything that repeats is prepared once. See `preparation`."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from syncvar.algorithms.reproducible import tree_order
+from syncvar.core.errors import SyncvarError
+from syncvar.core.pytree import Leaves
+from syncvar.core.reduce_ops import quiet_caller, reduction
+from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.persistent.builder import as_far_as_others_come, preparation_of
+from syncvar.runtime.programs.arithmetic import HALVES, store_parts
+from syncvar.runtime.programs.block_transfer import NOTHING
+from syncvar.runtime.programs.compile_reduce import EVERYWHERE, Ends, Places
+from syncvar.runtime.programs.program_runner import agreed
+from syncvar.runtime.programs.shm_reduce import (
+    Vector,
+    flat_of,
+    is_direct,
+    reduce_published,
+    reduce_shared,
+    teach,
+)
+from syncvar.shm.channel_table import CHECK, DONE, MASK, PHASE, SPREAD, TARGET, WIDE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    from numpy.typing import NDArray
+
+    from syncvar.core.reduce_ops import Reduction
+    from syncvar.runtime.communicator import Communicator, PreparedCall
+    from syncvar.runtime.persistent.builder import Preparation, Said
+    from syncvar.shm.group_channel import Channel
+
+    Levels = list[
+        tuple[Any, Any, Any]
+    ]  # left operand, right operand, room; None is the array of the result
+
+__all__ = ["Fate", "has_segments", "prepare_barrier", "prepare_reduction", "reducing", "then"]
+
+
+def prepare_reduction(
+    communicator: Communicator,
+    how: Reduction,
+    shape: tuple[int, ...],
+    digest: int,
+    what: str,
+    apply: np.ufunc | None = None,
+    ends: Ends = EVERYWHERE,
+    neutral: Any = None,
+    leaves: Leaves | None = None,
+) -> PreparedCall | None:
+    """Return the prepared call of a reduction, or None where there is none.
+
+    Args:
+        communicator: The group.
+        how: The reduction.
+        shape: Of the arrays.
+        digest: Fingerprint of the call, as the long way makes it.
+        what: The call in words.
+        apply: `out`, which must then be given, becomes apply(out, result).
+        ends: Which ranks end with what. Who ends with nothing gets an array without elements.
+        neutral: What a rank ends with that nothing is combined for, in a call that gives everybody a result.
+        leaves: Of calls that take several short arrays as one flat vector: such arrays.
+
+    Returns:
+        A function of (x, out): x a native array of this dtype and shape, or `Leaves` such as these, out None or anything. It returns the result,
+        or None when it has done nothing and the long way has to be taken. A third argument, (words, fingerprint), is
+        for a call that is not the same each time: it has these instead of `what` and `digest`. A fourth one is the
+        timeout in seconds, None for the job's default; `is_seconds` must hold of it.
+    """
+    nbytes = prod(shape) * how.accumulate.itemsize
+    is_small = is_direct(nbytes, communicator.size)
+    ground = preparation_of(
+        communicator, what, digest, nbytes, "arena small" if is_small else "arena"
+    )
+    if ground is None:
+        return None
+    fate = Fate(ends, ends.terms(ground.channel.rank, ground.channel.size), None, neutral)
+    if ends.collective == "reduce" and not fate.terms:
+        fate = fate._replace(nothing=NOTHING)
+    return (
+        _small(ground, how, shape, apply, fate, leaves)
+        if is_small
+        else _long(ground, how, shape, apply, fate)
+    )
+
+
+def prepare_barrier(communicator: Communicator, digest: int, what: str) -> PreparedCall | None:
+    """Return the prepared call of a barrier, or None where there is none: it reduces arrays without elements.
+
+    Args:
+        communicator: The group.
+        digest: Fingerprint of the call, as the long way makes it.
+        what: The call in words.
+    """
+    ground = preparation_of(communicator, what, digest, 0, "arena")
+    return (
+        None
+        if ground is None
+        else _small(
+            ground,
+            reduction("sum", np.dtype(np.uint8)),
+            (0,),
+            None,
+            Fate(EVERYWHERE, range(communicator.size), NOTHING),
+            None,
+        )
+    )
+
+
+class Fate(NamedTuple):
+    """What this rank ends with in calls that reduce.
+
+    Args:
+        ends: Which ranks end with what.
+        terms: The ranks whose vectors are combined here.
+        nothing: The result of a rank that gets nothing; None for one that gets a result.
+        neutral: The result's elements where there are no terms.
+    """
+
+    ends: Ends
+    terms: range
+    nothing: NDArray[Any] | None = None
+    neutral: Any = None
+
+    def filled(self, made: Any) -> Any:
+        """Return a result, which is neutral where nothing has been combined."""
+        if not self.terms and self.nothing is None:
+            made[...] = self.neutral
+        return made
+
+
+def _small(
+    ground: Preparation,
+    how: Reduction,
+    shape: tuple[int, ...],
+    apply: np.ufunc | None,
+    fate: Fate,
+    leaves: Leaves | None,
+) -> PreparedCall:
+    """Return the prepared call of a vector that goes through slots."""
+    ends, terms, nothing, _ = fate
+    _, channel, engine, told = ground
+    words, entry, others, wait = channel.words, channel.entry, channel.others, channel.wait
+    size, rank = channel.size, channel.rank
+    ufunc, kind, empty, ndarray = how.ufunc, how.result, np.empty, np.ndarray
+    accumulate = how.accumulate
+    digest, add, clock = told.fingerprint, engine.recorder.add, monotonic_ns
+    count = prod(shape)
+    slots = [
+        [channel.small(other, side, count, accumulate).reshape(shape) for side in (0, 1)]
+        for other in range(size)
+    ]
+    mine = slots[rank]
+    checks = [tuple(other + CHECK + side for other in others) for side in (0, 1)]
+    puts = [
+        tuple(other + TARGET + side for other in (entry, *others)) for side in (0, 1)
+    ]  # where a rank has put a wide vector
+    quietly, copy, divide = quiet_caller(), np.copyto, np.divide
+    combine: Callable[..., Any] = (
+        ufunc if accumulate.kind in "biu" else partial(quietly, ufunc)
+    )  # integers have no states
+    is_cast = kind != accumulate
+    divisor = np.asarray(ends.divisor(rank, size), accumulate) if how.is_mean else None
+    straight = not is_cast and not how.is_mean and apply is None
+    whole = count * accumulate.itemsize
+    is_wide = whole > WIDE_BYTES
+    levels = [
+        _levels(channel, side, [slots[one][side] for one in terms], shape, accumulate)
+        for side in (0, 1)
+    ]
+    pairs = [steps[0][:2] if straight and len(terms) == 2 else None for steps in levels]
+
+    def combined(steps: Levels, out: Any) -> NDArray[Any]:
+        if not steps:
+            return (
+                nothing
+                if nothing is not None
+                else fate.filled(empty(shape, kind) if out is None else out)
+            )
+        total: NDArray[Any] = (
+            (empty(shape, kind) if out is None else out) if straight else empty(shape, accumulate)
+        )
+        for left, right, room in steps:
+            if right is None:
+                copy(total, left)
+                break
+            combine(total if left is None else left, right, out=total if room is None else room)
+        if straight:
+            return total
+        if divisor is not None:
+            quietly(divide, total, divisor, out=total)
+        if apply is not None:
+            quietly(apply, out, total, out=out, casting="same_kind")
+            return out  # type: ignore[no-any-return]
+        if out is None:
+            return quietly(total.astype, kind) if is_cast else total
+        quietly(copy, out, total, "unsafe")  # half types are rounded here, once
+        return out  # type: ignore[no-any-return]
+
+    def rest(check: int, target: int, out: Any) -> Generator[int, None, NDArray[Any]]:
+        yield from agreed(channel, check, target)
+        return combined(_one_by_one(terms_now(), shape, accumulate), out)
+
+    def terms_now() -> list[NDArray[Any]]:
+        return [
+            one.reshape(shape)
+            for one in channel.smalls_now(count, accumulate)[terms.start : terms.stop]
+        ]
+
+    def finished(side: int, check: int, target: int, out: Any) -> NDArray[Any] | None:
+        """Return the result of a call that has been published, or None where the others do not come soon, or differ."""
+        for other in others:
+            if words[other] < target and not wait(others, target):
+                return None
+        # A rank that has not been given up a call has its check on the same side.
+        for place in checks[side]:
+            if words[place] != check:
+                return None
+        if is_wide and max(map(words.__getitem__, puts[side])):
+            return combined(_one_by_one(terms_now(), shape, accumulate), out)
+        pair = pairs[side]
+        if pair is None:
+            return combined(levels[side], out)
+        return combine(*pair, out=empty(shape, kind) if out is None else out)  # type: ignore[no-any-return]
+
+    def arrays_of(x: NDArray[Any], out: Any) -> tuple[NDArray[Any], Any] | None:
+        if nothing is not None:
+            return x, None
+        if out is not None and (
+            type(out) is not ndarray
+            or out.shape != shape
+            or (out.dtype is not kind and out.dtype != kind)
+            or not out.flags.writeable
+        ):
+            return None
+        return x, out
+
+    def attempt(
+        number: int, check: int, arrays: tuple[NDArray[Any], Any]
+    ) -> tuple[Any, Any, int, None]:
+        x, out = arrays
+        side = channel.side = channel.side ^ 1
+        if is_cast:
+            quietly(copy, mine[side], x)
+        else:
+            mine[side][...] = x
+        words[entry + CHECK + side] = check
+        if is_wide:
+            words[entry + TARGET + side] = 0  # it is where slots always are
+        target = channel.last = (number << 1) + 2
+        if channel.phase or words[entry + DONE]:
+            words[entry + DONE] = channel.phase
+            channel.phase = words[entry + PHASE] = 0
+        words[entry] = target | side
+        result = finished(side, check, target, out)
+        return (
+            (None, rest(check, target, out), target, None)
+            if result is None
+            else (result, None, 0, None)
+        )
+
+    call = ground.plainly(arrays_of, attempt)
+    if leaves is not None:
+        call = _joining(call, leaves)
+
+    def later(
+        number: int,
+        begin: int,
+        _x: Any,
+        _out: Any,
+        made: Any,
+        said: Said | None,
+        _run: None,
+        _native: Any,
+    ) -> tuple[bool, Any]:
+        """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
+        side, target = channel.side, channel.last
+        check = words[entry + CHECK + side]
+        result = finished(side, check, target, made if leaves is None else None)
+        if result is None:
+            return False, left(check, target, made)
+        if leaves is not None:
+            store_parts(flat_of(made), result, None)
+        add(
+            (
+                told if said is None else ground.saying(said).told,
+                number,
+                begin,
+                clock(),
+                get_ident(),
+            )
+        )
+        return True, result if leaves is None else made
+
+    def left(check: int, target: int, made: Any) -> Generator[int, None, Any]:
+        """Go on as `rest`; returns the result, of several arrays a tuple."""
+        result = yield from rest(check, target, made if leaves is None else None)
+        if leaves is None:
+            return result
+        store_parts(flat_of(made), result, None)
+        return made
+
+    def adopted(number: int, made: Any) -> Generator[int, None, Any]:
+        """Go on with a call that has been begun, whose caller gets what this returns."""
+        result = yield from left((digest + number * SPREAD) & MASK, (number << 1) + 2, made)
+        return result if leaves is None else leaves.with_arrays(result)
+
+    if how.source != kind.name or (
+        not terms and (nothing is None or is_cast)
+    ):  # C knows of one form of array in a call
+        return call
+    native = ground.natively(
+        call,
+        later,
+        brought=(kind, shape),
+        made=(kind, shape) if nothing is None else (nothing.dtype, nothing.shape),
+        puts=((0, 0, whole, rank),),
+        terms=tuple((0, 0, whole, other) for other in terms),
+        fold=ufunc if terms else None,
+        divisor=divisor if terms else None,
+        apply=apply,
+        ring=channel.ring_of(whole),
+        nothing=nothing,
+        half=HALVES[kind.name] if is_cast else 0,
+        steps=None if nothing is not None or ends != EVERYWHERE else adopted,
+        leaves=leaves,
+    )
+    return native or call
+
+
+def _levels(
+    channel: Channel,
+    side: int,
+    terms: list[NDArray[Any]],
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+) -> Levels:
+    """Return the steps of the tree over so many ranks: (left, right, room), None for the array of the result; one term is (term, None, None).
+
+    Where the slots are evenly spaced and the ranks a power of two, a whole level of the tree is one step.
+    """
+    size = channel.size
+    if (
+        len(terms) < size or size & (size - 1) or prod(shape) == 1
+    ):  # of one element as the C runner does, so that the same NaN is kept
+        return _one_by_one(terms, shape, dtype)
+    try:
+        rows = channel.smalls(side, shape, dtype)
+    except ValueError:
+        return _one_by_one(terms, shape, dtype)
+    steps: list[tuple[Any, Any, Any]] = []
+    while len(rows) > 2:
+        room = np.empty((len(rows) // 2, *shape), dtype)
+        steps.append((rows[0::2], rows[1::2], room))
+        rows = room
+    return [
+        *steps,
+        (rows[0, ...], rows[1, ...], None),
+    ]  # with an ellipsis, because rows[0] of numbers is no view
+
+
+def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Levels:
+    if len(terms) == 1:
+        return [(terms[0], None, None)]
+    steps: list[tuple[Any, Any, Any]] = []
+    held: list[Any] = list(terms)
+    order = list(tree_order(0, len(terms)))
+    is_apart = (
+        prod(shape) == 1 and dtype.kind == "c"
+    )  # NumPy rounds the product of one complex number otherwise where it is made in place
+    for left, right in order:
+        room = (
+            None
+            if left == 0
+            else held[left]
+            if held[left] is not terms[left]
+            else np.empty(shape, dtype)
+        )
+        if is_apart and (left, right) != order[-1]:
+            room = np.empty(shape, dtype)
+        steps.append((held[left], held[right], room))
+        held[left] = room
+    return steps
+
+
+def _joining(flat: PreparedCall, leaves: Leaves) -> PreparedCall:
+    """Return what makes small calls of several arrays by what makes those of one flat array."""
+
+    def call(x: Any, out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
+        if out is not None or not isinstance(x, Leaves):
+            return None
+        made = flat(np.concatenate(flat_of(x.arrays)), None, said, timeout)
+        if made is None:
+            return None
+        parts = [np.empty(array.shape, made.dtype) for array in x.arrays]
+        store_parts(flat_of(parts), made, None)
+        return leaves.with_arrays(parts)
+
+    return call
+
+
+def _long(
+    ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: Fate
+) -> PreparedCall:
+    _, channel, _, told = ground
+    ends, terms, nothing, _ = fate
+    kind, accumulate, ufunc = how.result, how.accumulate, how.ufunc
+    digest = told.fingerprint
+    divisor = ends.divisor(channel.rank, channel.size) if how.is_mean else 0
+    nowhere: NDArray[Any] = np.empty(0, kind)
+    is_flat = len(shape) == 1
+
+    def vector_of(flat: NDArray[Any], flat_out: NDArray[Any]) -> Vector:
+        return Vector.of(
+            [flat],
+            [flat_out if nothing is None else nowhere],
+            ufunc,
+            accumulate,
+            divisor,
+            apply,
+            ends,
+        )
+
+    def arrays_of(x: NDArray[Any], out: Any) -> tuple[Vector, NDArray[Any]] | None:
+        if not has_segments(channel):
+            return None
+        if nothing is not None:
+            return vector_of(np.ascontiguousarray(x).reshape(-1), nowhere), nothing
+        if out is None:
+            made = np.empty(shape, kind)
+        elif (
+            type(out) is not np.ndarray
+            or out.shape != shape
+            or out.dtype != kind
+            or not out.flags.writeable
+            or not out.flags.c_contiguous
+        ):
+            return None
+        else:
+            made = out
+        flat_out = made if is_flat else made.reshape(-1)
+        if x is made:
+            flat = flat_out
+        else:
+            flat = x if is_flat and x.flags.c_contiguous else np.ascontiguousarray(x).reshape(-1)
+            if out is not None and np.may_share_memory(flat, flat_out):
+                flat = flat.copy()
+        return vector_of(flat, flat_out), made
+
+    call = reducing(ground, reduce_shared, arrays_of, fate)
+
+    def later(
+        number: int,
+        _begin: int,
+        x: Any,
+        _out: Any,
+        made: Any,
+        said: Said | None,
+        run: Any,
+        native: Any,
+    ) -> tuple[bool, Any]:
+        """Go on with what the C runner has published, or begun."""
+        if run is not None:
+            return False, then(run, made, fate)
+        check = ((digest if said is None else said[1]) + number * SPREAD) & MASK
+        return False, then(
+            reduce_published(channel, check, vector_of(x.reshape(-1), made.reshape(-1)), native),
+            made,
+            fate,
+        )
+
+    like = as_strided(np.empty(1, kind), (prod(shape),), (0,))
+    vector = vector_of(like, like)
+    if (
+        how.source != kind.name
+        or (nothing is None and not terms)
+        or not channel.are_native
+        or not vector.suits_native
+    ):
+        return call
+    made = (kind, shape) if nothing is None else (nothing.dtype, nothing.shape)
+    native = ground.natively(
+        call,
+        later,
+        brought=(kind, shape),
+        made=made,
+        crowd=crowd,
+        everyone=ends == EVERYWHERE,
+        nothing=nothing,
+    )
+    if native is None:
+        return call
+    teach(channel, vector, Places(), native)
+    return native
+
+
+def reducing(
+    ground: Preparation,
+    reduce: Callable[[Channel, tuple[int, int], Any], Iterator[int]],
+    arrays_of: Callable[[Any, Any], tuple[Any, Any] | None],
+    fate: Fate,
+) -> PreparedCall:
+    """Return what reduces vectors in Python's steps; `arrays_of` returns of (x, out) what `reduce` takes and what is returned."""
+    channel = ground.channel
+
+    def attempt(number: int, check: int, arrays: tuple[Any, Any]) -> tuple[Any, Any, int, None]:
+        vector, made = arrays
+        steps = reduce(channel, (number, check), vector)
+        need = as_far_as_others_come(channel, steps, number)
+        return (
+            (fate.filled(made), None, 0, None)
+            if need is None
+            else (None, then(steps, made, fate), need, None)
+        )
+
+    return ground.plainly(arrays_of, attempt, notes=True)
+
+
+def has_segments(channel: Channel) -> bool:
+    """Return whether there is room for the cells of long vectors, or will be; the general way tells the others why there is none."""
+    try:
+        channel.reserve_segments()
+    except SyncvarError:
+        return False
+    return True
+
+
+def then(steps: Any, made: Any, fate: Fate) -> Generator[int, None, Any]:
+    """Go on with the steps of a call, and return its result."""
+    yield from steps
+    return fate.filled(made)

@@ -1,0 +1,282 @@
+"""The short way of a blocking call that moves blocks in shared memory, as `prepared_reductions` has it of an all-reduce."""
+
+from __future__ import annotations
+
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar.core.errors import InternalError, SyncvarError
+from syncvar.core.reduce_ops import quiet
+from syncvar.runtime.flight_recorder.call_record import UNRECORDED
+from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.persistent.builder import Preparation, as_far_as_others_come, preparation_of
+from syncvar.runtime.programs.arithmetic import folder
+from syncvar.runtime.programs.block_transfer import (
+    NOTHING,
+    Movement,
+    move_published,
+    move_shared,
+    take_blocks,
+    teach_moves,
+)
+from syncvar.runtime.stage_executor import stage_steps
+from syncvar.shm.channel_table import CHECK, MASK, SPREAD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.communicator import Communicator, PreparedCall, Request
+    from syncvar.runtime.programs.block_transfer import Blocks, Layout
+    from syncvar.runtime.request import Stage
+    from syncvar.shm.group_channel import Channel
+
+    Front = Callable[[NDArray[Any], Any], Blocks | None]
+    General = Callable[[NDArray[Any], Any], Generator[Stage, None, Any]]
+
+__all__ = ["Front", "General", "prepare_move"]
+
+
+def prepare_move(
+    communicator: Communicator,
+    request: Request,
+    layout: Layout,
+    front: Front,
+    general: General | None,
+    brought: NDArray[Any],
+) -> PreparedCall | None:
+    """Return the prepared call of calls that move blocks side by side, or None where there is none.
+
+    Args:
+        communicator: The group.
+        request: Such a call, as the long way makes it.
+        layout: What these calls have in common.
+        front: Of (x, out): the arrays of a call; None, or an error, where the long way has to be taken.
+        general: Of (x, out): the body of the call where the ranks do not bring the same, without its first stage.
+        brought: What this rank brings to such a call.
+    """
+    ground = preparation_of(communicator, request.what, request.digest, layout.nbytes, "arena")
+    if ground is None:
+        return None
+    _, channel, engine, told = ground
+    digest, add = told.fingerprint, engine.recorder.add
+    small = _SmallBlocks(channel, layout) if layout.goes_by_slots(channel) else None
+
+    def arrays_of(x: NDArray[Any], out: Any) -> tuple[NDArray[Any], Any, Blocks] | None:
+        try:
+            blocks = front(x, out)
+            if blocks is not None and blocks.outgoing and small is None:
+                channel.reserve_segments()
+        except SyncvarError:  # the general way tells the others what is wrong
+            return None
+        return None if blocks is None else (x, out, blocks)
+
+    def attempt(
+        number: int, check: int, arrays: tuple[NDArray[Any], Any, Blocks]
+    ) -> tuple[Any, Any, int, Movement | None]:
+        x, out, blocks = arrays
+        if small is not None and small(number, check, blocks):
+            return blocks.result, None, 0, None
+        movement = Movement(layout, blocks)
+        if small is not None:
+            need, steps = channel.last, take_blocks(channel, check, movement)
+        else:
+            steps = move_shared(channel, (number, check), movement)
+            reached = as_far_as_others_come(channel, steps, number)
+            if reached is None and movement.is_done:
+                return blocks.result, None, 0, None
+            need = channel.last if reached is None else reached
+        return None, followed(x, out, steps, movement), need, movement
+
+    def followed(
+        x: NDArray[Any], out: Any, steps: Any, movement: Movement
+    ) -> Generator[Any, None, Any]:
+        """Go on with a movement; where the ranks do not bring the same, in the general way."""
+        yield from steps
+        if movement.is_done:
+            return movement.blocks.result
+        if general is None:
+            raise InternalError(f"{told.what}: the ranks bring different arrays, and may not")
+        made = yield from stage_steps(UNRECORDED, general(x, out), channel, None, is_begun=True)
+        return movement.blocks.made if made is None else made  # who gets nothing has made the call
+
+    def later(
+        number: int,
+        begin: int,
+        x: NDArray[Any],
+        out: Any,
+        made: NDArray[Any],
+        _said: None,
+        run: Any,
+        _native: Any,
+    ) -> tuple[bool, Any]:
+        """Go on with what the C runner has published: the result, or (False, steps) where the engine has to go on."""
+        blocks = front(x, made)
+        if blocks is None:
+            raise InternalError(f"{told.what}: the result does not go where it was said to go")
+        check = (digest + number * SPREAD) & MASK
+        if small is not None and small.taken(check, channel.last, blocks):
+            add((told, number, begin, monotonic_ns(), get_ident()))
+            return True, blocks.result
+        movement = Movement(layout, blocks)
+        steps = (
+            move_published(channel, check, movement, run)
+            if small is None
+            else take_blocks(channel, check, movement)
+        )
+        return False, followed(x, out, steps, movement)
+
+    call = ground.plainly(arrays_of, attempt, notes=True)
+    return _natively(ground, call, later, layout, front, brought) or call
+
+
+def _natively(
+    ground: Preparation,
+    call: PreparedCall,
+    later: Any,
+    layout: Layout,
+    front: Front,
+    like: NDArray[Any],
+) -> PreparedCall | None:
+    """Return what runs such calls in C, or None: where a block goes is seen from the arrays of such a call."""
+    x, channel, folds = np.empty(like.shape, like.dtype), ground.channel, layout.ufunc is not None
+    blocks = front(x, None)
+    if blocks is None or type(blocks.made) is not np.ndarray or not blocks.made.flags.c_contiguous:
+        return None
+    made, takes_nothing, nbytes = (
+        blocks.made,
+        blocks.made is NOTHING,
+        layout.elements * layout.dtype.itemsize,
+    )
+    keeps = blocks.own is not None and (folds or blocks.own_target is not None)
+    sources = [_offset(block, x) for block in (*blocks.outgoing, *([blocks.own] if keeps else ()))]
+    targets = [
+        _offset(target, made)
+        for target in (*blocks.targets, *([blocks.own_target] if keeps and not folds else ()))
+    ]
+    is_plain = x.dtype == layout.dtype and (takes_nothing or made.dtype == layout.dtype)
+    if None in sources or None in targets or not is_plain:
+        return None
+    like_all: dict[str, Any] = {
+        "brought": (x.dtype, x.shape),
+        "made": (made.dtype, made.shape),
+        "detail": layout.detail or 0,
+        "tells": True,
+        "parts": blocks.parts,
+        "nothing": NOTHING if takes_nothing else None,
+    }
+    if not layout.goes_by_slots(channel):
+        if not channel.are_native:
+            return None
+        puts = tuple([(start, 0, 0, channel.rank) for start in sources[: len(blocks.outgoing)]])
+        native: Any = ground.natively(
+            call, later, puts=puts, crowd=crowd, reads=layout.is_read(channel), **like_all
+        )
+        starts = (
+            tuple([start // layout.dtype.itemsize for start in sources]),
+            tuple([start // layout.dtype.itemsize for start in targets]),
+        )
+        return (
+            native
+            if native is not None and teach_moves(channel, layout, blocks, starts, native)
+            else None
+        )
+    puts = tuple(
+        [
+            (start, place * nbytes, nbytes, channel.rank)
+            for place, start in enumerate(sources[: len(blocks.outgoing)])
+        ]
+    )
+    goals = targets * len(layout.takes) if folds else targets[: len(layout.takes)]
+    others = [
+        (place * nbytes, goal, nbytes, peer)
+        for (peer, place), goal in zip(layout.takes, goals, strict=True)
+    ]
+    own = [(sources[-1], targets[-1], nbytes, -1)] if keeps else []
+    if folds:
+        like_all["terms"] = (*others[: channel.rank], *own, *others[channel.rank :])
+        like_all["divisor"] = np.asarray(layout.divisor, layout.dtype) if layout.divisor else None
+    else:
+        like_all["takes"] = (*own, *others)
+    return ground.natively(call, later, puts=puts, fold=layout.ufunc, **like_all)
+
+
+def _offset(part: NDArray[Any] | None, whole: NDArray[Any]) -> Any:
+    """Return where a part of an array begins in it, in bytes; None where it is no part in one piece."""
+    if (
+        part is None
+        or not part.flags.c_contiguous
+        or (part.size and not np.may_share_memory(part, whole))
+    ):
+        return None
+    here, start = part.__array_interface__["data"][0], whole.__array_interface__["data"][0]
+    return int(here - start) if part.size else 0
+
+
+class _SmallBlocks:
+    """Makes a call in one phase; returns False where it has to be gone on with, because the others do not come soon, or differ.
+
+    Args:
+        channel: This rank's end.
+        layout: What such calls have in common.
+    """
+
+    __slots__ = ("_channel", "_checks", "_layout", "_mine", "_theirs")
+
+    def __init__(self, channel: Channel, layout: Layout) -> None:
+        shape, dtype, count = layout.shape, layout.dtype, layout.elements
+        self._channel, self._layout = channel, layout
+
+        def slots(rank: int, place: int) -> list[NDArray[Any]]:
+            """Return a block's place in a rank's slot, on both sides."""
+            return [
+                channel.small(rank, side, count * (place + 1), dtype)[place * count :].reshape(
+                    shape
+                )
+                for side in (0, 1)
+            ]
+
+        self._mine = list(
+            zip(*[slots(channel.rank, place) for place in range(layout.blocks)], strict=True)
+        ) or [(), ()]
+        self._theirs = list(zip(*[slots(*take) for take in layout.takes], strict=True)) or [(), ()]
+        self._checks = [tuple(other + CHECK + side for other in channel.others) for side in (0, 1)]
+
+    def __call__(self, number: int, check: int, blocks: Blocks) -> bool:
+        channel = self._channel
+        for slot, block in zip(self._mine[channel.side ^ 1], blocks.outgoing):  # noqa: B905  (not every rank puts as many)
+            slot[...] = block
+        return self.taken(check, channel.begin(number, self._layout.check_of(check), check), blocks)
+
+    def taken(self, check: int, target: int, blocks: Blocks) -> bool:
+        """Go on with a call that has been published."""
+        channel, layout = self._channel, self._layout
+        words, wait, others, side = channel.words, channel.wait, channel.others, channel.side
+        for other in others:
+            if words[other] < target and not wait(others, target):
+                return False
+        full = layout.check_of(check)
+        for place in self._checks[side]:
+            if words[place] != full:
+                return False
+        if layout.ufunc is not None:
+            self._combine(self._theirs[side], blocks.own, blocks.targets[0])
+            return True
+        if blocks.own_target is not None:
+            blocks.own_target[...] = blocks.own
+        for into, slot in zip(blocks.targets, self._theirs[side], strict=True):
+            into[...] = slot
+        return True
+
+    def _combine(self, theirs: Sequence[NDArray[Any]], own: Any, target: NDArray[Any]) -> None:
+        dtype, rank = self._layout.dtype, self._channel.rank
+        terms = [*theirs[:rank], own if own.dtype == dtype else own.astype(dtype), *theirs[rank:]]
+        made = target if target.dtype == dtype else np.empty(target.shape, dtype)
+        with quiet():
+            folder(self._layout.how)(terms, made)
+            if made is not target:
+                target[...] = made

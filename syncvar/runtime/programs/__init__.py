@@ -1,0 +1,1 @@
+"""Compile a collective in shared memory to four instructions, and run it."""

@@ -1,0 +1,322 @@
+"""What becomes of the terms of ranks, in NumPy: they are combined by the tree, divided, and stored where the result goes.
+
+Sums follow the tree T(0, n) over ranks, so they are equal to the bit on all ranks and in both runners. Half types that
+travel as they are get widened, combined in float32 and rounded once.
+
+NumPy converts halves (float16) one by one, subnormal ones very slowly, so here that is done by integer operations. The bits
+of a half, moved to where float32 has its exponent and fraction, are the half times 2**-112: exactly, subnormal ones too,
+which become subnormal float32. Sums, minima and maxima of such *scaled* values are the scaled sums, minima and maxima of
+float32, to the bit: all halves are multiples of 2**-24, so nothing is lost below. The bits of a scaled value, rounded to
+nearest even at one place whatever its exponent, are the bits of the half.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from syncvar._native import program as native_program
+from syncvar.algorithms.reproducible import tree_order
+from syncvar.core.errors import InternalError
+from syncvar.runtime.gil_contention import PIECE, crowd, ufunc_holding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from syncvar.core.reduce_ops import Combiner
+    from syncvar.runtime.gil_contention import Copier
+
+__all__ = [
+    "HALVES",
+    "Arithmetic",
+    "are_scalable",
+    "combine",
+    "combine_two",
+    "combine_widened",
+    "folder",
+    "round_scaled",
+    "store",
+    "store_parts",
+    "storer",
+    "widen",
+    "widen_scaled",
+]
+
+HALVES = {"float16": 1, "bfloat16": 2}  # as in native.h
+_WIDENED = 32 << 10  # elements that are widened at once
+
+
+class Arithmetic(NamedTuple):
+    """What becomes of the terms of ranks.
+
+    Args:
+        ufunc: Combines two operands; None where nothing is combined.
+        wire: dtype of the terms.
+        accumulate: dtype in which they are combined.
+        divisor: What the combination is divided by; 0 for nothing.
+        apply: A target becomes apply(target, combination); None sets it to the combination.
+    """
+
+    ufunc: Combiner | None
+    wire: np.dtype[Any]
+    accumulate: np.dtype[Any]
+    divisor: int = 0
+    apply: np.ufunc | None = None
+
+    @property
+    def native(self) -> tuple[Any, ...]:
+        """The same for `kernel.program`."""
+        half = 0 if self.wire == self.accumulate else HALVES.get(self.wire.name, -1)
+        divide = np.divide if self.divisor else None
+        divisor = np.asarray(self.divisor, self.accumulate).tobytes() if self.divisor else b""
+        return self.wire.itemsize, self.accumulate, half, self.ufunc, divide, divisor, self.apply
+
+    @property
+    def suits_native(self) -> bool:
+        """Whether the C runner can do it."""
+        return _suits_native(self)
+
+
+@lru_cache(maxsize=256)
+def _suits_native(how: Arithmetic) -> bool:
+    return (
+        isinstance(how.ufunc, np.ufunc) and native_program(b"", 0, (), (), how.native) is not None
+    )
+
+
+def folder(how: Arithmetic) -> Callable[[list[NDArray[Any]], NDArray[Any]], None]:
+    """Return what combines terms into an array, and divides."""
+    ufunc, divisor, hold = how.ufunc, how.divisor, crowd.holds()
+    if ufunc is None:
+        return _fold_nothing
+    if how.wire != how.accumulate:
+        return lambda terms, made: combine_widened(
+            terms, ufunc, made, how.accumulate, divisor, hold=hold
+        )
+
+    def fold(terms: list[NDArray[Any]], made: NDArray[Any]) -> None:
+        combine(terms, ufunc, made, hold=hold)
+        if divisor:
+            np.divide(made, divisor, out=made)
+
+    return fold
+
+
+def _fold_nothing(*_: Any) -> None:
+    raise InternalError("what is only moved was to be combined: no op was given")
+
+
+@lru_cache(maxsize=64)
+def _order(size: int) -> tuple[tuple[int, int], ...]:
+    return tuple(tree_order(0, size))
+
+
+def combine(
+    terms: Sequence[NDArray[Any]], ufunc: Combiner, out: NDArray[Any], *, hold: bool = False
+) -> None:
+    """Combine arrays by the tree into `out`, which may be the first of them; the others stay as they are.
+
+    Args:
+        terms: At least two, in the order of ranks.
+        ufunc: Combines two operands.
+        out: Of the same shape.
+        hold: Flat arrays are combined without letting go of the interpreter's lock.
+    """
+    values = list(terms)
+    for left, right in _order(len(terms)):
+        target = (
+            out
+            if left == 0
+            else values[left]
+            if values[left] is not terms[left]
+            else np.empty_like(out)
+        )
+        if hold and target.size > 1:
+            ufunc_holding(ufunc, values[left], values[right], target)
+        else:
+            combine_two(ufunc, values[left], values[right], target)
+        values[left] = target
+
+
+def combine_two(
+    ufunc: Combiner, left: NDArray[Any], right: NDArray[Any], out: NDArray[Any]
+) -> None:
+    """Combine two arrays into `out`, which may be one of them: the same bits then, which NumPy does not see to for the product of one complex number.
+
+    Example:
+        >>> x, y = np.array([1.1 + 1.3j]), np.array([1.7 + 1.9j])
+        >>> product = x * y
+        >>> combine_two(np.multiply, x, y, x)
+        >>> bool(x == product)
+        True
+    """
+    if out.size == 1 and out.dtype.kind == "c" and ufunc is np.multiply:
+        out[...] = ufunc(left, right)
+    else:
+        ufunc(left, right, out=out)
+
+
+def combine_widened(
+    terms: Sequence[NDArray[Any]],
+    ufunc: Combiner,
+    out: NDArray[Any],
+    dtype: np.dtype[Any],
+    divisor: int,
+    *,
+    hold: bool,
+) -> None:
+    """Combine terms in `dtype`, by stretches that stay in the caches, and round the combination once."""
+    per_stretch = PIECE if hold else _WIDENED
+    room = np.empty((len(terms), min(per_stretch, out.size)), dtype)
+    is_half = out.dtype == np.float16
+    for start in range(0, out.size, per_stretch):
+        stop = min(out.size, start + per_stretch)
+        parts, made = [term[start:stop] for term in terms], out[start:stop]
+        wide = list(room[:, : stop - start])
+        is_scaled = is_half and are_scalable(parts, ufunc, divisor)
+        for part, row in zip(parts, wide, strict=True):
+            if is_scaled:
+                widen_scaled(part, row)
+            elif is_half:
+                widen(part, row)
+            else:
+                np.copyto(row, part)
+        combine(wide, ufunc, wide[0])
+        if divisor:
+            np.divide(wide[0], divisor, out=wide[0])
+        if is_scaled:
+            round_scaled(wide[0], made, wide[1])
+        else:
+            made[...] = wide[0]
+
+
+def store(target: NDArray[Any], value: NDArray[Any], apply: np.ufunc | None) -> None:
+    """Store a value in an array, or let it become apply(array, value)."""
+    if apply is None:
+        target[...] = value
+    else:
+        apply(target, value, out=target, casting="same_kind")
+
+
+def store_parts(
+    arrays: Sequence[NDArray[Any]], value: NDArray[Any], apply: np.ufunc | None
+) -> None:
+    """Store a vector as the concatenation of flat arrays; an array becomes apply(array, its part)."""
+    start = 0
+    for array in arrays:
+        store(array, value[start : start + array.size], apply)
+        start += array.size
+
+
+def storer(how: Arithmetic, copy: Copier) -> Copier:
+    """Return what stores a combination in a target; `copy` is for those of the target's dtype."""
+    apply = how.apply
+
+    def store_combination(target: NDArray[Any], value: NDArray[Any]) -> None:
+        if apply is None and target.dtype == value.dtype:
+            copy(target, value)
+        else:
+            store(target, value, apply)
+
+    return store_combination
+
+
+_EXACT = (np.add, np.minimum, np.maximum)  # products of scaled values are scaled twice
+_DIVISOR_MAX = 4096  # up to here a quotient of subnormal values rounds as that of float32: none is that near to a tie
+_LARGEST = 65504.0
+_INFINITE = 0x7C00
+_SUBNORMAL = np.float32(2**-149)
+
+# Operands as arrays of no dimension: Python numbers would be converted in every call.
+_FRACTION_SHIFT = np.array(13, np.int32)
+_SIGN_AND_HALF = np.array(-0x70000001, np.int32)  # all bits but three copies of the sign
+_SIGN_AND_ODD = np.array(1 << 28 | 1, np.int32)
+_BELOW_TIE = np.array(0xFFF, np.int32)
+
+
+@lru_cache(maxsize=1)
+def _values() -> NDArray[np.float32]:
+    """Return all halves, in the order of their bits."""
+    return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+def widen(halves: NDArray[np.float16], out: NDArray[np.float32]) -> None:
+    """Write halves as float32: `out[...] = halves`, as fast for subnormal ones.
+
+    Example:
+        >>> out = np.empty(2, np.float32)
+        >>> widen(np.array([1.5, -np.inf], np.float16), out)
+        >>> out
+        array([ 1.5, -inf], dtype=float32)
+    """
+    _values().take(halves.view(np.uint16), None, out, "clip")
+
+
+def are_scalable(terms: Sequence[NDArray[np.float16]], ufunc: Combiner, divisor: int) -> bool:
+    """Return whether terms may be combined as scaled values: none is infinite or NaN, and no sum can become infinite.
+
+    Args:
+        terms: Contiguous, at least one element each.
+        ufunc: Combines two operands.
+        divisor: What the combination is divided by; 0 for nothing.
+    """
+    if (
+        ufunc not in _EXACT or divisor > _DIVISOR_MAX or _SUBNORMAL + _SUBNORMAL == 0
+    ):  # a thread may flush them to zero
+        return False
+    values = _values()
+    total = 0.0
+    for term in terms:
+        high = int(np.maximum.reduce(term.view(np.int16)))
+        low = int(np.maximum.reduce(term.view(np.uint16))) - 0x8000  # of the negative ones
+        largest = max(high, low)
+        if largest >= _INFINITE:
+            return False
+        total += float(values[largest])
+    return total <= _LARGEST
+
+
+def widen_scaled(halves: NDArray[np.float16], out: NDArray[np.float32]) -> None:
+    """Write halves times 2**-112; none of them infinite or NaN.
+
+    Example:
+        >>> out = np.empty(2, np.float32)
+        >>> widen_scaled(np.array([1.5, -(2.0**-24)], np.float16), out)
+        >>> out.astype(np.float64) * 2.0**112
+        array([ 1.50000000e+00, -5.96046448e-08])
+    """
+    bits = out.view(np.int32)
+    np.copyto(bits, halves.view(np.int16))  # the sign is copied to the upper half
+    np.left_shift(bits, _FRACTION_SHIFT, out=bits)
+    np.bitwise_and(bits, _SIGN_AND_HALF, out=bits)
+
+
+def round_scaled(
+    scaled: NDArray[np.float32], out: NDArray[np.float16], room: NDArray[np.float32]
+) -> None:
+    """Write values that are scaled by 2**-112 as halves, rounded to nearest, ties to even.
+
+    Args:
+        scaled: None of them NaN, or larger than the largest half.
+        out: Of the same count.
+        room: Of the same count; overwritten.
+
+    Example:
+        >>> out, room = np.empty(2, np.float16), np.empty(2, np.float32)
+        >>> round_scaled(np.array([2049.0, -2051.0], np.float32) * np.float32(2.0**-112), out, room)
+        >>> out.tolist()
+        [2048.0, -2052.0]
+    """
+    bits, sums = scaled.view(np.int32), room.view(np.int32)
+    np.right_shift(bits, _FRACTION_SHIFT, out=sums)
+    np.bitwise_and(
+        sums, _SIGN_AND_ODD, out=sums
+    )  # the sign goes where it will be next to the exponent
+    np.add(sums, bits, out=sums)
+    np.add(sums, _BELOW_TIE, out=sums)
+    np.right_shift(sums, _FRACTION_SHIFT, out=sums)
+    np.copyto(out.view(np.int16), sums, casting="unsafe")  # the lower 16 bits

@@ -1,0 +1,512 @@
+"""Reductions of long arrays as programs: everybody sums all, or each rank its part of every segment.
+
+* **all sum** (few ranks): each rank puts its cells and combines the cells of all; what it brings itself is read where it
+  lies. No cell goes through the arena twice.
+* **owners** (many ranks): the vector is cut into segments, and of each segment rank r combines part r for everybody; what
+  it has combined the others take from there.
+* **into all**: where the targets of all ranks lie in the arena, an owner writes what it has combined into all of them.
+
+Cells are written in two sides in turn, `lag` of them in each: a rank may be up to `lag` cells ahead of the others before
+it has to wait. In turn t of a program phase t has been published, so that waiting for phase t - lag + 1 of the others
+says both: cell t has been put by all, and the cell that turn t + lag will write over has been read by all.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from syncvar.algorithms.chunks import even_chunks
+from syncvar.runtime.programs.instructions import (
+    Await,
+    Code,
+    Copy,
+    Fold,
+    Instruction,
+    Kind,
+    Memory,
+    Program,
+    Publish,
+    Stretch,
+    assemble,
+    in_cell,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "EVERYWHERE",
+    "Cells",
+    "Ends",
+    "Places",
+    "lower_reduce",
+    "lower_small",
+    "owner_bounds",
+    "pieces",
+    "reduce_code",
+]
+
+_SCRATCH = Memory(Kind.SCRATCH)
+_FOLDS_MAX = 4  # arrays of a cell whose parts are combined one by one; of more, copies of short parts cost less
+
+
+class Cells(NamedTuple):
+    """How a group cuts long vectors; the same on all ranks.
+
+    Args:
+        elements: Of a cell.
+        lag: Cells on each side.
+        sums_all: Everybody sums all.
+    """
+
+    elements: int
+    lag: int = 1
+    sums_all: bool = False
+
+
+class Places(NamedTuple):
+    """Where the vectors of a call lie.
+
+    Args:
+        sources: Ranks whose vector lies where the others read it.
+        into_all: The targets of all ranks lie where the others write them.
+        converts: This rank's vector has another dtype than what it puts.
+        by_owners: A vector that others read is its own target: what one rank sums, nobody else may read.
+        goes_on: More of the call follows, which may write all cells: none is unread at the end.
+        makes_first: What is combined cannot be made in a target: it is converted, or applied to what the target holds.
+    """
+
+    sources: frozenset[int] = frozenset()
+    into_all: bool = False
+    converts: bool = False
+    by_owners: bool = False
+    goes_on: bool = False
+    makes_first: bool = False
+
+
+class Ends(NamedTuple):
+    """Which ranks' vectors each rank ends with the combination of: all on all, all on the root, those up to it, or before it.
+
+    Args:
+        collective: all_reduce, reduce, scan or exscan.
+        root: Of a reduce.
+    """
+
+    collective: str = "all_reduce"
+    root: int = 0
+
+    def terms(self, rank: int, size: int) -> range:
+        """Return whose vectors they are on a rank of the group."""
+        if self.collective == "reduce":
+            return range(size if rank == self.root else 0)
+        if self.collective == "scan":
+            return range(rank + 1)
+        return range(rank if self.collective == "exscan" else size)
+
+    def divisor(self, rank: int, size: int) -> int:
+        """Return what a mean is divided by on a rank."""
+        return size if self.collective == "reduce" else len(self.terms(rank, size))
+
+    @property
+    def is_prefix(self) -> bool:
+        """Whether each rank ends with another combination: nobody can combine for others."""
+        return self.collective in ("scan", "exscan")
+
+
+EVERYWHERE = Ends()
+"""All ranks end with the combination of all."""
+
+
+@lru_cache(maxsize=1024)
+def owner_bounds(count: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of each rank's part of a segment."""
+    return tuple((chunk.start, chunk.stop) for chunk in even_chunks(count, size))
+
+
+@lru_cache(maxsize=256)
+def reduce_code(
+    rank: int,
+    size: int,
+    counts: int | tuple[int, ...],
+    cells: Cells | None,
+    places: Places,
+    block: int = 1,
+    ends: Ends = EVERYWHERE,
+) -> Code:
+    """Return what `lower_reduce` does, made ready for a runner; without cells what `lower_small` does."""
+    if cells is None:
+        return assemble(lower_small(rank, size, counts, makes_first=places.makes_first, ends=ends))
+    return assemble(lower_reduce(rank, size, counts, cells, places, block, ends))
+
+
+def lower_small(
+    rank: int,
+    size: int,
+    counts: int | tuple[int, ...],
+    *,
+    makes_first: bool = False,
+    ends: Ends = EVERYWHERE,
+) -> Program:
+    """Return a rank's program of a reduction that goes through slots: everybody sums what it ends with.
+
+    Args:
+        rank: In the group.
+        size: Of the group.
+        counts: Elements of the vector; or of the arrays whose concatenation it is.
+        makes_first: What is combined cannot be made in a target.
+        ends: Who ends with what.
+
+    Example:
+        >>> program = lower_small(0, 2, (2, 3))
+        >>> len(program.opening), [type(step).__name__ for step in program.steps]
+        (2, ['Fold', 'Copy', 'Copy'])
+    """
+    arrays = _Arrays(counts)
+    slots = [Stretch(Memory(Kind.SLOT, one), 0, arrays.count) for one in range(size)]
+    terms = tuple([slots[one] for one in ends.terms(rank, size)])
+    is_one = len(arrays.counts) == 1
+    steps = (
+        arrays.sum(terms, 0, arrays.count, None, makes_first=makes_first)
+        if is_one
+        else arrays.sum_whole(terms, 0, arrays.count)
+    )
+    return Program(arrays.copies_into(slots[rank], 0), steps)
+
+
+@lru_cache(maxsize=256)
+def pieces(counts: tuple[int, ...], start: int, stop: int) -> tuple[tuple[int, int, int, int], ...]:
+    """Return of which parts of arrays with these counts the elements [start, stop) of their concatenation are made.
+
+    Returns:
+        (array, first, last, place): the elements [first, last) of an array are those of the stretch from `place` on.
+
+    Example:
+        >>> pieces((2, 0, 3), 1, 4)
+        ((0, 1, 2, 0), (2, 0, 2, 1))
+    """
+    found = []
+    begin = 0
+    for array, count in enumerate(counts):
+        low, high = max(start, begin), min(stop, begin + count)
+        if high > low:
+            found.append((array, low - begin, high - begin, low - start))
+        begin += count
+        if begin >= stop:
+            break
+    return tuple(found)
+
+
+class _Arrays:
+    """The arrays that make up a vector: SOURCE and TARGET 0, 1, ...
+
+    Args:
+        counts: Elements of the vector; or of each array.
+    """
+
+    def __init__(self, counts: int | tuple[int, ...]) -> None:
+        self.counts = counts if isinstance(counts, tuple) else (counts,)
+        self.count = sum(self.counts)
+
+    def copies_into(self, cell: Stretch, start: int) -> tuple[Copy, ...]:
+        """Return what brings elements of the sources, from one of the vector on, to another memory."""
+        return tuple([Copy(theirs, ours) for theirs, ours in self._pairs(Kind.SOURCE, cell, start)])
+
+    def copies_from(self, made: Stretch, start: int) -> tuple[Copy, ...]:
+        """Return what stores what has been made as the elements of the targets, from one of the vector on."""
+        return tuple([Copy(ours, theirs) for theirs, ours in self._pairs(Kind.TARGET, made, start)])
+
+    def are_many(self, start: int, length: int) -> bool:
+        """Return whether elements of the vector are those of so many arrays that these are combined together."""
+        return len(self.counts) > _FOLDS_MAX and len(self._pieces(start, length)) > _FOLDS_MAX
+
+    def sum(
+        self,
+        terms: tuple[Stretch, ...],
+        start: int,
+        length: int,
+        own: int | None,
+        *,
+        makes_first: bool,
+    ) -> tuple[Instruction, ...]:
+        """Return what combines terms and stores the combination as elements of the targets, from one of the vector on.
+
+        The term `own` is read from the sources where the arrays are few. That is so on all ranks or on none: which of two NaN is kept
+        may depend on how much is combined at once.
+        """
+        if self.are_many(start, length):
+            return self.sum_whole(terms, start, length)
+        steps: list[Instruction] = []
+        for array, parts, first in self._folds(terms, start, length, own) if terms else ():
+            target = Stretch(Memory(Kind.TARGET, -1, array), first, parts[0].length)
+            made = (
+                parts[0]
+                if len(parts) == 1
+                else Stretch(_SCRATCH, 0, target.length)
+                if makes_first
+                else target
+            )
+            if len(parts) > 1:
+                steps.append(Fold(parts, made))
+            if made != target:
+                steps.append(Copy(made, target))
+        return tuple(steps)
+
+    def sum_whole(
+        self, terms: tuple[Stretch, ...], start: int, length: int
+    ) -> tuple[Instruction, ...]:
+        """Return the same for terms that are combined at once, and then stored."""
+        if len(terms) < 2:
+            return self.copies_from(terms[0], start) if terms else ()
+        made = Stretch(_SCRATCH, 0, length)
+        return (Fold(terms, made), *self.copies_from(made, start))
+
+    def sum_into(
+        self, made: Stretch, terms: tuple[Stretch, ...], start: int, own: int | None
+    ) -> list[Fold]:
+        """Return what combines terms into one memory; the term `own` is read from the sources where the arrays are few."""
+        if self.are_many(start, made.length):
+            return [Fold(terms, made)]
+        folds, done = [], 0
+        for _, parts, _ in self._folds(terms, start, made.length, own):
+            folds.append(Fold(parts, made.cut(done, done + parts[0].length)))
+            done += parts[0].length
+        return folds
+
+    def _folds(
+        self, terms: tuple[Stretch, ...], start: int, length: int, own: int | None
+    ) -> Iterator[tuple[int, tuple[Stretch, ...], int]]:
+        """Yield (array, parts of the terms, first element of the array) for each array in a stretch of the vector."""
+        for array, first, last, place in self._pieces(start, length):
+            parts = [term.cut(place, place + last - first) for term in terms]
+            if own is not None:
+                parts[own] = Stretch(Memory(Kind.SOURCE, -1, array), first, last - first)
+            yield array, tuple(parts), first
+
+    def _pieces(self, start: int, length: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Return of which parts of the arrays a stretch of the vector is made, as `pieces`."""
+        if len(self.counts) > 1:
+            return pieces(self.counts, start, start + length)
+        return ((0, start, start + length, 0),) if length else ()
+
+    def _pairs(self, kind: Kind, whole: Stretch, start: int) -> list[tuple[Stretch, Stretch]]:
+        """Return the parts of arrays that are elements of the vector, from one on, each with its part of another memory."""
+        return [
+            (
+                Stretch(Memory(kind, -1, array), first, last - first),
+                whole.cut(place, place + last - first),
+            )
+            for array, first, last, place in self._pieces(start, whole.length)
+        ]
+
+
+def lower_reduce(
+    rank: int,
+    size: int,
+    counts: int | tuple[int, ...],
+    cells: Cells,
+    places: Places,
+    block: int,
+    ends: Ends = EVERYWHERE,
+) -> Program:
+    """Return a rank's program of a reduction.
+
+    Args:
+        rank: In the group.
+        size: Of the group.
+        counts: Elements of the vector, at least 1; or of the arrays whose concatenation it is, which are all brought.
+        cells: How it is cut.
+        places: Where the vectors lie.
+        block: Elements that are combined at once where the targets lie in the arena.
+        ends: Who ends with what; where that is not everybody with all, no target lies where others write it, and no vector that
+            others read is its own target.
+
+    Example:
+        >>> program = lower_reduce(0, 2, 5, Cells(4, sums_all=True), Places(), 8)
+        >>> len(program.opening), [type(step).__name__ for step in program.steps]
+        (1, ['Copy', 'Fold', 'Publish', 'Await', 'Fold'])
+    """
+    return _Lowering(rank, size, _Arrays(counts), cells, places, block, ends).program()
+
+
+class _Lowering:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        arrays: _Arrays,
+        cells: Cells,
+        places: Places,
+        block: int,
+        ends: Ends,
+    ) -> None:
+        self.rank, self.size, self.arrays, self.cells, self.places, self.block = (
+            rank,
+            size,
+            arrays,
+            cells,
+            places,
+            block,
+        )
+        self.count = arrays.count
+        self.turns = -(-self.count // cells.elements)
+        self.steps: list[Instruction] = []
+        self.sums_all = (
+            (cells.sums_all or ends.is_prefix) and not places.into_all and not places.by_owners
+        )
+        self.terms = ends.terms(rank, size)
+        read = [
+            one
+            for one in range(size)
+            if not self.sums_all
+            or any(one in ends.terms(other, size) for other in range(size) if other != one)
+        ]
+        self.are_put = any(one not in places.sources for one in read)
+        reads_own = places.converts or len(arrays.counts) > _FOLDS_MAX  # from its cells
+        self.puts = rank not in places.sources and (
+            rank in read or (reads_own and rank in self.terms)
+        )
+
+    def program(self) -> Program:
+        if self.places.into_all and len(self.places.sources) == self.size:
+            low, high = owner_bounds(self.count, self.size)[self.rank]
+            self._into_all(
+                low,
+                [Stretch(Memory(Kind.LYING, rank), low, high - low) for rank in range(self.size)],
+            )
+            return Program((), (*self.steps, Publish(), Await()), None)
+        opening = tuple(
+            copy for turn in range(min(self.cells.lag, self.turns)) for copy in self._put(turn)
+        )
+        if self.sums_all:
+            self._all_sum()
+        else:
+            self._owners()
+        last = ((self.turns - 1) // self.cells.lag) & 1 if self.puts and self.turns else None
+        return Program(
+            opening,
+            tuple(self.steps),
+            last,
+            not self.sums_all or bool(self.places.sources) or self.places.goes_on,
+        )
+
+    def _length(self, turn: int) -> int:
+        return min(self.cells.elements, self.count - turn * self.cells.elements)
+
+    def _in_cells(self, rank: int, turn: int, low: int, high: int) -> Stretch:
+        """Return where others find the elements [low, high) of a rank's segment of a turn."""
+        if rank in self.places.sources:
+            return Stretch(Memory(Kind.LYING, rank), turn * self.cells.elements + low, high - low)
+        return self._cell(rank, turn, low, high)
+
+    def _own_of(self, terms: range) -> int | None:
+        """Return which of the terms of ranks this rank reads where it lies; None where that has another dtype."""
+        return terms.index(self.rank) if self.rank in terms and not self.places.converts else None
+
+    def _cell(self, rank: int, turn: int, low: int, high: int) -> Stretch:
+        return in_cell(rank, turn, self.cells.lag, self.cells.elements, low, high - low)
+
+    def _put(self, turn: int) -> list[Copy]:
+        """Return what puts this rank's cell of a turn; of what it combines itself, only what has to be converted."""
+        if not self.puts or turn >= self.turns:
+            return []
+        length, start = self._length(turn), turn * self.cells.elements
+        low, high = owner_bounds(length, self.size)[self.rank]
+        if self.sums_all or self.places.converts or self.arrays.are_many(start + low, high - low):
+            low = high = 0  # its own part too
+        return [
+            copy
+            for first, last in ((0, low), (high, length))
+            if last > first
+            for copy in self.arrays.copies_into(
+                self._cell(self.rank, turn, first, last), start + first
+            )
+        ]
+
+    def _all_sum(self) -> None:
+        lag, turns = self.cells.lag, self.turns
+        # When the others have read so many, none but cells of the last side may be unread.
+        heard = (turns - 1) // lag * lag if self.are_put else 0
+        for turn in range(turns):
+            if heard and turn >= lag:
+                self.steps.append(Await(min(turn, heard) - (turn - lag + 1)))
+            self.steps += self._put(turn + lag)
+            length = self._length(turn)
+            terms = tuple([self._in_cells(rank, turn, 0, length) for rank in self.terms])
+            self.steps += self.arrays.sum(
+                terms,
+                turn * self.cells.elements,
+                length,
+                self._own_of(self.terms),
+                makes_first=self.places.makes_first,
+            )
+            if turn < heard:
+                self.steps.append(Publish())
+        if (
+            self.places.sources or self.places.goes_on
+        ):  # they must stay until everyone has read them
+            self.steps += [Publish(), Await()]
+        elif heard > max(0, turns - lag):
+            self.steps.append(Await())
+
+    def _owners(self) -> None:
+        lag, turns, into_all = self.cells.lag, self.turns, self.places.into_all
+        for turn in range(turns + (0 if into_all else lag)):
+            published = min(turn, turns)
+            if turn >= lag:
+                self.steps.append(Await(published - (turn - lag + 1)))
+            self.steps += self._put(turn + lag)
+            if turn < turns:
+                self._own_part(turn)
+            if not into_all and self.terms and 0 <= turn - lag < turns:
+                self._take(turn - lag)
+            if turn < turns:
+                self.steps.append(Publish())
+        if into_all:
+            self.steps.append(Await())
+
+    def _own_part(self, turn: int) -> None:
+        low, high = owner_bounds(self._length(turn), self.size)[self.rank]
+        start = turn * self.cells.elements + low
+        terms, own = (
+            [self._in_cells(rank, turn, low, high) for rank in range(self.size)],
+            self._own_of(range(self.size)),
+        )
+        if self.places.into_all:
+            if own is not None:
+                terms[own] = Stretch(Memory(Kind.SOURCE), start, high - low)
+            self._into_all(start, terms)
+        elif high > low:
+            made = self._made(self.rank, turn, high - low)
+            self.steps += [
+                *self.arrays.sum_into(made, tuple(terms), start, own),
+                *(self.arrays.copies_from(made, start) if self.terms else ()),
+            ]
+
+    def _made(self, rank: int, turn: int, count: int) -> Stretch:
+        lag = self.cells.lag
+        part = owner_bounds(self.cells.elements, self.size)[0][1]  # the longest
+        return Stretch(Memory(Kind.MADE, rank, (turn // lag) & 1), turn % lag * part, count)
+
+    def _take(self, turn: int) -> None:
+        """Take what the others have combined."""
+        parts = owner_bounds(self._length(turn), self.size)
+        for distance in range(1, self.size):
+            other = (self.rank + distance) % self.size
+            low, high = parts[other]
+            if high > low:
+                self.steps += self.arrays.copies_from(
+                    self._made(other, turn, high - low), turn * self.cells.elements + low
+                )
+
+    def _into_all(self, start: int, terms: list[Stretch]) -> None:
+        """Combine terms, and store the result from an element on into the targets of all, by blocks that stay in the caches."""
+        count = terms[0].length
+        goals = [Memory(Kind.GOAL, rank) for rank in range(self.size)]
+        for low in range(0, count, self.block):
+            high = min(count, low + self.block)
+            parts = tuple(term.cut(low, high) for term in terms)
+            targets = [Stretch(goal, start + low, high - low) for goal in goals]
+            made = Stretch(_SCRATCH, 0, high - low) if self.places.makes_first else targets[0]
+            self.steps.append(Fold(parts, made))  # no term but the first lies where this one goes
+            self.steps += [Copy(made, target) for target in targets if target is not made]

@@ -1,0 +1,208 @@
+"""Calls whose ranks take blocks from each other, as programs: all-gather, broadcast, reduce-scatter, all-to-all.
+
+A rank brings blocks of one length, and each other rank takes those that are for it, or combines them:
+
+* **slots**: short blocks are put side by side with phase 0, and taken from there.
+* **where they lie**: blocks are read where their owner has told that they are, and stay until everybody has read them.
+* **cells**: long blocks are put and taken cell by cell, `lag` cells on each of two sides in turn.
+
+By cells a rank is `lag` - 1 cells ahead of what it takes. When it has published phase p it has put the cells up to p, and
+taken those before p - lag + 1. It waits for phase t of the others before it takes their cell t; then cell t + lag may be put
+after that, in the next turn: what it writes over, cell t - lag, has been taken by all.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+from syncvar.runtime.programs.instructions import (
+    Await,
+    Code,
+    Copy,
+    Fold,
+    Instruction,
+    Kind,
+    Memory,
+    Program,
+    Publish,
+    Stretch,
+    assemble,
+    in_cell,
+)
+
+__all__ = ["Move", "Way", "lower_move", "move_code"]
+
+
+class Way(IntEnum):
+    """How blocks come from one rank to the others."""
+
+    SLOTS = 0
+    LYING = 1
+    CELLS = 2
+
+
+class Move(NamedTuple):
+    """What a rank brings and takes.
+
+    Args:
+        rank: In the group.
+        elements: Of each block.
+        cell: Elements of each block that go through a cell.
+        lag: Cells on each side, at least 2.
+        blocks: Largest number of blocks that a rank of the group brings for others.
+        puts: Blocks that this rank brings for others: SOURCE 0, 1, ...
+        takes: (peer, which of its blocks) for each block that it takes, to TARGET 0, 1, ...
+        keeps: It also brings a block for itself: the SOURCE after those for others.
+        folds: What it takes and brings for itself is combined, in the order of ranks, into TARGET 0; else what it brings for
+            itself goes to the TARGET after those that it takes.
+        converts: What it brings for itself has another dtype than what is combined.
+        makes_first: What is combined has another dtype than the target.
+        starts: Where each SOURCE begins in SOURCE 0, and each TARGET in TARGET 0, of which they are parts; None where they are
+            arrays of their own.
+    """
+
+    rank: int
+    elements: int
+    cell: int
+    lag: int
+    blocks: int
+    puts: int
+    takes: tuple[tuple[int, int], ...]
+    keeps: bool = False
+    folds: bool = False
+    converts: bool = False
+    makes_first: bool = False
+    starts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def length(self, turn: int) -> int:
+        """Return how many elements of a block go through the cell of a turn."""
+        return max(0, min(self.cell, self.elements - turn * self.cell))
+
+    def own(self, kind: Kind, place: int, start: int, length: int) -> Stretch:
+        """Return some elements of a SOURCE or TARGET."""
+        if self.starts is None:
+            return Stretch(Memory(kind, -1, place), start, length)
+        return Stretch(Memory(kind), self.starts[kind == Kind.TARGET][place] + start, length)
+
+    def part(self, way: Way, rank: int, place: int, turn: int) -> Stretch:
+        """Return where a part of a rank's block is taken: side by side in a slot or cell lie those of all its blocks."""
+        if way == Way.LYING:
+            return Stretch(Memory(Kind.LYING, rank, place), 0, self.elements)
+        if way == Way.SLOTS:
+            return Stretch(Memory(Kind.SLOT, rank), place * self.elements, self.elements)
+        return in_cell(
+            rank, turn, self.lag, self.blocks * self.cell, place * self.cell, self.length(turn)
+        )
+
+
+@lru_cache(maxsize=256)
+def move_code(move: Move, way: Way, *, has_told: bool = False, some_told: bool = False) -> Code:
+    """Return what `lower_move` does, made ready for a runner."""
+    return assemble(lower_move(move, way, has_told=has_told, some_told=some_told))
+
+
+def lower_move(move: Move, way: Way, *, has_told: bool = False, some_told: bool = False) -> Program:
+    """Return a rank's program of moving blocks.
+
+    Args:
+        move: What it brings and takes.
+        way: How.
+        has_told: This rank has told with phase 0 where its blocks lie, and has yet to put their first cells.
+        some_told: Some rank has.
+
+    Example:
+        >>> move = Move(rank=0, elements=5, cell=3, lag=2, blocks=1, puts=1, takes=((1, 0),))
+        >>> [type(step).__name__ for step in lower_move(move, Way.CELLS).steps]
+        ['Copy', 'Publish', 'Copy', 'Await', 'Copy']
+    """
+    if way != Way.CELLS:
+        move = move._replace(cell=move.elements)
+        steps = (*_keep(move, 0), *_take(move, way, 0))
+        return (
+            Program(tuple(_put(move, way, 0)), steps)
+            if way == Way.SLOTS
+            else Program((), (*steps, Publish(), Await()))
+        )
+    turns = -(-move.elements // move.cell)
+    opening = _put(move, way, 0)
+    told: list[Instruction] = (
+        [*(opening if has_told else ()), Publish(), Await()] if some_told else []
+    )
+    last_side = ((turns - 1) // move.lag) & 1 if move.puts and turns else None
+    return Program(
+        () if has_told else tuple(opening),
+        (*told, *_by_cells(move, turns)),
+        last_side,
+        is_read=False,
+    )
+
+
+def _by_cells(move: Move, turns: int) -> list[Instruction]:
+    """Return what is done when all have put their first cells."""
+    ahead = move.lag - 1
+    heard = (
+        max(0, turns - 1) // move.lag * move.lag
+    )  # before its end a rank has heard that all have taken so many cells
+    final = heard + ahead if heard else turns - 1  # the last phase
+    steps: list[Instruction] = [*_keep(move, 0)]
+
+    def put(turn: int) -> list[Instruction]:
+        return [*_put(move, Way.CELLS, turn), Publish(), *_keep(move, turn)]
+
+    for turn in range(1, min(ahead, turns)):
+        steps += put(turn)
+    for turn in range(turns):
+        if turn + ahead <= final:
+            steps += put(turn + ahead)
+        if turn and (move.takes or turn + move.lag < turns):
+            steps.append(Await(min(turn + ahead, final) - turn))
+        steps += _take(move, Way.CELLS, turn)
+    if heard and (final > turns - 1 or not move.takes):
+        steps.append(Await())
+    return steps
+
+
+def _put(move: Move, way: Way, turn: int) -> list[Copy]:
+    """Return what puts a part of all blocks."""
+    start, length = turn * move.cell, move.length(turn)
+    puts = range(move.puts if length else 0)
+    return [
+        Copy(move.own(Kind.SOURCE, place, start, length), move.part(way, move.rank, place, turn))
+        for place in puts
+    ]
+
+
+def _keep(move: Move, turn: int) -> list[Copy]:
+    """Return what copies to the result as much of the block that this rank brings for itself."""
+    start, length = turn * move.cell, move.length(turn)
+    if move.folds or not move.keeps or not length:
+        return []
+    return [
+        Copy(
+            move.own(Kind.SOURCE, move.puts, start, length),
+            move.own(Kind.TARGET, len(move.takes), start, length),
+        )
+    ]
+
+
+def _take(move: Move, way: Way, turn: int) -> list[Instruction]:
+    """Return what is done with a part of the blocks that are taken."""
+    start, length = turn * move.cell, move.length(turn)
+    parts = [move.part(way, *take, turn) for take in move.takes]
+    if not move.folds:
+        return [
+            Copy(part, move.own(Kind.TARGET, place, start, length))
+            for place, part in enumerate(parts)
+        ]
+    own = move.own(Kind.SOURCE, move.puts, start, length)
+    steps: list[Instruction] = []
+    if move.converts:
+        converted = Stretch(Memory(Kind.SCRATCH, -1, 1), 0, length)
+        steps.append(Copy(own, converted))
+        own = converted
+    target = move.own(Kind.TARGET, 0, start, length)
+    made = Stretch(Memory(Kind.SCRATCH), 0, length) if move.makes_first else target
+    steps.append(Fold((*parts[: move.rank], own, *parts[move.rank :]), made))
+    return steps if made is target else [*steps, Copy(made, target)]

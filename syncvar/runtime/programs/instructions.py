@@ -1,0 +1,368 @@
+"""Programs: what a rank does in one call in shared memory, as data.
+
+A **program** is a tuple of instructions over named **memories**: arrays that this rank brings, arrays of its result, slots
+and cells that ranks write for each other, arrays of other ranks that lie where they can be read. It says nothing of
+addresses: these are looked up when the call is made, so one program serves every call of its kind.
+
+Before a program begins all ranks have said that they make the same call (phase 0), and this rank's first cells have been
+put, published with it. What follows is made of four instructions:
+
+* `Copy` brings a stretch of one memory to another,
+* `Fold` combines stretches in the order of ranks, by the tree of `syncvar.algorithms.reproducible.tree_order`,
+* `Publish` tells the others that all before it is done,
+* `Await` waits until the others have published as much.
+
+What is copied to a result (`TARGET`, `GOAL`) is **stored**: converted to the array's dtype, or applied to what it holds.
+
+A rank that waits for the publication p of the others knows that they have done all before it, nothing more: it is on the
+lowering to see that a stretch is read after it was written, and written again after everyone has read it. The tests run
+the programs of all ranks on symbols, in every order that the waits allow, to prove it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+__all__ = [
+    "AWAIT",
+    "COPY",
+    "FOLD",
+    "PUBLISH",
+    "STORE",
+    "Await",
+    "Code",
+    "Copy",
+    "Fold",
+    "Instruction",
+    "Kind",
+    "Memory",
+    "Program",
+    "Publish",
+    "Stretch",
+    "assemble",
+    "extents",
+    "in_cell",
+    "program_text",
+]
+
+
+class Kind(IntEnum):
+    """What a memory is."""
+
+    SOURCE = 0  # an array that this rank brings
+    TARGET = 1  # an array of its result
+    SCRATCH = 2  # of this rank alone
+    SLOT = 3  # a rank's small slot, on the side of this call
+    CELLS = 4  # a rank's cells: place 0 on the side of its phase 0, place 1 on the other
+    MADE = 5  # what a rank has combined for the others, two halves
+    LYING = 6  # where a rank's array lies that it would have to put otherwise
+    GOAL = 7  # where a rank's result lies, for others to write to
+
+
+class Memory(NamedTuple):
+    """One memory of a program.
+
+    Args:
+        kind: What it is.
+        rank: Whose, in the group; this rank's own are its own.
+        place: Which of several.
+    """
+
+    kind: Kind
+    rank: int = -1
+    place: int = 0
+
+    def __str__(self) -> str:
+        kind, rank, place = self
+        if kind in (Kind.SOURCE, Kind.TARGET, Kind.SCRATCH):
+            return _NAMES[kind] + (f" {place}" if place else "")
+        which = (
+            f", side {place}"
+            if kind in (Kind.CELLS, Kind.MADE)
+            else f", block {place}"
+            if place
+            else ""
+        )
+        return f"{_NAMES[kind]} of rank {rank}{which} "
+
+
+_NAMES = {
+    Kind.SOURCE: "source",
+    Kind.TARGET: "target",
+    Kind.SCRATCH: "scratch",
+    Kind.SLOT: "slot",
+    Kind.CELLS: "cells",
+    Kind.MADE: "made",
+    Kind.LYING: "array",
+    Kind.GOAL: "target",
+}
+
+
+class Stretch(NamedTuple):
+    """Some elements of a memory.
+
+    Args:
+        memory: Which.
+        start: First element.
+        length: Elements.
+    """
+
+    memory: Memory
+    start: int
+    length: int
+
+    def cut(self, low: int, high: int) -> Stretch:
+        """Return the elements [low, high) of this stretch."""
+        return Stretch(self.memory, self.start + low, high - low)
+
+    def __str__(self) -> str:
+        return f"{self.memory}[{self.start}:{self.start + self.length}]"
+
+
+def in_cell(rank: int, turn: int, lag: int, width: int, start: int, length: int) -> Stretch:
+    """Return some elements of the cell that a rank puts in a turn: `lag` cells of `width` elements lie on each of two sides in turn."""
+    return Stretch(Memory(Kind.CELLS, rank, turn // lag & 1), turn % lag * width + start, length)
+
+
+class Copy(NamedTuple):
+    """target = source, of the same length."""
+
+    source: Stretch
+    target: Stretch
+
+    def __str__(self) -> str:
+        return f"copy     {self.source} -> {self.target}"
+
+
+class Fold(NamedTuple):
+    """target = the combination of the terms, in their order, all of the same length."""
+
+    terms: tuple[Stretch, ...]
+    target: Stretch
+
+    def __str__(self) -> str:
+        return f"fold     {', '.join(map(str, self.terms))} -> {self.target}"
+
+
+class Publish(NamedTuple):
+    """The next phase of the call is published."""
+
+    def __str__(self) -> str:
+        return "publish  the next phase"
+
+
+class Await(NamedTuple):
+    """Wait until all others have published what this rank published `back` publications ago (0: its last one)."""
+
+    back: int = 0
+
+    def __str__(self) -> str:
+        ago = (
+            "this rank's last phase"
+            if not self.back
+            else f"the phase {self.back} before this rank's last"
+        )
+        return f"await    {ago} of all others"
+
+
+Instruction = Copy | Fold | Publish | Await
+
+
+class Program(NamedTuple):
+    """What a rank does in a call.
+
+    Args:
+        opening: Copies that are made before phase 0 is published.
+        steps: What follows when all ranks have said the same.
+        last_side: Which side of its cells is written last: 0 that of phase 0, 1 the other; None where no cell is.
+        is_read: At its end everybody has read this rank's cells.
+    """
+
+    opening: tuple[Copy, ...]
+    steps: tuple[Instruction, ...]
+    last_side: int | None = None
+    is_read: bool = True
+
+
+def program_text(program: Program, most: int | None = None) -> str:
+    """Return a program, an instruction a line.
+
+    Args:
+        program: Of a rank.
+        most: So many instructions after phase 0 at most; None for all.
+
+    Example:
+        >>> from syncvar.runtime.programs.compile_reduce import lower_small
+        >>> print(program_text(lower_small(0, 2, 3)), end="")
+        copy     source[0:3] -> slot of rank 0 [0:3]
+        phase 0  all ranks say what they do, and compare
+        fold     slot of rank 0 [0:3], slot of rank 1 [0:3] -> target[0:3]
+    """
+    steps = program.steps[:most]
+    left = len(program.steps) - len(steps)
+    lines = [
+        *program.opening,
+        "phase 0  all ranks say what they do, and compare",
+        *steps,
+        *([f"...      {left} more"] if left else []),
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def extents(program: Program) -> dict[Memory, int]:
+    """Return of how many elements each memory has to be at least.
+
+    Example:
+        >>> x, slot = Memory(Kind.SOURCE), Memory(Kind.SLOT, 1)
+        >>> extents(Program((Copy(Stretch(x, 2, 3), Stretch(slot, 0, 3)),), ()))[x]
+        5
+    """
+    found: dict[Memory, int] = {}
+    for step in (*program.opening, *program.steps):
+        stretches: tuple[Stretch, ...] = ()
+        if isinstance(step, Copy):
+            stretches = step
+        elif isinstance(step, Fold):
+            stretches = (*step.terms, step.target)
+        for memory, start, length in stretches:
+            found[memory] = max(found.get(memory, 0), start + length)
+    return found
+
+
+COPY, STORE, FOLD, PUBLISH, AWAIT = range(5)
+_SHARED = (Kind.SLOT, Kind.CELLS, Kind.MADE)
+
+
+class Code:
+    """A program made ready for a runner: memories are numbers, instructions are tuples of numbers.
+
+    Args:
+        sizes: Of how many elements each memory has to be at least, by their numbers.
+        opening: As of the program; (COPY, source, first, target, first, length).
+        steps: (COPY or STORE, source, first, target, first, length), (FOLD, ((term, first), ...), target, first, length),
+            (PUBLISH,) and (AWAIT, back).
+        last_side: As of the program.
+        is_read: As of the program.
+
+    Attributes:
+        own: (number, kind, rank, place, elements) of the memories that lie elsewhere in every call.
+        shared: (number, memory) of those in which ranks write for each other.
+        uses_cells: Some of these are cells.
+        joins: The opening, copies into adjacent stretches of one memory together: ((source, first, length)..., target, first).
+        natives: The same for the C runner, by what becomes of terms.
+    """
+
+    __slots__ = (
+        "is_read",
+        "joins",
+        "last_side",
+        "natives",
+        "opening",
+        "own",
+        "shared",
+        "sizes",
+        "steps",
+        "uses_cells",
+    )
+
+    def __init__(
+        self,
+        sizes: dict[Memory, int],
+        opening: tuple[tuple[int, ...], ...],
+        steps: tuple[tuple[Any, ...], ...],
+        last_side: int | None,
+        is_read: bool = True,
+    ) -> None:
+        self.sizes, self.opening, self.steps, self.last_side, self.is_read = (
+            sizes,
+            opening,
+            steps,
+            last_side,
+            is_read,
+        )
+        self.natives: dict[Any, Any] = {}
+        numbered = list(enumerate(sizes))
+        self.shared = [(number, memory) for number, memory in numbered if memory.kind in _SHARED]
+        self.own = [
+            (number, int(memory.kind), memory.rank, memory.place, sizes[memory])
+            for number, memory in numbered
+            if memory.kind not in _SHARED
+        ]
+        self.uses_cells = any(memory.kind == Kind.CELLS for memory in sizes)
+        self.joins = _joined(opening)
+
+    def numbers(self) -> tuple[bytes, int, tuple[int, ...], tuple[int, ...]]:
+        """Return the same for the C runner.
+
+        Returns:
+            Opening and steps as 64-bit numbers, one after the other; how many are of the opening; kind, rank and place of all memories,
+            one after the other; and their sizes.
+        """
+        found = array("q")
+        for copied in self.opening:
+            found.extend(copied)
+        opening = len(found)
+        for step in self.steps:
+            if step[0] == FOLD:
+                _, terms, target, first, length = step
+                found.extend(
+                    (
+                        FOLD,
+                        target,
+                        first,
+                        length,
+                        len(terms),
+                        *(number for term in terms for number in term),
+                    )
+                )
+            else:
+                found.extend(step)
+        names = tuple(int(number) for memory in self.sizes for number in memory)
+        return found.tobytes(), opening, names, tuple(self.sizes.values())
+
+
+def _joined(
+    opening: tuple[tuple[int, ...], ...],
+) -> list[tuple[list[tuple[int, int, int]], int, int]]:
+    made: list[tuple[list[tuple[int, int, int]], int, int]] = []
+    end = -1
+    for _, source, first, target, start, length in opening:
+        if made and made[-1][1] == target and start == end:
+            made[-1][0].append((source, first, length))
+        else:
+            made.append(([(source, first, length)], target, start))
+        end = start + length
+    return made
+
+
+def assemble(program: Program) -> Code:
+    """Make a program ready for a runner."""
+    sizes = extents(program)
+    numbers = {memory: number for number, memory in enumerate(sizes)}
+
+    def coded(step: Instruction) -> tuple[Any, ...]:
+        if isinstance(step, Copy):
+            source, target = step
+            kind = STORE if target.memory.kind in (Kind.TARGET, Kind.GOAL) else COPY
+            return (
+                kind,
+                numbers[source.memory],
+                source.start,
+                numbers[target.memory],
+                target.start,
+                source.length,
+            )
+        if isinstance(step, Fold):
+            terms = tuple([(numbers[term.memory], term.start) for term in step.terms])
+            return FOLD, terms, numbers[step.target.memory], step.target.start, step.target.length
+        return (PUBLISH,) if isinstance(step, Publish) else (AWAIT, step.back)
+
+    return Code(
+        sizes,
+        tuple(map(coded, program.opening)),
+        tuple(map(coded, program.steps)),
+        program.last_side,
+        program.is_read,
+    )

@@ -1,0 +1,269 @@
+"""Programs are run: phase 0 is compared, memories are looked up, and one of the two runners does what the program says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from syncvar._native import UNREAD, open_program, run
+from syncvar._native import program as native_program
+from syncvar.core.errors import InternalError
+from syncvar.runtime.gil_contention import copier, crowd
+from syncvar.runtime.programs.arithmetic import folder, storer
+from syncvar.runtime.programs.buffer_location import Gone, Lying, Reached, read
+from syncvar.runtime.programs.instructions import Kind
+from syncvar.runtime.programs.interpreter import interpret, opened
+from syncvar.shm.segment_layout import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import TypeAlias
+
+    from numpy.typing import NDArray
+
+    from syncvar.runtime.gil_contention import Copier
+    from syncvar.runtime.programs.arithmetic import Arithmetic
+    from syncvar.runtime.programs.instructions import Code
+    from syncvar.shm.group_channel import Channel
+
+    Arrays: TypeAlias = "tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]"  # what a rank brings, and where results go; all flat
+
+__all__ = [
+    "DISAGREE",
+    "Arrays",
+    "agreed",
+    "native_of",
+    "open_code",
+    "reading",
+    "run_code",
+    "settled",
+]
+
+DISAGREE = 0
+"""Yielded when the ranks do not make the same call: only the launcher's verdict can end the wait."""
+
+_NEVER = -(
+    1 << 40
+)  # yielded when a rank that this one needs is no more: the launcher will say so; the C runner yields it too
+
+
+def settled(channel: Channel, *, to_its_end: bool = True) -> Iterator[int]:
+    """Wait, where an earlier call was given up, until the others are past what this rank has published.
+
+    Args:
+        channel: This rank's end.
+        to_its_end: Where the ranks have agreed on a call, all of them come to its last phase. Not so in a call that
+            also needs other hosts: then it is enough that all have come to the call, so that no rank is two ahead.
+    """
+    if not channel.is_settled:
+        if channel.last:  # else it has published nothing yet
+            yield -channel.phase if channel.phase and to_its_end else channel.last
+        channel.is_settled = True
+
+
+def agreed(channel: Channel, check: int, reached: int) -> Iterator[int]:
+    """Wait for phase 0 of all ranks, and compare."""
+    yield reached
+    if channel.disagreeing(check):
+        yield DISAGREE
+
+
+def native_of(code: Code, how: Arithmetic) -> Any:
+    """Return a program for the C runner, or None where it has no loop for what becomes of terms."""
+    found = code.natives.get(how, _NOT_MADE)
+    if found is _NOT_MADE:
+        is_known = how.ufunc is None or isinstance(
+            how.ufunc, np.ufunc
+        )  # a registered op is any callable
+        found = code.natives[how] = (
+            native_program(*code.numbers(), how.native) if is_known else None
+        )
+    return found
+
+
+_NOT_MADE = object()
+
+
+def open_code(
+    channel: Channel,
+    code: Code,
+    how: Arithmetic,
+    arrays: Arrays,
+    side: int,
+    slots: tuple[int, ...] | None = None,
+) -> None:
+    """Make the copies that come before phase 0, into cells or the slot of this side; other arguments as of `run_code`."""
+    found = _found(channel, code, how, arrays, channel.own_side(side), slots)
+    native = _native(channel, code, how, found)
+    if native is not None:
+        open_program(native, channel, tuple(found), _offsets(found), keeps_lock=crowd.holds())
+    elif code.opening:
+        opened(code, _views(channel, code, found), copier())
+
+
+def run_code(
+    channel: Channel,
+    code: Code,
+    how: Arithmetic,
+    arrays: Arrays,
+    sides: tuple[int, ...],
+    slots: tuple[int, ...] | None = None,
+    lying: Callable[[int, int, int], Lying | Reached] | None = None,
+) -> Iterator[int]:
+    """Run the steps of a program.
+
+    Args:
+        channel: This rank's.
+        code: The program.
+        how: What becomes of the terms of ranks.
+        arrays: (SOURCEs, TARGETs).
+        sides: Of the first cells of each rank, above bit 0 where they begin on it, as a number of pages.
+        slots: Where the slots of all ranks begin in the arena; None where they lie on these sides.
+        lying: Of (kind, rank, place): where arrays of other ranks lie; None for programs that have none.
+
+    Yields:
+        What the others have to reach.
+    """
+    found = _found(channel, code, how, arrays, sides, slots, lying)
+    native = _native(channel, code, how, found)
+    if native is not None:
+        steps = run(native, channel, tuple(found), _offsets(found), keeps_lock=crowd.holds())
+        yield from reading(
+            channel, steps, [(one.rank, one.place) for one in found if type(one) is Reached]
+        )
+        return
+    copy = copier()
+    store = storer(how, copy)
+    if Reached in map(type, found):
+        store = _reading(channel, store)
+    try:
+        yield from interpret(
+            channel, code.steps, _views(channel, code, found), copy, store, folder(how)
+        )
+    except Gone:
+        yield _NEVER
+
+
+def reading(
+    channel: Channel, steps: Iterable[int], places: Iterable[tuple[int, int]]
+) -> Iterator[int]:
+    """Go on with a run of the C runner, and raise what is wrong with reading at (rank, place) where that has failed."""
+    for need in steps:
+        if need != UNREAD:
+            yield need
+            continue
+        try:
+            for rank, place in places:
+                read(channel, rank, place, np.empty(1, np.uint8), hold=True)
+        except Gone:
+            yield _NEVER
+        raise InternalError("the memory of another rank could not be read, and can be")
+
+
+def _reading(channel: Channel, store: Copier) -> Copier:
+    """Return what stores from the memory of other processes too; it raises `Gone` where such a process is no more."""
+    hold = crowd.holds()
+
+    def stored(target: NDArray[Any], value: Any) -> None:
+        if type(value) is Reached:
+            read(channel, value.rank, value.place, target, hold=hold)
+        else:
+            store(target, value)
+
+    return stored
+
+
+def _found(
+    channel: Channel,
+    code: Code,
+    how: Arithmetic,
+    arrays: Arrays,
+    sides: tuple[int, ...],
+    slots: tuple[int, ...] | None = None,
+    lying: Callable[[int, int, int], Lying | Reached] | None = None,
+) -> list[Any]:
+    """Return the memories of a program: arrays, `Lying` and `Reached`; None for those that are not known yet."""
+    (sources, targets), wire = arrays, how.wire
+    key = code, sides, wire, slots
+    shared = channel.found.get(key)
+    if shared is None:
+        if len(channel.found) >= _FOUND_MAX:
+            channel.found.clear()
+        shared = channel.found[key] = _found_shared(channel, code, sides, wire, slots)
+    found = shared.copy()
+    for number, kind, rank, place, count in code.own:
+        if kind == _SOURCE:
+            found[number] = sources[place]
+        elif kind == _TARGET:
+            found[number] = targets[place]
+        elif kind == _SCRATCH:
+            found[number] = np.empty(count, wire)
+        elif lying is not None:
+            found[number] = lying(kind, rank, place)
+    return found
+
+
+_SOURCE, _TARGET, _SCRATCH = map(int, (Kind.SOURCE, Kind.TARGET, Kind.SCRATCH))
+_FOUND_MAX = 1024
+
+
+def _found_shared(
+    channel: Channel,
+    code: Code,
+    sides: tuple[int, ...],
+    dtype: np.dtype[Any],
+    slots: tuple[int, ...] | None,
+) -> list[Any]:
+    """Return the memories of a program, of which only those are known in which ranks write for each other."""
+    found: list[Any] = [None] * len(code.sizes)
+    for number, (kind, rank, place) in code.shared:
+        side = sides[rank]
+        if side < 0:
+            continue
+        if kind == Kind.SLOT and slots is not None:
+            offset = slots[rank]
+        elif kind == Kind.SLOT:
+            offset = channel.small_offset(rank, side)
+        elif kind == Kind.CELLS:
+            offset = channel.segment_offset(rank, (side & 1) ^ place) + (side >> 1) * PAGE_BYTES
+        else:
+            offset = channel.segment_offset(rank, 2 + place)
+        found[number] = Lying(offset, dtype)
+    return found
+
+
+def _native(channel: Channel, code: Code, how: Arithmetic, found: Sequence[Any]) -> Any:
+    """Return the program for the C runner, or None where it does not run here, or not all arrays are such as it takes."""
+    if not channel.is_native:
+        return None
+    wire = how.wire
+    for array in found:
+        if isinstance(array, np.ndarray) and (
+            array.dtype != wire or not (array.flags.aligned and array.flags.c_contiguous)
+        ):
+            return None
+    return native_of(code, how)
+
+
+def _views(channel: Channel, code: Code, found: Sequence[Any]) -> list[Any]:
+    return [
+        channel.resident(one.offset, count, one.dtype)
+        if isinstance(one, Lying)
+        else _NONE
+        if one is None
+        else one
+        for one, count in zip(found, code.sizes.values(), strict=True)
+    ]
+
+
+_NONE: NDArray[Any] = np.empty(0, np.uint8)  # of a memory that is not used yet
+
+
+def _offsets(found: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(
+        [
+            one.offset if type(one) is Lying else one.place if type(one) is Reached else -1
+            for one in found
+        ]
+    )

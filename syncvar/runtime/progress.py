@@ -1,0 +1,450 @@
+"""The engine of a process: one lock, one driver at a time, every group advanced by every wait.
+
+A caller that waits takes the engine's lock and drives: it drains the transport, hands frames to operations, and looks at
+deadlines. Other waiting threads follow; when the driver leaves, one of them takes over. A progress thread drives when
+nobody waits, so that started operations go on and the launcher is heard while the program computes.
+
+What all parts share is in `core`. Each part has one matter: `started` the operations that run, `flow` the credit of the
+links, `one_sided` the questions, `verdicts` what others say of this rank's calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from syncvar.core.errors import SyncvarError
+from syncvar.protocol.frame import Kind
+from syncvar.protocol.unreceived_messages import pack_counts
+from syncvar.runtime.active_requests import StartedCalls
+from syncvar.runtime.failures import VERDICT_GRACE_S, Verdicts
+from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.recorder import Recorder
+from syncvar.runtime.gil_contention import crowd
+from syncvar.runtime.links.flow_control import Flow
+from syncvar.runtime.p2p.sent_messages import SentMessages
+from syncvar.runtime.rma_get import Answer, Question, Questions
+from syncvar.runtime.state import Awaited, Core
+from syncvar.shm.spin_wait import pause_after
+from syncvar.transports.base import Lost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from syncvar.core.errors import UsageError
+    from syncvar.core.settings import RuntimeConfig
+    from syncvar.runtime.request import Operation
+    from syncvar.shm.segment import Arena
+    from syncvar.transports.base import Control, Transport
+
+__all__ = ["Engine"]
+
+_log = logging.getLogger("syncvar")
+_APPEAR_S = 2.0  # how long a question for what is not there is repeated
+_APPEAR_LOOK_S = 0.001
+_CALLER_RECENT_S = 0.005
+_HEAR_S = 0.005  # a call that has to wait hears the launcher at once; others at this interval
+_IDLE_S = 1.0
+_KEPT_S = 0.1  # so long a call that has begun is its caller's alone, who may be about to end it
+_IDLE_SHARED_S = (
+    0.002  # while started calls go through shared memory, where nothing tells of an arrival
+)
+_IDLE_MOVING_S = (
+    0.0002  # while one of them moves: both sides have to look at the same time to go on
+)
+_BEGUN_S = 0.001  # so long a started call is its caller's alone, who may be about to wait for it
+_MOVES_S = 0.02  # so long after its last move
+_LOOK_S = 0.005  # so long a wait in shared memory looks, before it sleeps
+_SLEEP_MIN_S = 0.001  # shorter waits are no business of the transport
+
+
+class Engine(Core):
+    """Everything that runs in a process of a world larger than one. Its progress thread runs from the beginning.
+
+    Args:
+        rank: This process in the world.
+        world_size: Ranks of the world.
+        generation: Version of the membership.
+        transport: Opened transport.
+        control: Channel to the launcher.
+        config: Deadlines and limits.
+        hosts: Host of each rank, for messages.
+        arena: The memory shared with the ranks of this host, if there is any.
+        recorder: Takes down what happens.
+
+    Attributes:
+        around: What the progress thread works in; a simulated rank's says whose thread it is, for ops that ask.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        generation: int,
+        transport: Transport,
+        control: Control,
+        config: RuntimeConfig,
+        hosts: dict[int, str],
+        arena: Arena | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        recorder = recorder or Recorder(rank, world_size, generation)
+        super().__init__(rank, generation, transport, control, config, hosts, arena, recorder)
+        self.flow = Flow(self)
+        self.sent = SentMessages()
+        self._questions = Questions(self)
+        self._started = StartedCalls(self, self.flow)
+        self._verdicts = Verdicts(self, self._started, self._questions)
+        self.around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        self._heard = 0.0  # when the launcher was heard last
+        self._last_caller = 0.0  # when a caller drove last: it may come again at once
+        self._stopped = threading.Event()
+        self._is_disowned = False
+        self._progress = threading.Thread(
+            target=self._serve, name=f"syncvar-progress-{rank}", daemon=True
+        )
+        self._progress.start()
+
+    @property
+    def frames_sent(self) -> int:
+        """How many data frames this process has sent, questions and answers included."""
+        return self.flow.frames_sent + self._questions.frames_sent
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def start(
+        self, operation: Operation, timeout_s: float | None, began: float | None = None
+    ) -> None:
+        """Start an operation, which may have begun a while ago; it advances whenever somebody drives."""
+        now = time.monotonic() if began is None else began
+        operation.started = now
+        operation.timeout_s = self.config.collective_timeout_s if timeout_s is None else timeout_s
+        operation.deadline = now + operation.timeout_s
+        operation.report_at = now + self.config.report_after_s
+        try:
+            self.inbox.append(operation)
+            if self.seize():
+                try:
+                    self._started.begin_waiting()
+                finally:
+                    self.let_go()
+                self.hand_over()
+            else:
+                self.transport.wake()
+        except BaseException as error:
+            self.interrupted(operation, error)
+            raise
+
+    def wait(self, operation: Awaited) -> Any:
+        """Drive until an operation or question is over; return its result or raise its error.
+
+        Raises:
+            SyncvarError: What failed. Any other exception that interrupts the wait (KeyboardInterrupt, an alarm
+                handler's) breaks the generation and is passed on.
+            UsageError: This process is a forked copy, and what it waits for is its parent's.
+        """
+        if not operation.is_over:
+            self._require_own()
+        me = operation.thread = threading.get_ident()  # several threads may wait for one
+        try:
+            while not operation.is_over:
+                if self.seize():
+                    try:
+                        self._drive(operation)
+                    finally:
+                        self._last_caller = time.monotonic()
+                        self.let_go()
+                        self.hand_over()
+                else:
+                    self.refuse_in_handler(operation.what)
+                    self.follow(operation)
+        except BaseException as error:
+            self.interrupted(operation, error)
+            raise
+        finally:
+            if operation.thread == me:
+                operation.thread = 0
+        if operation.error is not None:
+            if operation.error is self.failure:
+                self._failure_raised = True
+            self.recorder.failed(operation.error)
+            raise operation.error
+        return operation.result
+
+    def run(self, operation: Operation, timeout_s: float | None) -> Any:
+        """Start an operation and wait for it."""
+        operation.thread = threading.get_ident()
+        if not (
+            self.allows(operation.group, operation.call)
+            and operation.links is None
+            and self._inline(operation)
+        ):
+            self.start(operation, timeout_s)
+        return self.wait(operation)
+
+    def take_over(self, operation: Operation, timeout_s: float | None) -> Any:
+        """Go on with an operation that its caller has begun without the lock."""
+        operation.thread = threading.get_ident()
+        self.start(operation, timeout_s)
+        return self.wait(operation)
+
+    def _inline(self, operation: Operation) -> bool:
+        """Run an operation in shared memory without the lock; False when it takes long, for the engine to go on."""
+        channel = operation.channel
+        if channel is None:
+            return False
+        wait = channel.hold if crowd.holds() else channel.wait
+        try:
+            while True:
+                operation.advance()
+                if operation.is_over:
+                    self.tell_accident(operation)
+                    return True
+                if not operation.may_look or not wait(
+                    channel.others, operation.need, channel.last + 2
+                ):
+                    return False
+        except BaseException as error:
+            self.interrupted(operation, error)
+            raise
+
+    def ask(
+        self, peer: int, key: int, what: str, timeout_s: float | None
+    ) -> tuple[bytes, bytes] | None:
+        """Ask another process for what it publishes under a key; it takes no part, its engine answers.
+
+        Args:
+            peer: The rank that is asked, not this one.
+            key: Under which it was published.
+            what: The call in words.
+            timeout_s: Seconds, or None for the job's default.
+
+        Returns:
+            The description and the bytes; None when there is no such thing there, and none came up within a short
+            grace: processes that do not meet reach the same line at different times.
+
+        Raises:
+            DeadlineExceeded: No answer in time. Only this call fails; the group stays usable.
+            PeerLost: The rank is gone.
+        """
+        now = time.monotonic()
+        allowed = self.config.collective_timeout_s if timeout_s is None else timeout_s
+        deadline, appears, pause = now + allowed, now + min(_APPEAR_S, allowed / 2), _APPEAR_LOOK_S
+        while True:
+            self.check()
+            question = Question(peer, key, what, deadline, allowed)
+            question.entry = self.recorder.begin(
+                Told(what, -1, (), 0, 0, f"question to rank {peer}"), -1
+            )
+            self._questions.asked.append(question)
+            self.transport.wake()
+            answer: tuple[bytes, bytes] | None = self.wait(question)
+            if answer is not None or time.monotonic() >= appears:
+                return answer
+            time.sleep(pause)
+            pause = min(2 * pause, _APPEAR_S / 20)
+
+    def publish(self, find: Callable[[int], Answer | None]) -> None:
+        """Name the function that finds what this process publishes, by key; the engine's driver calls it."""
+        self._questions.find = find
+
+    def is_idle(self, group: int) -> bool:
+        """Return whether no call of a group is running or waits to be started."""
+        self.adopt()
+        return all(operation.group != group for operation in self._started.all)
+
+    def settle(self, group: int) -> None:
+        """Wait until no call of a group is running or waits to be started; who waits for it hears of its errors."""
+        self.adopt()
+        for operation in self._started.all:
+            if operation.group == group:
+                with contextlib.suppress(SyncvarError):
+                    self.wait(operation)
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def leave(self, deadline: float) -> None:
+        """Finish started operations until `deadline` (monotonic seconds), then tell the others that this rank leaves.
+
+        Raises:
+            SyncvarError: A started operation failed.
+        """
+        self.adopt()
+        left = [f"{one.what} started at {one.site}" for one in self._started.all if one.site]
+        if left and self.failure is None:
+            _log.warning(
+                "%d started call%s not waited for, and so waited for now: %s%s",
+                len(left),
+                " was" if len(left) == 1 else "s were",
+                "; ".join(left[:5]),
+                "; …" if len(left) > 5 else "",
+            )
+        try:
+            while self.failure is None and time.monotonic() < deadline:
+                started = self._started.all
+                if not started:
+                    break
+                self.wait(started[0])
+        finally:
+            if self.failure is None:
+                counts = pack_counts(self.sent.counts(self.book.following))
+                self.tell_beside(
+                    "leaving", entered=self.book.entered(), skipped=self.book.skipped(), **counts
+                )
+
+    def disown(self, failure: UsageError) -> None:
+        """Make every later call raise `failure`: this process is a forked copy and owns neither sockets nor threads."""
+        self.failure = failure
+        self.is_quiet = False
+        self._is_disowned = True
+        self._stopped.set()
+
+    def _require_own(self) -> None:
+        """Raise in a forked copy, which may not drive: what is under way is the parent's, and so are the sockets."""
+        if self._is_disowned:
+            assert self.failure is not None
+            raise self.failure
+
+    def stop(self) -> None:
+        """End the progress thread. Idempotent."""
+        self.is_quiet = False
+        self._stopped.set()
+        self.transport.wake()
+        if self._progress is not threading.current_thread():
+            self._progress.join()
+        self.around = contextlib.nullcontext
+        self.hand_over()
+
+    # -- driving -----------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        transport = self.transport
+        while not self._stopped.is_set():
+            if self.under_way and time.monotonic() - self._started.moved < _MOVES_S:
+                time.sleep(_IDLE_MOVING_S)
+            else:
+                idled = not self.under_way
+                transport.wait_idle(self._idle_s())
+                if idled and self.under_way:
+                    time.sleep(_BEGUN_S)
+            if self._stopped.is_set():
+                return
+            if not self.active and time.monotonic() - self._last_caller < _CALLER_RECENT_S:
+                time.sleep(_CALLER_RECENT_S)
+                continue
+            if not self.seize():
+                time.sleep(_CALLER_RECENT_S)
+                continue
+            try:
+                with self.around():
+                    self._hear()
+                    self.adopt(_KEPT_S)
+                    self.look()
+                    self.timers(time.monotonic())
+            except Exception as error:  # of no call in particular: those end with their own
+                self.fall(error, "the progress thread")
+            finally:
+                self.let_go()
+            self.hand_over()
+
+    def _idle_s(self) -> float:
+        if self.under_way:
+            return _IDLE_SHARED_S
+        return VERDICT_GRACE_S if self._verdicts.late or self.begun else _IDLE_S
+
+    def poll(self) -> None:
+        """Drive once, if nobody else does."""
+        self._require_own()
+        if self.seize():
+            try:
+                self.look()
+                self.timers(time.monotonic())
+            finally:
+                self.let_go()
+            self.hand_over()
+
+    def _drive(self, operation: Awaited) -> None:
+        look, timers, wait, started = self.look, self.timers, self.transport.wait, self._started
+        if time.monotonic() - self._heard > _HEAR_S:
+            self._hear()
+        while True:
+            look(operation)
+            if operation.is_over:
+                return
+            now = time.monotonic()
+            due = timers(now)
+            if due <= now:
+                continue
+            pause = due - now
+            if self.under_way and any(one.needs_looks for one in self.under_way):
+                waited = now - started.moved
+                if waited < _LOOK_S and operation.look():
+                    continue
+                pause = min(pause, pause_after(waited))
+                if pause < _SLEEP_MIN_S:
+                    time.sleep(pause)
+                    if now - self._heard > _HEAR_S:
+                        self._hear()
+                    continue
+            if wait(pause):
+                self._hear()
+
+    def look(self, until: Awaited | None = None) -> None:
+        """Take what has arrived and advance what it concerns: everything, or until this operation is over."""
+        started = self._started
+        if self.inbox:
+            started.begin_waiting()
+        self._questions.send_asked()
+        self.flow.settle()
+        for group, call, frames in self.book.take_skipped():
+            self.flow.use_up(frames)
+            self._verdicts.passed(group, call)
+        receive = self.transport.receive
+        while True:
+            arrival = receive()
+            if arrival is None:
+                break
+            if isinstance(arrival, Lost):
+                self._verdicts.suspect(arrival.peer, arrival.reason)
+                continue
+            header = arrival.header
+            if header.kind in (
+                Kind.DATA,
+                Kind.KNOCK,
+            ):  # a peer that knocks waits in a call: this rank may have gone on without it
+                operation = self.active.get((header.group, header.call))
+                if operation is None:
+                    if not self.book.keep(arrival):
+                        self.flow.use_up([arrival])
+                        self._verdicts.passed(header.group, header.call)
+                else:
+                    started.deliver(operation, arrival)
+                    if operation is until and operation.is_over:
+                        return
+            elif header.kind == Kind.CREDIT:
+                self.flow.credited(header.source, header.group, header.nbytes)
+            elif header.kind == Kind.ASK:
+                self._questions.answer(header)
+            elif header.kind == Kind.ANSWER and self._questions.accept(arrival):
+                self.hand_over()
+        if self.under_way:
+            started.look_at_shared()
+
+    def timers(self, now: float) -> float:
+        """Do what is due; return when the next thing is (`now` when something has changed)."""
+        due = self._started.expire(now, now + _IDLE_S)
+        due = self._verdicts.expire(now, due)
+        return self._questions.expire(now, due)
+
+    def _hear(self) -> None:
+        self.run_errands()
+        self._heard = time.monotonic()
+        while True:
+            message = self.control.receive()
+            if message is None:
+                return
+            self._verdicts.hear(message)

@@ -1,0 +1,207 @@
+"""Questions between two processes, outside every group's calls: one asks for a thing by its key, the other's engine answers.
+
+The process that is asked takes no part: whoever drives its engine, at worst its progress thread, answers from what was
+published. A question is no call of a group. It has a number of its own, disturbs nobody's call numbers, and when it is
+not answered in time only the asking call fails, with the group as usable as before.
+
+An answer of k frames carries their count in the header's `round` and each frame's place in `segment`: first a
+description, then the bytes. The answer "there is no such thing" is a frame of count 0.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from typing import TYPE_CHECKING
+
+from syncvar.core.errors import DeadlineExceeded
+from syncvar.protocol.frame import Kind, pack_header
+from syncvar.runtime.flight_recorder.call_record import UNRECORDED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from syncvar.core.errors import SyncvarError
+    from syncvar.protocol.frame import Header
+    from syncvar.runtime.state import Core
+    from syncvar.transports.base import Frame
+
+__all__ = ["Answer", "Question", "Questions"]
+
+Answer = tuple[bytes, memoryview]  # a description, and the bytes; nobody writes them any more
+
+
+class Question:
+    """A question that waits for its answer; what an engine's `wait` needs of it is named as an operation's.
+
+    Args:
+        peer: The rank that is asked.
+        key: Of what.
+        what: The call in words.
+        deadline: Monotonic seconds.
+        timeout_s: The time allowed, for messages.
+    """
+
+    __slots__ = (
+        "_parts",
+        "call",
+        "deadline",
+        "entry",
+        "error",
+        "is_over",
+        "key",
+        "peer",
+        "result",
+        "thread",
+        "timeout_s",
+        "what",
+    )
+
+    def __init__(self, peer: int, key: int, what: str, deadline: float, timeout_s: float) -> None:
+        self.peer = peer
+        self.key = key
+        self.what = what
+        self.deadline = deadline
+        self.timeout_s = timeout_s
+        self.call = -1
+        self.entry = UNRECORDED  # in the flight recorder
+        self.thread = 0
+        self.is_over = False
+        self.error: BaseException | None = None
+        self.result: tuple[bytes, bytes] | None = None
+        self._parts: dict[int, bytes | memoryview] = {}
+
+    def look(self) -> bool:
+        """Return False: an answer comes by itself."""
+        return False
+
+    def fail(self, error: BaseException) -> None:
+        """End without an answer."""
+        if not self.is_over:
+            self.error = error
+            self.is_over = True
+            self.entry.end(error)
+
+    def accept(self, frame: Frame) -> None:
+        """Take a frame of the answer; frames may come in any order."""
+        count = frame.header.round
+        if frame.header.segment < count:
+            self._parts[frame.header.segment] = frame.payload
+        if len(self._parts) < count:
+            return
+        if count:
+            self.result = (
+                bytes(self._parts[0]),
+                b"".join(self._parts[index] for index in range(1, count)),
+            )
+        self._parts.clear()
+        self.is_over = True
+        self.entry.end()
+
+
+class Questions:
+    """The questions of a process, those that it asks and those that it is asked.
+
+    Args:
+        core: Has the transport, the book of the ranks that have left, and what broke the generation.
+
+    Attributes:
+        find: Finds what this process publishes, by key; the driver calls it.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.frames_sent = 0
+        self.find: Callable[[int], Answer | None] = _nothing
+        self.asked: collections.deque[Question] = (
+            collections.deque()
+        )  # by any thread, for the driver to send
+        self._core = core
+        self._segment_bytes = core.config.segment_bytes
+        self._numbers = itertools.count()
+        self._open: dict[int, Question] = {}
+        core.when_broken.append(self.fail)
+
+    def send_asked(self) -> None:
+        """Send the questions that were asked, but those that cannot be answered any more."""
+        core = self._core
+        while self.asked:
+            question = self.asked.popleft()
+            if core.failure is not None:
+                question.fail(core.failure)
+            elif question.peer in core.book.left:
+                question.fail(core.book.ended(question.peer, question.what))
+            else:
+                question.call = next(self._numbers)
+                self._open[question.call] = question
+                self._send(Kind.ASK, question.peer, question.call, question.key, 0, 0, None)
+
+    def answer(self, header: Header) -> None:
+        """Answer a question that has come."""
+        source, call, key = header.source, header.call, header.fingerprint
+        found = self.find(key)
+        if found is None:
+            self._send(Kind.ANSWER, source, call, key, 0, 0, None)
+            return
+        description, data = found
+        starts = range(0, data.nbytes, self._segment_bytes)
+        count = 1 + len(starts)
+        self._send(Kind.ANSWER, source, call, key, count, 0, memoryview(description))
+        for segment, start in enumerate(starts, 1):
+            piece = data[start : start + self._segment_bytes]
+            self._send(Kind.ANSWER, source, call, key, count, segment, piece)
+
+    def accept(self, frame: Frame) -> bool:
+        """Take a frame of an answer; return whether it ended a question. Answers that come too late are dropped."""
+        question = self._open.get(frame.header.call)
+        if question is None or question.key != frame.header.fingerprint:
+            return False
+        question.accept(frame)
+        if question.is_over:
+            del self._open[frame.header.call]
+        return question.is_over
+
+    def expire(self, now: float, due: float) -> float:
+        """Fail the questions whose time is over; return when the next one's is, or `due`."""
+        for number, question in list(self._open.items()):
+            if now >= question.deadline:
+                del self._open[number]
+                question.fail(
+                    DeadlineExceeded(
+                        f"{question.what} was not answered within {question.timeout_s:g} s by rank {question.peer}; "
+                        f"the group is not affected",
+                        (question.peer,),
+                        question.timeout_s,
+                    )
+                )
+                due = now
+            else:
+                due = min(due, question.deadline)
+        return due
+
+    def fail(self, error: SyncvarError, peer: int | None = None) -> None:
+        """Fail the questions to a rank, or all."""
+        for number, question in list(self._open.items()):
+            if peer is None or question.peer == peer:
+                del self._open[number]
+                question.fail(error)
+
+    def _send(
+        self,
+        kind: Kind,
+        peer: int,
+        call: int,
+        key: int,
+        count: int,
+        segment: int,
+        payload: memoryview | None,
+    ) -> None:
+        nbytes = 0 if payload is None else payload.nbytes
+        header = pack_header(
+            kind, self._core.rank, self._core.generation, 0, call, count, segment, key, nbytes
+        )
+        self.frames_sent += 1
+        self._core.transport.send(peer, header, payload if nbytes else None, borrow=True)
+
+
+def _nothing(_key: int) -> None:
+    """Find nothing: no variable has been published."""

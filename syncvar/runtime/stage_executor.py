@@ -1,0 +1,160 @@
+"""The walk through a call's stages: each is run where its plan was made for, in the arena of one host, over links, or both.
+
+Phase 0 of every call in an arena compares what the ranks are doing; over links every frame has the call's fingerprint.
+Nothing of a rank's data is used, and nothing of its own is changed, before all have said the same.
+
+A call of a group that spans several hosts has stages on the host and stages between hosts, as `syncvar.algorithms.hierarchical`
+says. On the host it publishes and waits for words of the channel, between hosts it sends and waits for frames, in turn; a
+collective that has no such stages goes over links alone. Before a rank ends, those of its host have agreed in phase 0, and
+those of other hosts by fingerprints; what a call writes is a buffer of its own until then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from syncvar.algorithms.compile_messages import Prepared
+from syncvar.core.errors import InternalError, SyncvarError
+from syncvar.runtime.links.planner import PreparedStages
+from syncvar.runtime.programs.block_transfer import move_shared
+from syncvar.runtime.programs.program_runner import agreed, settled
+from syncvar.runtime.programs.round_runner import run_rounds
+from syncvar.runtime.programs.shm_reduce import Vector, reduce_shared, reduce_small
+from syncvar.runtime.request import BodyError
+from syncvar.shm.channel_table import check_of
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from syncvar.runtime.flight_recorder.call_record import Entry
+    from syncvar.runtime.links.exchange import Links
+    from syncvar.runtime.request import Stage, Steps
+    from syncvar.shm.group_channel import Channel
+
+__all__ = ["stage_steps"]
+
+
+def stage_steps(
+    entry: Entry,
+    body: Generator[Stage, None, Any],
+    channel: Channel | None,
+    links: Links | None,
+    *,
+    is_begun: bool = False,
+) -> Steps:
+    """Return the steps of a call: they run its stages, and return what the body returns.
+
+    Args:
+        entry: The call, in the flight recorder.
+        body: Its stages. An error of ours that it raises is raised by all ranks, once this one has spoken.
+        channel: This rank's end of its host's channels; None where the call has no stage there.
+        links: What it sends and gets in frames; None where it has no stage over links.
+        is_begun: Phase 0 is over: all ranks of the host make this call.
+    """
+    check = check_of(entry.told.fingerprint, entry.call)
+    opening = (
+        None if channel is None or is_begun else (entry.call, check)
+    )  # what the first stage on the host begins with
+    is_read = True  # by everybody, what this rank has put in the stage before
+    try:
+        if channel is not None and opening is not None and links is None:
+            yield from settled(channel)
+        while True:
+            try:
+                stage = next(body)
+            except StopIteration as end:
+                if (
+                    channel is not None
+                    and opening is not None
+                    and (links is None or not links.is_told)
+                ):  # nothing was said yet
+                    if links is not None:
+                        yield from settled(channel, to_its_end=False)
+                    yield from agreed(channel, check, channel.begin(*opening))
+                return end.value
+            except SyncvarError as error:
+                has_spoken = (channel is not None and opening is None) or (
+                    links is not None and links.is_told
+                )
+                if not has_spoken:
+                    raise
+                raise BodyError(error) from error
+            if isinstance(stage.plan, PreparedStages) and links is not None:
+                opening = yield from _over_hosts(entry, stage, stage.plan, channel, links, opening)
+            elif isinstance(stage.plan, Prepared):
+                if links is None:
+                    raise InternalError("a plan for links was given to a call in shared memory")
+                yield from links.run(stage.plan, stage.work, stage.ufunc, stage.brought)
+            elif channel is None:
+                raise InternalError("a plan for shared memory was given to a call over links")
+            else:
+                if not is_read:  # this stage writes where some may still be reading
+                    yield channel.publish()
+                is_read = yield from _on_host(entry, stage, channel, opening)
+                opening = None
+    finally:
+        body.close()
+
+
+def _on_host(
+    entry: Entry, stage: Stage, channel: Channel, opening: tuple[int, int] | None
+) -> Generator[int, None, bool]:
+    """Run a stage in the arena; return whether everybody has read what this rank has put."""
+    if stage.movement is not None:
+        if opening is None:
+            raise InternalError("blocks are moved side by side in the first stage of a call only")
+        entry.stage(
+            "side by side", stage.movement.layout.elements * stage.movement.layout.dtype.itemsize
+        )
+        yield from move_shared(channel, opening, stage.movement)
+        return True
+    plan: Any = stage.plan
+    if not plan.reduces:
+        entry.stage(plan.algorithm, stage.work.nbytes)
+        yield from run_rounds(channel, opening, plan, stage.work, stage.ufunc)
+        return True
+    vector, several = stage.vector, stage.several
+    if several and opening is None:
+        raise InternalError(
+            "vectors of several kinds are reduced in the first stage of a call only"
+        )
+    if vector is None and opening is not None and several:
+        entry.stage(plan.algorithm, sum([one.nbytes for one in several]))
+        yield from reduce_small(channel, opening, several)
+        return True
+    if vector is None:
+        if stage.ufunc is None:
+            raise InternalError("a reduction was given no op")
+        vector = Vector.of(
+            [stage.work], [stage.work], stage.ufunc, stage.work.dtype, ends=plan.ends
+        )
+    entry.stage(plan.algorithm, vector.nbytes + sum([one.nbytes for one in several]))
+    return (yield from reduce_shared(channel, opening, vector, several))
+
+
+def _over_hosts(
+    entry: Entry,
+    stage: Stage,
+    plan: PreparedStages,
+    channel: Channel | None,
+    links: Links,
+    opening: tuple[int, int] | None,
+) -> Generator[Any, None, tuple[int, int] | None]:
+    """Run the stages on this host and between hosts; return what is left of the opening."""
+    if channel is not None and opening is not None and stage.work.nbytes:
+        channel.reserve_segments()  # where there is no room, nothing has been said yet
+    for ready in plan.stages:
+        work = stage.work[ready.start : ready.stop]
+        if isinstance(ready.plan, Prepared):
+            yield from links.run(ready.plan, work, stage.ufunc)
+        elif ready.plan is not None:
+            if channel is None:
+                raise InternalError("a stage on the host was given to a rank that is alone there")
+            entry.stage(plan.algorithm, stage.work.nbytes)
+            if (
+                opening is not None
+            ):  # not before: a call over links alone says nothing in the channel
+                yield from settled(channel, to_its_end=False)
+            yield from run_rounds(channel, opening, ready.plan, work, stage.ufunc)
+            opening = None
+    return opening

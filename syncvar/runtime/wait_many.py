@@ -1,0 +1,148 @@
+"""Wait for several started calls: for all of them, or for the first that ends."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import TYPE_CHECKING, Any
+
+from syncvar.core.errors import ConfigError
+from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from syncvar.runtime.progress import Engine
+    from syncvar.runtime.request import Operation
+
+__all__ = ["wait_all", "wait_any"]
+
+
+def wait_any(works: Iterable[Work | None]) -> int:
+    """Wait until one of several started calls has ended, and return its index.
+
+    The result, or the error, of that call is what `works[index].wait()` then returns or raises at once. The other calls
+    go on. Where several calls have ended, the first of them in `works` is returned. Each call keeps its own deadline:
+    a call that meets it has ended too.
+
+    Args:
+        works: What calls with `async_op=True` have returned. None stands for a call whose result has been taken.
+
+    Returns:
+        An index into `works`.
+
+    Raises:
+        ConfigError: `works` holds no started call, or something that is not one.
+        UsageError: All of them receive from this rank itself, which has sent nothing.
+
+    Cost: no message. The calling thread sleeps while nothing arrives.
+    Source: MPI_Waitany.
+
+    Example:
+        >>> import syncvar as sv
+        >>> works = [sv.recv(0, tag=1, async_op=True), sv.recv(0, tag=2, async_op=True)]
+        >>> sv.send(5.0, 0, tag=2)
+        >>> index = sv.wait_any(works)
+        >>> index, works[index].wait()
+        (1, array(5.))
+    """
+    listed = _checked("wait_any", works)
+    started = [(index, work) for index, work in enumerate(listed) if work is not None]
+    if not started:
+        raise ConfigError(
+            f"wait_any: works holds no started call, but {len(listed)} times None: end the loop when every call has been waited for"
+        )
+    for index, work in started:
+        if work.done():
+            return index
+    engines = [work._engine for _, work in started]  # noqa: SLF001 - two files of one room
+    engine = next((one for one in engines if one is not None), None)
+    if engine is None:
+        started[0][1].wait()  # raises: only this thread could send what it receives from itself
+    else:
+        operations = [work._operation for _, work in started]  # noqa: SLF001
+        first = _FirstEnded(engine, operations)
+        engine.wait(first)
+        first.entry.end()
+    return next(index for index, work in started if work.done())
+
+
+class _FirstEnded:
+    """A wait that is over when one of several operations is; the engine asks it what it asks an operation.
+
+    Args:
+        engine: Drives the operations.
+        operations: At least one.
+    """
+
+    what = "wait_any"
+    call = -1
+    error = None
+    result = None
+
+    def __init__(self, engine: Engine, operations: list[Operation]) -> None:
+        self._operations = operations
+        self.thread = 0
+        path = f"{len(operations)} started calls"
+        self.entry = engine.recorder.begin(Told(self.what, self.call, (), 0, 0, path), self.call)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether one of the operations is over."""
+        return any(operation.is_over for operation in self._operations)
+
+    def look(self) -> bool:
+        """Look for a short while whether an operation in shared memory can go on."""
+        return any(operation.needs_looks and operation.look() for operation in self._operations)
+
+
+def wait_all(works: Iterable[Work | None]) -> list[Any]:
+    """Wait until all of several started calls have ended, and return their results.
+
+    Each call keeps its own deadline. Where one fails, the others are waited for before its error is raised.
+
+    Args:
+        works: What calls with `async_op=True` have returned. The result for None is None.
+
+    Returns:
+        The results, in the order of `works`.
+
+    Raises:
+        ConfigError: Something in `works` is not a started call.
+        SyncvarError: What the first call in `works` that failed has raised.
+
+    Cost: no message.
+    Source: MPI_Waitall.
+
+    Example:
+        >>> import syncvar as sv
+        >>> sv.wait_all([sv.all_reduce(1.0, async_op=True), sv.all_reduce(2.0, async_op=True)])
+        [array(1.), array(2.)]
+    """
+    results: list[Any] = []
+    errors: list[Exception] = []
+    for work in _checked("wait_all", works):
+        try:
+            results.append(None if work is None else work.wait())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others are waited for first
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _checked(name: str, works: Any) -> list[Work | None]:
+    if isinstance(works, Work):
+        raise ConfigError(f"{name} takes a list of started calls, not one: write work.wait()")
+    try:
+        listed = list(works)
+    except TypeError:
+        raise ConfigError(
+            f"{name} takes a list of what calls with async_op=True return, not {reprlib.repr(works)}"
+        ) from None
+    for index, work in enumerate(listed):
+        if work is not None and not isinstance(work, Work):
+            raise ConfigError(
+                f"{name}: works[{index}] must be what a call with async_op=True returns, not {reprlib.repr(work)}"
+            )
+    return listed
