@@ -13,7 +13,7 @@ from statistics import quantiles
 import numpy as np
 
 import syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.reduce_ops import reduction
-from syncvar.joining.process import current
 from syncvar.runtime.flight_recorder.call_record import Told
 from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 from syncvar.runtime.flight_recorder.call_record import Told
 from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.runtime.persistent import persistent_reduce

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar.bootstrap.launch_env.slurm import counts
 from syncvar.core.errors import ConfigError
-from syncvar.topology.engines.slurm import counts
 from syncvar_launcher.hostfile import Host, expanded
 from syncvar_launcher.login import agent_words, remote_command
 

@@ -90,7 +90,7 @@ def plan_beginning(
 
 def _named_in(kind: str, target: str, cwd: str) -> list[str]:
     """Return the variables in a script's text that NumPy reads once, sorted; none of a text that is not found."""
-    from syncvar.preloaded import READ_ONCE
+    from syncvar.bootstrap.prefork.preloaded_imports import READ_ONCE
 
     path = os.path.join(cwd, target.replace(".", os.sep) if kind == "module" else target)
     for name in (f"{path}.py",) * (kind == "module") + (path, os.path.join(path, "__main__.py")):

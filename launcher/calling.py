@@ -11,10 +11,10 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from syncvar.begin import command_of
+from syncvar.bootstrap.kv_store import shared_folder
+from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core.errors import HostUnreachable
 from syncvar.core.network import address_towards_any, bracketed
-from syncvar.joining.cards import shared_folder
 from syncvar_launcher.addresses import allowed, interfaces
 from syncvar_launcher.children import child_of
 from syncvar_launcher.environment import inherited

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.begin import command_of
+from syncvar.bootstrap.worker_entry import command_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,20 +23,24 @@ def worker_command(kind: str, target: str, args: Sequence[str], *, is_forked: bo
 
     Example:
         >>> worker_command("module", "train", ["--lr", "1"], is_forked=False)[2:]
-        ['syncvar.bootstrap', '-m', 'train', '--lr', '1']
+        ['syncvar.bootstrap.worker_main', '-m', 'train', '--lr', '1']
         >>> worker_command("command", "/bin/true", [], is_forked=False)
         ['/bin/true']
     """
     if kind == "command":
         return [target, *args]
     return [
-        *command_of("syncvar.forkserver" if is_forked else "syncvar.bootstrap"),
+        *command_of(
+            "syncvar.bootstrap.prefork.fork_server"
+            if is_forked
+            else "syncvar.bootstrap.worker_main"
+        ),
         *worker_arguments(kind, target, args),
     ]
 
 
 def worker_arguments(kind: str, target: str, args: Sequence[str]) -> list[str]:
-    """Return what `syncvar.bootstrap` and `syncvar.forkserver` are given: a script or module, and its arguments."""
+    """Return what `syncvar.bootstrap.worker_main` and `syncvar.bootstrap.prefork.fork_server` are given: a script or module, and its arguments."""
     return ["-m", target, *args] if kind == "module" else [target, *args]
 
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.begin import command_of
+from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core import exit_codes
 from syncvar.core.errors import HostUnreachable, WireError
 from syncvar.protocol.auth_keys import KEY_BYTES

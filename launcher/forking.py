@@ -1,4 +1,4 @@
-"""The launcher's side of `syncvar.forkserver`: one process is started, and workers are forked from it.
+"""The launcher's side of `syncvar.bootstrap.prefork.fork_server`: one process is started, and workers are forked from it.
 
 An interpreter takes as long to begin as the launcher to read its options. So the server may be started ahead, before
 anything is known, and is told what it is for when that is known; where it was not needed it has imported nothing yet.
@@ -14,7 +14,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from syncvar.begin import command_of
+from syncvar.bootstrap.worker_entry import command_of
 from syncvar_launcher.beginning import SHOW_IMPORTS
 from syncvar_launcher.children import adopt_orphans, child_of
 from syncvar_launcher.secret import WITHHELD
@@ -181,7 +181,7 @@ class ForkServer:
         """Tell it to import what workers need, as they would.
 
         Args:
-            arguments: What the workers run, as `syncvar.bootstrap` takes it.
+            arguments: What the workers run, as `syncvar.bootstrap.worker_main` takes it.
             environ: What all workers have in their environment.
         """
         order = _packed({"arguments": list(arguments), "environ": self._beyond(environ)})
@@ -325,7 +325,9 @@ def started_ahead(arguments: Sequence[str], environ: Mapping[str, str]) -> ForkS
         return None
     try:
         return ForkServer(
-            [*command_of("syncvar.forkserver"), *arguments], dict(environ), os.getcwd()
+            [*command_of("syncvar.bootstrap.prefork.fork_server"), *arguments],
+            dict(environ),
+            os.getcwd(),
         )  # noqa: PTH109
     except OSError:  # whoever needs it tries once more, and says why it cannot be
         return None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 import syncvar
+from syncvar.bootstrap.rendezvous_server import Store
 from syncvar.core import exit_codes
 from syncvar.core.network import tcp_endpoint
 from syncvar.core.output_files import LOST_FILE_EVENT
@@ -25,7 +26,6 @@ from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.core.restart_policy import Ending
 from syncvar.core.stack_dump import doing
 from syncvar.core.status_pipe import BEGUN
-from syncvar.joining.store import Store
 from syncvar.protocol.auth_keys import KEY_BYTES
 from syncvar.protocol.failure_detector import Health
 from syncvar.protocol.object_codec import pack_object
@@ -67,7 +67,7 @@ from syncvar_launcher.supervise import (
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
-    from syncvar.joining.directory import JobDirectory
+    from syncvar.bootstrap.job_directory import JobDirectory
     from syncvar_launcher.events import EventLog
     from syncvar_launcher.fleet import Fleet
     from syncvar_launcher.forking import ForkServer

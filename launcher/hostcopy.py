@@ -9,9 +9,9 @@ import os
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from syncvar.bootstrap.job_directory import JobDirectory
 from syncvar.core.errors import SyncvarError, WireError
 from syncvar.core.private_files import PRIVATE, create_file
-from syncvar.joining.directory import JobDirectory
 from syncvar_launcher.agent import Agent
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from syncvar.bootstrap.job_directory import JobDirectory
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError
 from syncvar.core.exit_codes import INTERNAL, exit_code_of
 from syncvar.core.process_ids import SERVER_0, is_server
 from syncvar.core.state_folder import RECORDS, TOTALS
-from syncvar.joining.directory import JobDirectory
 from syncvar.serving.tally import put_tallies, take_tallies
 from syncvar_launcher.agent import Agent, Event, Output
 from syncvar_launcher.beginning import Beginning, plan_beginning

@@ -250,7 +250,7 @@ class Job:
     def dry_run(self) -> str:
         """Return what a launch would do, as text."""
         from syncvar import _native
-        from syncvar.joining.directory import runtime_directory
+        from syncvar.bootstrap.job_directory import runtime_directory
         from syncvar_launcher.sharing import sharing_of
         from syncvar_launcher.show import dry_run_text
 
@@ -296,7 +296,7 @@ class Job:
 
     def _checked_beginning(self) -> Beginning:
         """Return how workers would begin, with what only a process with NumPy can tell."""
-        from syncvar.preloaded import why_not_carried
+        from syncvar.bootstrap.prefork.preloaded_imports import why_not_carried
 
         doubt = why_not_carried() if self.beginning.may_change else ""
         return Beginning(is_forked=False, reason=doubt) if doubt else self.beginning

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 import syncvar
-from syncvar.begin import command_of
+from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core import exit_codes
 from syncvar.core.errors import ConfigError, HostUnreachable
 from syncvar.core.network import address_towards, tcp_endpoint

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from syncvar.bootstrap.job_secret import secret_of_file
 from syncvar.core.errors import ConfigError
 from syncvar.core.private_files import PRIVATE, create_file
-from syncvar.joining.secret import secret_of_file
 from syncvar.protocol.auth_keys import KEY_BYTES, derive
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ SSH_OPTIONS = (
 )
 """No terminal, no question, no long wait; no display and no agent, whatever `--ssh` or the user's own file say."""
 
-_BEGIN = "from syncvar.begin import main; main()"
+_BEGIN = "from syncvar.bootstrap.worker_entry import main; main()"
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 _LINES_SHOWN = 3
@@ -92,7 +92,7 @@ def remote_command(python: str) -> str:
 
     Example:
         >>> remote_command("/opt/my env/bin/python")
-        "exec '/opt/my env/bin/python' -P -c 'from syncvar.begin import main; main()' syncvar_launcher.hostagent"
+        "exec '/opt/my env/bin/python' -P -c 'from syncvar.bootstrap.worker_entry import main; main()' syncvar_launcher.hostagent"
     """
     return "exec " + shlex.join(agent_words(python))
 

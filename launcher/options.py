@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from syncvar.bootstrap.launch_env.detection import started_with_others
 from syncvar.core import exit_codes
 from syncvar.core.environment import PREFIX, RankEnvironment
 from syncvar.core.errors import ConfigError
 from syncvar.core.host_topology import divided
 from syncvar.core.settings import RuntimeConfig, nearest
 from syncvar.shm.host_limits import core_quota
-from syncvar.topology.elsewhere import started_with_others
 from syncvar_launcher import beginning, binding, output, signals
 from syncvar_launcher.environment import check_assignment, variables
 from syncvar_launcher.placement import MAP_BY

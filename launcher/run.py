@@ -126,8 +126,8 @@ def _options_of(arguments: list[str], here: Path) -> LaunchOptions:
 def _run(arguments: list[str], ahead: ForkServer | None) -> int:
     from pathlib import Path
 
+    from syncvar.bootstrap.launch_env.detection import is_meant_alone, started_with_others
     from syncvar.core.settings import doubtful_variables
-    from syncvar.topology.elsewhere import is_meant_alone, started_with_others
     from syncvar_launcher.job import Job
     from syncvar_launcher.limits import check_limits
     from syncvar_launcher.signals import forwarded

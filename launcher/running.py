@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import syncvar
+from syncvar.bootstrap.job_directory import JobDirectory
 from syncvar.core import exit_codes
 from syncvar.core.errors import HostUnreachable
 from syncvar.core.output_files import LostFile, why_unwritten
 from syncvar.core.process_ids import SERVER_0, is_server, server_number
 from syncvar.core.restart_policy import Restarting
-from syncvar.joining.directory import JobDirectory
 from syncvar.serving.tally import put_tallies, take_tallies
 from syncvar_launcher.events import EventLog
 from syncvar_launcher.generation import Generation, drop_passing

@@ -14,6 +14,16 @@ from syncvar.core.lazy_import import attributes_of
 
 if TYPE_CHECKING:
     from syncvar import data, engines, optimizers, partitioners
+    from syncvar.bootstrap.identity import (
+        host_count,
+        host_index,
+        local_rank,
+        local_world_size,
+        rank,
+        restart_count,
+        world_size,
+    )
+    from syncvar.bootstrap.process import init, is_initialized, shutdown
     from syncvar.checkpoint.alone import load, save
     from syncvar.checkpoint.checkpoint import Checkpoint
     from syncvar.checkpoint.manager import CheckpointManager
@@ -64,16 +74,6 @@ if TYPE_CHECKING:
         UsageError,
     )
     from syncvar.core.reduce_ops import register_op
-    from syncvar.identity import (
-        host_count,
-        host_index,
-        local_rank,
-        local_world_size,
-        rank,
-        restart_count,
-        world_size,
-    )
-    from syncvar.joining.process import init, is_initialized, shutdown
     from syncvar.launching import run
     from syncvar.memory_in_common import shared_array
     from syncvar.resident import empty, zeros
@@ -140,11 +140,11 @@ _HOMES = {
         "RankFailed", "RendezvousError", "RowOutOfRange", "SyncvarError", "TransportError",
         "UsageError",
     ),
-    "syncvar.identity": (
+    "syncvar.bootstrap.identity": (
         "host_count", "host_index", "local_rank", "local_world_size", "rank", "restart_count",
         "world_size",
     ),
-    "syncvar.joining.process": ("init", "is_initialized", "shutdown"),
+    "syncvar.bootstrap.process": ("init", "is_initialized", "shutdown"),
     "syncvar.launching": ("run",),
     "syncvar.memory_in_common": ("shared_array",),
     "syncvar.core.reduce_ops": ("register_op",),

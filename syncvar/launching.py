@@ -18,7 +18,7 @@ from abc import ABCMeta
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Never
 
-from syncvar.begin import command_of, pack_path
+from syncvar.bootstrap.worker_entry import command_of, pack_path
 from syncvar.core import exit_codes
 from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError, LaunchError, RankFailed, SyncvarError

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.bootstrap.process import current
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.errors import ArenaFull, ConfigError, MismatchError
-from syncvar.joining.process import current
 from syncvar.resident import checked_kind, zeros
 from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.shm.segment_layout import bytes_in_words
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
+    from syncvar.bootstrap.context import Context
     from syncvar.collectives.groups import Group
-    from syncvar.joining.context import Context
     from syncvar.runtime.communicator import Communicator
     from syncvar.shm.segment import Arena
 

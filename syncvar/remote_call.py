@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from syncvar.begin import adopt_path, unpack_call
+from syncvar.bootstrap.worker_entry import adopt_path, unpack_call
 from syncvar.core.errors import ConfigError
 from syncvar.launching import finding
 from syncvar.protocol.exception_codec import CALLER_MAIN, pack_exception

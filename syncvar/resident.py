@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.bootstrap.process import current
 from syncvar.core.errors import ArenaFull, ConfigError
-from syncvar.joining.process import current
 from syncvar.shm.segment_layout import bytes_in_words
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from peer_syncvar import syncvar_team
 from timing import Case, arguments, finish, measure
 
 import syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 
 VARIABLES = 1000
 COUNT = 100

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
 
 import numpy as np
 
+from syncvar.bootstrap.process import joined, shutdown
 from syncvar.checkpoint.agreement import failure_of, raise_failures
 from syncvar.checkpoint.checkpoint import Checkpoint
 from syncvar.checkpoint.files import Folder, make_folder
@@ -25,7 +26,6 @@ from syncvar.checkpoint.together import Alone, gathered
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError
 from syncvar.core.lazy_import import Taught, unexpected
-from syncvar.joining.process import joined, shutdown
 
 if TYPE_CHECKING:
     from syncvar.checkpoint.pending import PendingSave

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from syncvar.bootstrap.process import current
 from syncvar.checkpoint.agreement import Brought
 from syncvar.checkpoint.manifest import digest_of
 from syncvar.checkpoint.together import Alone
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
-from syncvar.joining.process import current
 from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
 from syncvar.variables.places import places
 from syncvar.variables.policy import (

@@ -7,10 +7,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from syncvar.bootstrap.process import current, is_initialized
 from syncvar.core.errors import UsageError
 from syncvar.core.fork_cleanup import handle_signal, release_signal
 from syncvar.core.status_pipe import tell
-from syncvar.joining.process import current, is_initialized
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -16,6 +16,7 @@ import math
 import secrets
 from typing import TYPE_CHECKING, Any
 
+from syncvar.bootstrap.process import current
 from syncvar.checkpoint.agreement import (
     Brought,
     Layout,
@@ -40,7 +41,6 @@ from syncvar.core.errors import (
     TransportError,
     UsageError,
 )
-from syncvar.joining.process import current
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from syncvar.algorithms.builders import ALGORITHMS, build_all
 from syncvar.algorithms.schedule_cost import ARENA, LINKS, predicted_seconds
 from syncvar.algorithms.selection import choose
+from syncvar.bootstrap.process import current
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.reduce_ops import reduction
-from syncvar.joining.process import current
 
 if TYPE_CHECKING:
     import argparse

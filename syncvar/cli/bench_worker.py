@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.cli.bench import parsed, planned
 from syncvar.cli.bench_model import Model
 from syncvar.cli.bench_record import SHOWN, Row, rated
@@ -24,7 +25,6 @@ from syncvar.cli.contributions import Case, count_wrong, spoiled
 from syncvar.cli.registry import BUS_FACTORS, has_result_like_input
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.output_files import LostFile, report_lost_file, why_unwritten
-from syncvar.joining.process import current
 
 if TYPE_CHECKING:
     import argparse

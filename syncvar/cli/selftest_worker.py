@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.cli.contributions import FOLDED_OPS, Case, first_wrong, part
 from syncvar.cli.registry import available, dtypes, has_result_like_input, ops_of
 from syncvar.cli.selftest import Outcome, outcome_lines, parsed
 from syncvar.core.errors import ConfigError, SyncvarError, TransportError
 from syncvar.core.settings import nearest
-from syncvar.joining.process import current
 from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
+from syncvar.bootstrap.job_directory import holders_of_meetings
 from syncvar.core.errors import ConfigError
 from syncvar.core.rank_text import process_list
 from syncvar.core.stack_dump import Frame, doing, shown, where
-from syncvar.joining.directory import holders_of_meetings
 
 if TYPE_CHECKING:
     import argparse

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from syncvar.begin import command_of
+from syncvar.bootstrap.worker_entry import command_of
 from syncvar.core.environment import PREFIX, RankEnvironment
 
 if TYPE_CHECKING:

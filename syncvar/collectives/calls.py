@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from syncvar._native import recall, remember
+from syncvar.bootstrap.process import entered_natively
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.library_arrays import in_kind, is_foreign
 from syncvar.core.lazy_import import unexpected
-from syncvar.joining.process import entered_natively
 from syncvar.runtime.communicator import Request
 from syncvar.runtime.flight_recorder.call_sites import own_site
 from syncvar.runtime.programs.block_transfer import NOTHING

@@ -10,8 +10,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from syncvar.bootstrap.process import joined
 from syncvar.core.errors import ConfigError
-from syncvar.joining.process import joined
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

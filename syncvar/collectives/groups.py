@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from syncvar.bootstrap.process import current
 from syncvar.collectives.sync_points import gather_objects, meet
 from syncvar.core.array_arguments import checked_integer
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import Taught
-from syncvar.joining.process import current
 from syncvar.runtime.communicator import Communicator, fingerprint
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import Group
 from syncvar.core.errors import ConfigError
-from syncvar.joining.process import current
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,8 +14,8 @@ import numpy as np
 from syncvar._native import Count
 from syncvar.algorithms.compile_messages import prepare
 from syncvar.algorithms.schedule import Chunk, Plan, Recv, Send
+from syncvar.bootstrap.process import current
 from syncvar.core.dtypes import dtype_from_index
-from syncvar.joining.process import current
 from syncvar.protocol.fixed_records import (
     ARRAY,
     BYTES,

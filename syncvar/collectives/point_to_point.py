@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar._native import remember
+from syncvar.bootstrap.process import current, messages_entered_natively
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.library_arrays import in_kind, is_foreign
 from syncvar.collectives.pairs import line_of, sending_words, to_receive, to_send
@@ -22,7 +23,6 @@ from syncvar.core.array_arguments import as_array, deliver
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.lazy_import import unexpected
 from syncvar.core.pytree import is_structure
-from syncvar.joining.process import current, messages_entered_natively
 from syncvar.protocol.fixed_records import ARRAY, BYTES, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.p2p.channel import NOT_YET

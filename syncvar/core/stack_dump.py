@@ -69,7 +69,9 @@ _SERVER = _PACKAGE + os.path.join("serving", "process.py")
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = re.compile(r".*/(?:site|dist)-packages/")
 _AROUND = (
-    *(_PACKAGE + name for name in ("bootstrap.py", "forkserver.py", "remote_call.py")),
+    _PACKAGE + os.path.join("bootstrap", "worker_main.py"),
+    _PACKAGE + os.path.join("bootstrap", "prefork", "fork_server.py"),
+    _PACKAGE + os.path.join("remote_call.py"),
     *(_STANDARD + name for name in ("runpy.py", "importlib" + os.sep)),
     "<frozen ",
 )

@@ -11,11 +11,11 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from syncvar.bootstrap import failure_of
+from syncvar.bootstrap.job_directory import base_directory
+from syncvar.bootstrap.process import is_initialized, member
+from syncvar.bootstrap.rendezvous import leave
+from syncvar.bootstrap.worker_main import failure_of
 from syncvar.engines.part import End, Part, Place, packed, unpacked
-from syncvar.joining.directory import base_directory
-from syncvar.joining.meeting import leave
-from syncvar.joining.process import is_initialized, member
 from syncvar.protocol.exception_codec import pack_exception
 from syncvar.remote_call import called
 from syncvar.runtime.flight_recorder.recorder import boot_identity

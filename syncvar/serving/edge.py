@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
+from syncvar.bootstrap.job_secret import keys_of
 from syncvar.core.errors import InternalError, SyncvarError, UsageError, WireError
 from syncvar.core.fork_cleanup import register_exit, unregister_exit
 from syncvar.core.process_ids import SERVER_0, heirs_of, is_server, server_hosts
-from syncvar.joining.secret import keys_of
 from syncvar.servers.client import Client
 from syncvar.servers.messages import frames_of, message_of
 from syncvar.servers.session import Session

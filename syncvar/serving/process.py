@@ -1,6 +1,6 @@
 """A server: a process that holds variables for the workers, and runs nothing of theirs but registered update rules.
 
-It is started as `begin.py syncvar.serving.process server 1 train.py`; the script is named so that what stands beside it can be
+It is started as `worker_entry.py syncvar.serving.process server 1 train.py`; the script is named so that what stands beside it can be
 imported, and is not run. It ends when it is told to, after all workers have.
 """
 
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from syncvar import bootstrap
+from syncvar.bootstrap import worker_main
+from syncvar.bootstrap.job_secret import keys_of
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.fork_cleanup import handle_signal
@@ -31,7 +32,6 @@ from syncvar.core.process_ids import (
 )
 from syncvar.core.settings import RuntimeConfig
 from syncvar.core.stack_dump import frames_before
-from syncvar.joining.secret import keys_of
 from syncvar.runtime.flight_recorder.call_record import Told
 from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.servers.messages import frames_of, message_of
@@ -65,8 +65,8 @@ def main() -> None:
     if len(arguments) < 2 or arguments[0] != "server":
         raise SystemExit("a server is started by syncvar-launch --servers N")
     if arguments[2:]:
-        bootstrap.add_folder(arguments[2:])
-    bootstrap.work(_serve)
+        worker_main.add_folder(arguments[2:])
+    worker_main.work(_serve)
 
 
 def _serve(_arguments: list[str]) -> None:

@@ -6,9 +6,9 @@ import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from syncvar.bootstrap.process import current
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.lazy_import import Taught
-from syncvar.joining.process import current
 from syncvar.runtime.communicator import begin_epochs
 from syncvar.runtime.deferred_queues import send_queued
 from syncvar.runtime.timeouts import checked_timeout
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.joining.context import Context as Joined
+    from syncvar.bootstrap.context import Context as Joined
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.policy import VariableSynchronization
     from syncvar.variables.queue import WriteQueue

@@ -20,7 +20,7 @@ from syncvar.runtime.communicator import fingerprint
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.joining.context import Context
+    from syncvar.bootstrap.context import Context
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.work import Work
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Never
 
+from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.lazy_import import unexpected
-from syncvar.joining.process import current
 from syncvar.runtime.communicator import fingerprint
 from syncvar.strategies.base import Strategy
 from syncvar.variables.places import set_default

@@ -6,11 +6,11 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any, Never
 
+from syncvar.bootstrap.process import current, environment_here, joined, on_join
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.core.lazy_import import unexpected
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current, environment_here, joined, on_join
 from syncvar.runtime.timeouts import checked_timeout
 from syncvar.servers.asking import Asking
 from syncvar.servers.client import Ticket
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from syncvar.bootstrap.context import Context as Joined
     from syncvar.core.environment import RankEnvironment
-    from syncvar.joining.context import Context as Joined
     from syncvar.variables.variable import Variable
 
 __all__ = ["ParameterServerStrategy"]

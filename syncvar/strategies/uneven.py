@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Self
 
+from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.sync_points import gather_objects
 from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
-from syncvar.joining.process import current
 from syncvar.strategies.base import strategies_of
 from syncvar.strategies.enrolled import LEFT, Enrolled, OneHasLeft
 from syncvar.strategies.foreign_modules import checked_modules, update_modules
@@ -17,8 +17,8 @@ from syncvar.variables.places import current_place
 from syncvar.variables.policy import Context as Where
 
 if TYPE_CHECKING:
+    from syncvar.bootstrap.context import Context
     from syncvar.collectives.groups import Group
-    from syncvar.joining.context import Context
     from syncvar.runtime.communicator import Communicator
     from syncvar.strategies.base import Strategy
     from syncvar.variables.roster import Roster

@@ -12,12 +12,12 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from syncvar.bootstrap.context import Context
+from syncvar.bootstrap.process import use
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ArenaUnavailable
 from syncvar.core.host_topology import HostMap, divided
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.context import Context
-from syncvar.joining.process import use
 from syncvar.protocol.coordinator import Coordinator
 from syncvar.runtime.gil_contention import crowd
 from syncvar.shm.segment import Arena

@@ -9,9 +9,9 @@ import importlib
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from syncvar.bootstrap.process import current
+from syncvar.bootstrap.process import joined as joined_context
 from syncvar.core.errors import UsageError
-from syncvar.joining.process import current
-from syncvar.joining.process import joined as joined_context
 from syncvar.variables.policy import Context
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.joining.context import Context as Joined
+    from syncvar.bootstrap.context import Context as Joined
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.policy import VariableSynchronization
     from syncvar.variables.queue import WriteQueue

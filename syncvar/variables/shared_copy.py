@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.joining.context import Context
+    from syncvar.bootstrap.context import Context
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.places import Owner
 

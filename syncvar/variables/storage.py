@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.joining.context import Context
+    from syncvar.bootstrap.context import Context
     from syncvar.runtime.communicator import Communicator
 
 __all__ = ["Storage", "being_written", "refuse_overlap", "say_arena_is_full"]
@@ -96,7 +96,7 @@ class Storage(Copied):
         value: What it holds at first; copied.
 
     Example:
-        >>> from syncvar.joining.process import current
+        >>> from syncvar.bootstrap.process import current
         >>> storage = Storage(current(), np.zeros(3))
         >>> before = storage.expose()
         >>> with storage:

@@ -12,8 +12,8 @@ import collection
 import interpreter
 from conductor import Outcome
 
+from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current, use
 from syncvar.servers.local import LocalServers
 from syncvar.testing import run_ranks
 

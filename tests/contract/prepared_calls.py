@@ -22,8 +22,8 @@ import ml_dtypes
 import numpy as np
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.core.errors import ArenaFull
-from syncvar.joining.process import current
 
 TURNS = 6
 DTYPES = ["f4", "f8", "f2", "bf16", "i4", "i8", "u1", "c8", "?"]

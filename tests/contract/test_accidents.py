@@ -12,10 +12,10 @@ import pytest
 from harness import caught
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.collectives import reducing
 from syncvar.core.errors import ConfigError, GroupBroken, MismatchError, PeerLost
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 PATHS = {"arena": {"shared": True}, "links": {}, "two hosts": {"shared": True, "hosts": 2}}

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.core.errors import InternalError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.runtime.programs import shm_reduce as shared_reduce
 from syncvar.shm import segment_layout
 from syncvar.shm.segment import Arena

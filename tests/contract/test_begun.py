@@ -14,8 +14,8 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar._native import Begun, why_not_native
+from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current, use
 from syncvar.runtime.progress import Engine
 from syncvar.testing import run_ranks
 

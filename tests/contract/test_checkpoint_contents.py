@@ -12,9 +12,9 @@ import safetensors.numpy
 from harness import caught
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=10.0)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.checkpoint.files import Disk
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=10.0)

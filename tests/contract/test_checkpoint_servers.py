@@ -7,10 +7,10 @@ import pytest
 from harness import caught
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.checkpoint.files import Folder
 from syncvar.checkpoint.reading import read_manifest
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.servers.local import LocalServers
 from syncvar.serving.tally import Tally, put_tallies, take_tallies, tally_path
 from syncvar.strategies.server_access import ServersHere

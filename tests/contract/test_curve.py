@@ -14,10 +14,10 @@ import zmq
 from zmq.utils import z85
 
 import syncvar.transports.zeromq_transport as zeromq_module
+from syncvar.bootstrap.job_secret import job_secret
+from syncvar.bootstrap.rendezvous_server import Store
 from syncvar.core.errors import ConfigError, HandshakeError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.secret import job_secret
-from syncvar.joining.store import Store
 from syncvar.protocol.frame import Kind, pack_header
 from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX, FRAMING_NBYTES, UNPROVED_NBYTES_MAX
 from syncvar.transports.curve import Gate, link_keys

@@ -13,6 +13,7 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.core.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -22,7 +23,6 @@ from syncvar.core.errors import (
     UsageError,
 )
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.protocol.coordinator import Coordinator
 from syncvar.runtime.active_requests import StartedCalls
 from syncvar.runtime.communicator import Communicator, Request
@@ -498,8 +498,8 @@ import signal, sys, threading, time
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar.core.environment import RankEnvironment
-from syncvar.joining.context import Context
-from syncvar.joining.process import use
+from syncvar.bootstrap.context import Context
+from syncvar.bootstrap.process import use
 from syncvar.transports.in_memory import MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.protocol.coordinator import Coordinator
 
@@ -681,9 +681,9 @@ def test_frames_of_a_block_that_was_left_are_not_taken_for_those_of_the_next():
 
 
 def test_all_ranks_can_leave_and_join_anew_in_the_next_generation():
+    from syncvar.bootstrap.context import Context
+    from syncvar.bootstrap.process import use
     from syncvar.core.environment import RankEnvironment
-    from syncvar.joining.context import Context
-    from syncvar.joining.process import use
 
     network = MemoryNetwork(3, coordinator=Coordinator(3, "j", SOON))
     seen = [[] for _ in range(3)]
@@ -710,7 +710,7 @@ def test_all_ranks_can_leave_and_join_anew_in_the_next_generation():
 
 def test_two_threads_of_a_rank_use_two_groups_at_the_same_time():
     def fn():
-        from syncvar.joining.process import use
+        from syncvar.bootstrap.process import use
 
         context = current()
         groups = [sv.new_group([0, 1, 2]) for _ in range(2)]
@@ -734,7 +734,7 @@ def test_two_threads_of_a_rank_use_two_groups_at_the_same_time():
 
 def test_a_second_thread_on_the_same_group_is_refused_and_disturbs_nothing():
     def fn():
-        from syncvar.joining.process import use
+        from syncvar.bootstrap.process import use
 
         context = current()
         sv.barrier()

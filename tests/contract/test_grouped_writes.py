@@ -8,7 +8,7 @@ import pytest
 from harness import covering
 
 import syncvar as sv
-from syncvar.joining.process import current, use
+from syncvar.bootstrap.process import current, use
 from syncvar.runtime.programs.compile_reduce import pieces
 from syncvar.testing import run_ranks
 

@@ -7,9 +7,9 @@ import pytest
 from harness import caught
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.core.errors import ArenaFull, ConfigError, MismatchError, PeerLost
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 from syncvar.transports.in_memory import Faults
 

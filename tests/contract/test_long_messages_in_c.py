@@ -11,8 +11,8 @@ from contract.harness import everywhere
 
 import syncvar as sv
 from syncvar._native import AdmissionState, Count, message_end
+from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.shm.message_ring import (
     ATTENDED,
     FILLED,

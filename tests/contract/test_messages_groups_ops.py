@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import Group, communicator_of
 from syncvar.core.reduce_ops import identity, reduction
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)

@@ -9,10 +9,10 @@ import pytest
 from contract.harness import caught, everywhere
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.collectives.pairs import line_of
 from syncvar.core.errors import ArenaFull
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.runtime.p2p.channel import NOT_YET
 from syncvar.shm import ring_table
 from syncvar.shm.message_ring import Form, what_of
@@ -412,7 +412,7 @@ def test_two_threads_of_a_rank_receive_different_tags_from_the_same_rank():
         failures = []
 
         def talk(tag):
-            from syncvar.joining.process import use
+            from syncvar.bootstrap.process import use
 
             try:
                 with use(context):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 from syncvar.servers.local import LocalServers
 from syncvar.testing import run_ranks
 from syncvar.variables.stepping import replace_copy

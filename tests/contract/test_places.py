@@ -10,8 +10,8 @@ import pytest
 from prepared_calls import fill_the_arena
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)

@@ -11,8 +11,8 @@ from harness import caught, everywhere
 
 import syncvar as sv
 from syncvar._native import why_not_native
+from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.runtime.communicator import Communicator
 from syncvar.runtime.persistent import persistent_reduce, persistent_transfer
 from syncvar.testing import run_ranks

@@ -7,8 +7,8 @@ import pytest
 from harness import caught, everywhere
 
 import syncvar as sv
+from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current, use
 from syncvar.variables.prepared import unlooked
 
 ON_WRITE, ON_READ, NONE = (

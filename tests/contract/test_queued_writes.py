@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.joining.process import current, use
+from syncvar.bootstrap.process import current, use
 from syncvar.testing import run_ranks
 from syncvar.variables import queue as queue_module
 from syncvar.variables.prefix import Told, common_prefix

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.cli.explain import divergences
 from syncvar.cli.records import as_record, load
 from syncvar.core.errors import MismatchError, PeerLost, UsageError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.runtime.flight_recorder.call_record import UNRECORDED, Told
 from syncvar.runtime.flight_recorder.recorder import RING, Recorder
 from syncvar.testing import run_ranks

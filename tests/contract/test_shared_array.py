@@ -7,7 +7,7 @@ import pytest
 from harness import caught
 
 import syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 from syncvar.shm.shm_references import SegmentId
 from syncvar.testing import run_ranks
 

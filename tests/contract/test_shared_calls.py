@@ -14,8 +14,8 @@ import pytest
 
 import syncvar as sv
 from syncvar._native import run as native_run
+from syncvar.bootstrap.process import current
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.runtime.programs import program_runner
 from syncvar.runtime.programs.shm_reduce import is_direct
 from syncvar.testing import run_ranks

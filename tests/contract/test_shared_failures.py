@@ -11,9 +11,9 @@ import pytest
 from harness import caught
 
 import syncvar as sv
+from syncvar.bootstrap.process import current, use
 from syncvar.core.errors import ArenaFull, SyncvarError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current, use
 from syncvar.runtime.gil_contention import Crowd
 from syncvar.testing import run_ranks
 

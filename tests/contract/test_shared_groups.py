@@ -15,9 +15,9 @@ import pytest
 from harness import caught, covering, everywhere
 
 import syncvar as sv
+from syncvar.bootstrap.process import current, use
 from syncvar.core.errors import ArenaFull, ConfigError, MismatchError, UsageError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current, use
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.02, shutdown_timeout_s=1.0)
 COUNTS = (1, 50, 5_000, 20_000, 150_000)  # everybody sums, each its part, several segments

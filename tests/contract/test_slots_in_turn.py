@@ -5,9 +5,9 @@ import pytest
 from contract.harness import everywhere
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.core.errors import ArenaFull
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.shm.channel_table import RING_SLOTS, SMALL_BYTES, WIDE_BYTES
 
 NATIVE = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0)

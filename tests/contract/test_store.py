@@ -8,8 +8,8 @@ import time
 import pytest
 import zmq
 
+from syncvar.bootstrap.rendezvous_server import Store
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.store import Store
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX, FRAMING_NBYTES
 from syncvar.transports.zeromq_control import control_identity

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 import syncvar as sv
+from syncvar.bootstrap.process import current, use
 from syncvar.core.errors import ConfigError, MismatchError, UsageError
-from syncvar.joining.process import current, use
 from syncvar.testing import run_ranks
 
 

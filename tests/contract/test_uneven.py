@@ -13,8 +13,8 @@ import pytest
 from harness import caught, covering, everywhere
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.collectives.sync_points import gather_objects
-from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 WORLDS = {"arena": {"shared": True}, "links": {}, "hosts": {"shared": True, "hosts": 2}}

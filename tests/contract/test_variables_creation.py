@@ -8,8 +8,8 @@ import pytest
 from harness import caught
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.core.errors import ConfigError, MismatchError
-from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.core.errors import ConfigError, MismatchError, NoAggregation, UsageError
-from syncvar.joining.process import current
 from syncvar.testing import run_ranks
 
 SIZES = (1, 2, 3, 4)

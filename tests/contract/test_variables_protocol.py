@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 from syncvar.testing import run_ranks
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.core.errors import ConfigError, DeadlineExceeded, PeerLost, UsageError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.process import current
 from syncvar.runtime import progress as engine_module
 from syncvar.testing import run_ranks
 from syncvar.transports.in_memory import Faults
@@ -263,7 +263,7 @@ def test_many_threads_ask_at_once():
         sv.barrier()
 
         def ask():
-            from syncvar.joining.process import use
+            from syncvar.bootstrap.process import use
 
             with use(context):
                 seen.extend(float(v.read_from(1 - sv.rank())) for _ in range(20))

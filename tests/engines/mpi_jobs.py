@@ -17,7 +17,7 @@ BEGIN = """
 import os, signal, sys, time
 import numpy as np
 import syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 def note(*words):
     with open(f"{sys.argv[1]}/rank{os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']}", "a") as file:
         print(*words, file=file)

@@ -26,7 +26,7 @@ def body():
         if rank == 0:
             probe.note("ready")
             probe.gate("never")
-        import syncvar.joining.context as joining
+        import syncvar.bootstrap.context as joining
 
         meet = joining.answer_roll_call
         joining.answer_roll_call = lambda *arguments: (probe.note("ready"), meet(*arguments))[1]

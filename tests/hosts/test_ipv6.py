@@ -119,7 +119,7 @@ def test_ranks_that_another_launcher_has_started_meet_over_ipv6(hosts, tmp_path,
     script = """
         import sys
         import syncvar as sv
-        from syncvar.joining.process import current
+        from syncvar.bootstrap.process import current
         sv.init()
         print("met", sv.all_reduce(sv.rank() + 1), current().transport, flush=True)
     """

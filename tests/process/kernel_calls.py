@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 import syncvar as sv
+from syncvar.bootstrap.process import current
 from syncvar.core.reduce_ops import reduction
-from syncvar.joining.process import current
 
 DTYPES = [
     np.bool_,

@@ -19,7 +19,7 @@ SUM = """
 import numpy as np
 import syncvar as sv
 from probe import note
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 total = sv.all_reduce(np.arange(300_000.0) * (sv.rank() + 1))
 note("met", total=float(total[-1]), transport=current().transport)
 """
@@ -120,7 +120,7 @@ JOINED = """
 import sys
 import numpy as np
 import syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 try:
     sv.init()
     print("met", sv.all_reduce(np.arange(3.0))[2], current().transport, flush=True)

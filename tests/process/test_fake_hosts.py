@@ -15,7 +15,7 @@ import os
 import numpy as np
 import syncvar as sv
 from probe import note
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 sv.init()
 total = sv.all_reduce(np.arange(1000.0) * (sv.rank() + 1))
 note("me", local=[sv.local_rank(), sv.local_world_size()], host=[sv.host_index(), sv.host_count()],

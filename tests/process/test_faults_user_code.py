@@ -285,7 +285,7 @@ ALARM = """
 import ctypes, functools, operator, signal, sys
 import numpy as np
 import probe, syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 
 class Alarm(BaseException): pass
 def ring(*_): raise Alarm

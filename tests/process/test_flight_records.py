@@ -120,7 +120,7 @@ def test_a_rank_that_ended_without_a_message_that_another_waits_for_is_explained
     assert "first divergence: call 1 of send/recv between ranks 0 and 1" in text
     assert "rank 0: recv(from rank 1, tag 0), failed with PeerLost" in text
     assert "rank 1: ended (exit 0) without call 1" in text
-    assert "begin.py" not in text, "a place of ours is none of the script"
+    assert "worker_entry.py" not in text, "a place of ours is none of the script"
 
 
 def test_ranks_that_wait_for_messages_of_each_other_are_explained_as_a_cycle(launch, syncvar):

@@ -5,7 +5,7 @@ import pytest
 FORCED = """
 import numpy as np
 import syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 
 world = current().world
 assert world.forced("all_reduce") == "ring" and world.forced("all_gather") == "dissemination"

@@ -173,7 +173,7 @@ def test_ops_that_numpy_has_no_loop_for_are_not_looked_for_among_its_loops(launc
 STARTED = """
 import numpy as np, syncvar as sv
 from probe import note
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 
 x, engine = np.ones(4), current().engine
 for _ in range(3):
@@ -209,7 +209,7 @@ INTERRUPTED = """
 import signal
 import numpy as np, syncvar as sv
 from probe import failure, gate, note
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 
 x = np.ones(4)
 for _ in range(3):

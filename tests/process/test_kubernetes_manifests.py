@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kubernetes_pods import manifests, pods_of_job, pods_of_set
 
-from syncvar.topology.elsewhere import told_elsewhere
+from syncvar.bootstrap.launch_env.detection import told_elsewhere
 
 SCHEMAS = json.loads(Path(__file__).with_name("kubernetes_fields.json").read_text())
 KINDS = {

@@ -389,7 +389,7 @@ def descendants(pid):
     return [
         int(child)
         for child in children
-        if b"syncvar.bootstrap" in Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"syncvar.bootstrap.worker_main" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
 
 

@@ -5,7 +5,7 @@ import pytest
 STEPS = """
 import numpy as np
 import syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 
 def trained(count, timeout, weighted):
     strategy = sv.MirroredStrategy(timeout=timeout)  # with a timeout every call goes the long way

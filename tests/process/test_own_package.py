@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import syncvar
-from syncvar.begin import command_of
+from syncvar.bootstrap.worker_entry import command_of
 
 DECOY = "raise SystemExit('this is not syncvar')\n"
 OURS = os.path.realpath(syncvar.__file__)
@@ -78,7 +78,7 @@ def test_workers_of_a_program_import_what_started_them(place, tmp_path_factory):
 
 def test_no_folder_is_added_for_who_asks_for_safe_paths(place):
     (place / "plain.py").write_text("import sys; print(sys.path)")
-    line = [*command_of("syncvar.bootstrap"), str(place / "plain.py")]
+    line = [*command_of("syncvar.bootstrap.worker_main"), str(place / "plain.py")]
     plain, safe = ended(line, place), ended(line, place, PYTHONSAFEPATH="1")
     expected = (
         ended([sys.executable, "plain.py"], place),

@@ -79,8 +79,8 @@ def test_a_script_that_ends(launch, name, how):
     if "Error" in words:
         if how == "spawn":  # the others wait for a server that imports NumPy
             check_bound(f"traceback of {name}", job.ended - job.began, 2.0)
-        assert "bootstrap.py" not in job.err, f"frames of ours\n{job}"
-        assert "forkserver.py" not in job.err, f"frames of ours\n{job}"
+        assert "worker_main.py" not in job.err, f"frames of ours\n{job}"
+        assert "fork_server.py" not in job.err, f"frames of ours\n{job}"
         assert "runpy" not in job.err, f"frames of ours\n{job}"
 
 

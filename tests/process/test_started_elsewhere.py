@@ -22,7 +22,7 @@ SCRIPT = """
 import os, signal, sys, time
 import numpy as np
 import syncvar as sv
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 from syncvar.runtime.gil_contention import crowd
 try:
     sv.init()

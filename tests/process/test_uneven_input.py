@@ -44,7 +44,7 @@ UNEVEN = """
 
 BLOCKS = """
     import gc
-    from syncvar.joining.process import current
+    from syncvar.bootstrap.process import current
     import numpy as np
     import syncvar as sv
     from probe import note

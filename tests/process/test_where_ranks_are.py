@@ -11,10 +11,10 @@ import tempfile
 import pytest
 from launching import await_true, line_of
 
+from syncvar.bootstrap.job_directory import MEETING, JobDirectory
 from syncvar.cli.main import main
 from syncvar.core.parent_death import libc
 from syncvar.core.stack_dump import ALL_THREADS, END, MAIN_THREAD
-from syncvar.joining.directory import MEETING, JobDirectory
 
 ENDLESS = {
     "SYNCVAR_SUSPECT_AFTER_S": "100",

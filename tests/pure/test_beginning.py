@@ -2,7 +2,7 @@
 
 import pytest
 
-from syncvar.preloaded import READ_ONCE, blas_threads
+from syncvar.bootstrap.prefork.preloaded_imports import READ_ONCE, blas_threads
 from syncvar_launcher.beginning import plan_beginning
 from syncvar_launcher.forking import started_ahead
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from syncvar.bootstrap.launch_env.detection import told_elsewhere, why_not_alone
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError
-from syncvar.topology.elsewhere import told_elsewhere, why_not_alone
 
 TORCH = {
     "RANK": "3",

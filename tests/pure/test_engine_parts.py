@@ -8,9 +8,9 @@ import pytest
 import zmq
 
 import syncvar as sv
+from syncvar.bootstrap.launch_env.detection import told_elsewhere
 from syncvar.engines.part import End, Part, Place, packed, parts, unpacked
 from syncvar.engines.place import _let_go, arrive
-from syncvar.topology.elsewhere import told_elsewhere
 
 
 def told(grounds, **more):

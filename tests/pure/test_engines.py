@@ -5,17 +5,17 @@ The environments are those of real processes (Open MPI 4.1, MPICH 4.0, Slurm), o
 
 import pytest
 
-from syncvar.core.environment import RankEnvironment
-from syncvar.core.errors import ConfigError, RendezvousError
-from syncvar.topology.elsewhere import (
+from syncvar.bootstrap.launch_env.base import ADDRESS, FOLDER, PMI
+from syncvar.bootstrap.launch_env.detection import (
     is_meant_alone,
     started_with_others,
     told_elsewhere,
     why_not_alone,
 )
-from syncvar.topology.engines.base import ADDRESS, FOLDER, PMI
-from syncvar.topology.engines.placing import host_of_each
-from syncvar.topology.engines.slurm import counts
+from syncvar.bootstrap.launch_env.rank_placement import host_of_each
+from syncvar.bootstrap.launch_env.slurm import counts
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.errors import ConfigError, RendezvousError
 
 OPEN_MPI_4 = {
     "OMPI_COMM_WORLD_SIZE": "2",

@@ -20,7 +20,16 @@ def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
         {"SYNCVAR_RANK": str(rank), "OMP_NUM_THREADS": "2", "API_KEY": "hunter2"}
         for rank in range(3)
     ]
-    argv = ["/usr/bin/python3", "-m", "syncvar.bootstrap", "-m", "train", "--lr", "0.1", "a b"]
+    argv = [
+        "/usr/bin/python3",
+        "-m",
+        "syncvar.bootstrap.worker_main",
+        "-m",
+        "train",
+        "--lr",
+        "0.1",
+        "a b",
+    ]
     text = dry_run_text(
         options,
         [(0, 1), (2, 3), None],
@@ -41,7 +50,7 @@ def test_text_tells_ranks_command_environment_and_settings(options, tmp_path):
         f"folder {tmp_path}\n"
         "\n"
         "command:\n"
-        "  /usr/bin/python3 -m syncvar.bootstrap -m train --lr 0.1 'a b'\n"
+        "  /usr/bin/python3 -m syncvar.bootstrap.worker_main -m train --lr 0.1 'a b'\n"
         "\n"
         "environment set for rank 0:\n"
         "  API_KEY='***'\n"

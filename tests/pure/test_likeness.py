@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from syncvar.bootstrap.handshake import likeness
 from syncvar.core.errors import WireError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.joining.roll_call import likeness
 from syncvar.protocol.compatibility import check_about, differences
 
 

@@ -23,7 +23,10 @@ from syncvar.core.stack_dump import (
 
 PACKAGE = os.path.dirname(syncvar.__file__)
 STANDARD = sysconfig.get_path("stdlib")
-START = [Frame(f"{PACKAGE}/bootstrap.py", 130, "_run"), Frame("<frozen runpy>", 88, "_run_code")]
+START = [
+    Frame(f"{PACKAGE}/bootstrap/worker_main.py", 130, "_run"),
+    Frame("<frozen runpy>", 88, "_run_code"),
+]
 LOOP = [Frame(f"{PACKAGE}/serving/process.py", 9, "run")]
 
 
@@ -164,7 +167,7 @@ def test_equal_stacks_are_shown_once_and_who_does_not_answer_is_named():
     assert stacks_text({"job": JOB, "ranks": ranks}) == (
         "job 1a2b3c4d: 5 ranks, launcher 7, since 12 s: syncvar-launch -n 5 train.py\n"
         f"ranks 0, 1, 3: {waits}\n"
-        f"  {PACKAGE}/engine/engine.py:7 in wait\n"
+        f"  {PACKAGE}/runtime/progress.py:7 in wait\n"
         "  /job/train.py:49 in f\n"
         "rank 2: in user code, train.py:9 < train.py:49\n"
         "  /job/train.py:9 in f\n"
@@ -204,7 +207,7 @@ def test_every_frame_and_thread_is_shown_where_that_is_asked_for():
         "    /job/train.py:3 in f",
         "  main thread:",
         "    /job/train.py:9 in f",
-        f"    {PACKAGE}/bootstrap.py:130 in _run",
+        f"    {PACKAGE}/bootstrap/worker_main.py:130 in _run",
         "    <frozen runpy>:88 in _run_code",
     ]
 

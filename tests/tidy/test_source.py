@@ -50,8 +50,11 @@ UNSAFE_DOTTED = {
 # so do arguments, and results come back through a private folder, which only this user's own workers write.
 ALLOWED = {
     ("syncvar/notebook.py", "cloudpickle"),
-    ("syncvar/bootstrap.py", "compile"),
-    ("syncvar/bootstrap.py", "exec"),  # the user's own script, as `python script.py` does
+    ("syncvar/bootstrap/worker_main.py", "compile"),
+    (
+        "syncvar/bootstrap/worker_main.py",
+        "exec",
+    ),  # the user's own script, as `python script.py` does
 }
 
 
@@ -539,7 +542,7 @@ SLOW = {
             "import syncvar_launcher.job",
             {
                 "zmq",
-                "syncvar.joining.store",
+                "syncvar.bootstrap.rendezvous_server",
                 "syncvar_launcher.running",
                 "dataclasses",
                 "inspect",
@@ -577,7 +580,7 @@ SLOW_ROOMS = {
             | {"zmq", "json", "syncvar.core.settings", "syncvar.transports.zeromq_transport"},
         ),
         (
-            "import syncvar.bootstrap, syncvar.transports.zeromq_control, syncvar.transports.zeromq_transport, syncvar; syncvar.init, syncvar.barrier",
+            "import syncvar.bootstrap.worker_main, syncvar.transports.zeromq_control, syncvar.transports.zeromq_transport, syncvar; syncvar.init, syncvar.barrier",
             SLOW
             | SLOW_ROOMS
             | {"zmq.asyncio", "syncvar.transports.curve", "syncvar.protocol.coordinator"},

@@ -18,7 +18,8 @@ __all__ = ["call_site", "main_stack", "own_site", "site_of"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _STARTERS = tuple(
-    os.path.join(_PACKAGE, name) for name in ("begin.py", "bootstrap.py", "forkserver.py")
+    os.path.join(_PACKAGE, "bootstrap", name)
+    for name in ("worker_entry.py", "worker_main.py", os.path.join("prefork", "fork_server.py"))
 )  # as `__main__`
 _looking = threading.Lock()
 

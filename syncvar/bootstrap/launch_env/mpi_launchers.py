@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.topology.engines.base import FOLDER, PMI, Engine, Told
+from syncvar.bootstrap.launch_env.base import FOLDER, PMI, Engine, Told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from syncvar.bootstrap.rendezvous_server import Store
 from syncvar.core.exit_codes import failure_in_words, is_failing
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.joining.store import Store
 from syncvar.shm.fd_passing import Handing, arena_path
 from syncvar.shm.host_limits import core_quota
 from syncvar.shm.segment_file import CreatedArena, create, why_not_here
 
 if TYPE_CHECKING:
+    from syncvar.bootstrap.job_directory import JobDirectory
+    from syncvar.bootstrap.kv_store import Cards
+    from syncvar.bootstrap.launch_env.base import Told
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.joining.cards import Cards
-    from syncvar.joining.directory import JobDirectory
-    from syncvar.topology.engines.base import Told
 
 __all__ = ["READY", "Host"]
 

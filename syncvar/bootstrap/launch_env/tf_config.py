@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncvar.bootstrap.launch_env.base import Engine, Told, port_of
+from syncvar.bootstrap.launch_env.rank_placement import placed
 from syncvar.core.errors import ConfigError
-from syncvar.topology.engines.base import Engine, Told, port_of
-from syncvar.topology.engines.placing import placed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncvar.joining.process import current
+from syncvar.bootstrap.process import current
 
 __all__ = [
     "host_count",

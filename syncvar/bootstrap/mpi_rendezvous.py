@@ -15,14 +15,14 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from syncvar.bootstrap.kv_store import Cards
+from syncvar.bootstrap.launch_env.base import MPI, Told
+from syncvar.bootstrap.launch_env.detection import started_with_others, told_elsewhere
+from syncvar.bootstrap.launch_env.rank_placement import placed
 from syncvar.core.errors import ConfigError, RendezvousError, UsageError
 from syncvar.core.exit_codes import is_failing
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.joining.cards import Cards
 from syncvar.runtime.flight_recorder.recorder import boot_identity
-from syncvar.topology.elsewhere import started_with_others, told_elsewhere
-from syncvar.topology.engines.base import MPI, Told
-from syncvar.topology.engines.placing import placed
 from syncvar.transports.mpi_transport import Fabric, pause_after
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a worker runs first, by `syncvar.begin`: `syncvar.bootstrap script.py …` or `… -m module …`.
+"""What a worker runs first, by `syncvar.bootstrap.worker_entry`: `syncvar.bootstrap.worker_main script.py …` or `… -m module …`.
 
 It runs the user's script as `__main__` and sees to it that the launcher always learns how the script ended: in order,
 by an exception (with its traceback), or by exit. It joins nothing: the script does, when it first uses syncvar.
@@ -22,11 +22,11 @@ import traceback
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+from syncvar.bootstrap.rank_process import claim_rank
 from syncvar.core import stack_dump
 from syncvar.core.exit_codes import error_exit_code
 from syncvar.core.fork_cleanup import enable_fault_handler, handle_signal, register_exit
 from syncvar.core.process_ids import server_number
-from syncvar.core.rank_process import claim_rank
 from syncvar.core.status_pipe import Word, adopt
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _let_go(reason: str, error: BaseException) -> None:
-    joining = sys.modules.get("syncvar.joining.process")
+    joining = sys.modules.get("syncvar.bootstrap.process")
     if joining is not None:
         try:
             joining.abandon(reason, stack_dump.frames_before(error.__traceback__))
@@ -342,5 +342,5 @@ def _is_around(filename: str) -> bool:
 
 
 def _is_inside(filename: str) -> bool:
-    package = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # noqa: PTH100, PTH120
     return filename.startswith(package) and not filename.startswith(package + "examples" + os.sep)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from syncvar.bootstrap.launch_env.base import Engine, Told, whole
+from syncvar.bootstrap.launch_env.launcher_order import BY_HAND, ENGINES
+from syncvar.bootstrap.launch_env.torchrun import Torchrun
 from syncvar.core.errors import ConfigError
-from syncvar.topology.engines import BY_HAND, ENGINES
-from syncvar.topology.engines.base import Engine, Told, whole
-from syncvar.topology.engines.torch import Torchrun
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

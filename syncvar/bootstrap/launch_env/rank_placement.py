@@ -9,7 +9,7 @@ from syncvar.core.errors import ConfigError, RendezvousError
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from syncvar.topology.engines.base import Told
+    from syncvar.bootstrap.launch_env.base import Told
 
 __all__ = ["evenly_placed", "host_of_each", "placed"]
 

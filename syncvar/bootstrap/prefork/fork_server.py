@@ -1,4 +1,4 @@
-"""What workers are forked from: `syncvar.forkserver script.py …` or `… -m module …`, as for `syncvar.bootstrap`.
+"""What workers are forked from: `syncvar.bootstrap.prefork.fork_server script.py …` or `… -m module …`, as for `syncvar.bootstrap.worker_main`.
 
 Where workers are forked the launcher starts one such process, perhaps before it knows what for: its first message tells.
 Then the process imports NumPy and syncvar once (`preloaded`), and says whether it can fork workers that are as fresh
@@ -25,9 +25,9 @@ from typing import Any
 
 import msgpack
 
-from syncvar import bootstrap
+from syncvar.bootstrap import worker_main
+from syncvar.bootstrap.prefork.preloaded_imports import Preloaded, why_not_carried
 from syncvar.core.parent_death import end_with
-from syncvar.preloaded import Preloaded, why_not_carried
 
 __all__ = ["main"]
 
@@ -39,9 +39,9 @@ _IMPORTED = (
     "syncvar.core.network",
     "syncvar.shm.fd_passing",
     "syncvar.collectives",
-    "syncvar.identity",
+    "syncvar.bootstrap.identity",
     "syncvar.core.settings",
-    "syncvar.joining.connecting",
+    "syncvar.bootstrap.connect",
     "hashlib",
 )
 """What a worker needs up to its first collective."""
@@ -60,7 +60,7 @@ def main() -> None:
     _await_order(end)
     shared: dict[str, Any] = {}
     atexit.register(_leave_whole, shared)  # registered first, so it runs last
-    bootstrap.add_folder(sys.argv[1:])  # what is imported here is what the script would import
+    worker_main.add_folder(sys.argv[1:])  # what is imported here is what the script would import
     gc.disable()  # next to nothing of what is imported is garbage
     try:
         preloaded = Preloaded(_IMPORTED)
@@ -91,7 +91,7 @@ def main() -> None:
     if not os.read(begin, 1):
         os._exit(1)  # the server was killed before it had forked all
     os.close(begin)
-    bootstrap.work()
+    worker_main.work()
 
 
 def _await_order(end: socket.socket) -> None:

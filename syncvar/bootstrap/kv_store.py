@@ -19,16 +19,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from syncvar.bootstrap.launch_env.rank_placement import host_of_each, placed
 from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.core.exit_codes import is_failing
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.core.private_files import PRIVATE, make_private_folder, write_file
-from syncvar.topology.engines.placing import host_of_each, placed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncvar.topology.engines.base import Told
+    from syncvar.bootstrap.launch_env.base import Told
 
 __all__ = ["Cards", "Folder", "ProcessManager", "shared_folder"]
 

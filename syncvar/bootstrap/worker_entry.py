@@ -1,4 +1,4 @@
-"""What a process of a job is started with: `python …/syncvar/begin.py syncvar.bootstrap script.py …`.
+"""What a process of a job is started with: `python …/syncvar/bootstrap/worker_entry.py syncvar.bootstrap.worker_main script.py …`.
 
 It is run by its path, so that every process imports the package that the launcher has: `python -m` would look into the
 working directory first, where anything may be called `syncvar`. What a folder or PYTHONPATH has under that name is not
@@ -69,7 +69,7 @@ def main() -> None:
             0
         ]  # the folder of this file; whoever runs a script puts that script's folder there
     if "syncvar" not in sys.modules:
-        here = os.path.dirname(os.path.abspath(__file__))
+        here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
         spec = importlib.util.spec_from_file_location(
             "syncvar", os.path.join(here, "__init__.py"), submodule_search_locations=[here]
         )

@@ -15,6 +15,11 @@ import socket
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar.bootstrap.host_service import READY, Host
+from syncvar.bootstrap.job_directory import MEETING, JobDirectory
+from syncvar.bootstrap.kv_store import Folder, ProcessManager
+from syncvar.bootstrap.launch_env.base import ADDRESS, PMI
+from syncvar.bootstrap.launch_env.rank_placement import evenly_placed
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.core.fork_cleanup import unregister_exit
@@ -24,20 +29,15 @@ from syncvar.core.network import (
     resolved,
     tcp_endpoint,
 )
-from syncvar.joining.cards import Folder, ProcessManager
-from syncvar.joining.directory import MEETING, JobDirectory
-from syncvar.joining.host import READY, Host
 from syncvar.protocol.auth_keys import KEY_BYTES
-from syncvar.topology.engines.base import ADDRESS, PMI
-from syncvar.topology.engines.placing import evenly_placed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from syncvar.bootstrap.kv_store import Cards
+    from syncvar.bootstrap.launch_env.base import Told
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.joining.cards import Cards
-    from syncvar.topology.engines.base import Told
 
 __all__ = ["Met", "leave", "meet"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from syncvar.topology.engines.base import FOLDER, PMI, Engine, Told, whole
-from syncvar.topology.engines.mpi import hands_cards
+from syncvar.bootstrap.launch_env.base import FOLDER, PMI, Engine, Told, whole
+from syncvar.bootstrap.launch_env.mpi_launchers import hands_cards
 
 __all__ = ["Flux", "Jsrun", "Pals", "Pbsdsh"]
 

@@ -36,7 +36,7 @@ def environment_of(environ: Mapping[str, str], *, alone: bool = False) -> RankEn
     claimed = environ.get(_VARIABLE)
     if claimed is None or claimed == _identity():
         return RankEnvironment.from_mapping(environ)
-    from syncvar.topology.elsewhere import (
+    from syncvar.bootstrap.launch_env.detection import (
         is_meant_alone,  # only a program that a rank started needs it
     )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from syncvar.bootstrap.launch_env.base import Engine, Told, port_of, whole
 from syncvar.core.errors import ConfigError
-from syncvar.topology.engines.base import Engine, Told, port_of, whole
 
 __all__ = ["IndexedJob"]
 

@@ -11,17 +11,17 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from syncvar._native import entrance, message_entrance, note_change
+from syncvar.bootstrap.rank_process import environment_of
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.exit_codes import failure_in_words
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.core.rank_process import environment_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
+    from syncvar.bootstrap.context import Context
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.stack_dump import Frame
-    from syncvar.joining.context import Context
 
 __all__ = [
     "abandon",
@@ -210,7 +210,7 @@ def _join(*, alone: bool) -> Context:
         if _state.default is not None and not _state.default.is_closed:
             return _state.default
         # The engine, the arena and the sockets: only a process that joins needs them.
-        from syncvar.joining.connecting import connect
+        from syncvar.bootstrap.connect import connect
 
         _state.default = connect(_state.environ, _state.generations, alone=alone)
         for listener in _state.joiners:

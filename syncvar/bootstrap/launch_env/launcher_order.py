@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from syncvar.topology.engines.base import ADDRESS, FOLDER, MPI, PMI, Engine, Told
-from syncvar.topology.engines.kubernetes import IndexedJob
-from syncvar.topology.engines.mpi import Horovod, Hydra, Mvapich, OpenMpi, Pmix
-from syncvar.topology.engines.schedulers import Flux, Jsrun, Pals, Pbsdsh
-from syncvar.topology.engines.slurm import Slurm
-from syncvar.topology.engines.tensorflow import TfConfig
-from syncvar.topology.engines.torch import Torchrun
+from syncvar.bootstrap.launch_env.base import ADDRESS, FOLDER, MPI, PMI, Engine, Told
+from syncvar.bootstrap.launch_env.kubernetes import IndexedJob
+from syncvar.bootstrap.launch_env.mpi_launchers import Horovod, Hydra, Mvapich, OpenMpi, Pmix
+from syncvar.bootstrap.launch_env.other_schedulers import Flux, Jsrun, Pals, Pbsdsh
+from syncvar.bootstrap.launch_env.slurm import Slurm
+from syncvar.bootstrap.launch_env.tf_config import TfConfig
+from syncvar.bootstrap.launch_env.torchrun import Torchrun
 
 __all__ = [
     "ADDRESS",

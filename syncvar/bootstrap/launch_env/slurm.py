@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from syncvar.bootstrap.launch_env.base import Engine, Told, whole
 from syncvar.core.errors import ConfigError
-from syncvar.topology.engines.base import Engine, Told, whole
 
 __all__ = ["Slurm", "counts"]
 

@@ -6,25 +6,25 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from syncvar.bootstrap.context import Context
+from syncvar.bootstrap.foreign_exit_codes import give_exit_codes
+from syncvar.bootstrap.job_secret import job_secret, keys_of
+from syncvar.bootstrap.launch_env.detection import is_meant_alone, told_elsewhere, why_not_alone
+from syncvar.bootstrap.malloc_tuning import keep_freed_memory
+from syncvar.bootstrap.rank_process import environment_of
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.logs import log_at
-from syncvar.core.rank_process import environment_of
-from syncvar.joining.context import Context
-from syncvar.joining.exit_codes import give_exit_codes
-from syncvar.joining.freed_memory import keep_freed_memory
-from syncvar.joining.secret import job_secret, keys_of
 from syncvar.shm.segment import Arena
-from syncvar.topology.elsewhere import is_meant_alone, told_elsewhere, why_not_alone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
 
     import zmq
 
+    from syncvar.bootstrap.launch_env.base import Told
+    from syncvar.bootstrap.mpi_rendezvous import MpiCards
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.joining.mpi_meeting import MpiCards
-    from syncvar.topology.engines.base import Told
     from syncvar.transports.base import Transport
     from syncvar.transports.curve import LinkKeys
     from syncvar.transports.mpi_transport import Fabric
@@ -80,7 +80,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
     elif not (alone or is_meant_alone(environ)):
         told, cards = _told(config, environ)
         if told is not None:
-            from syncvar.joining.meeting import meet
+            from syncvar.bootstrap.rendezvous import meet
 
             environment, secret = meet(told, config, environ, job_secret(environ), cards)
     if environment is None or (environment.world_size == 1 and environment.host_count == 1):
@@ -99,7 +99,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
 def _told(config: RuntimeConfig, environ: Mapping[str, str]) -> tuple[Told | None, MpiCards | None]:
     """Return who this process is by what MPI or another launcher says, and the cards of MPI; nothing where it is alone."""
     if config.uses_mpi:
-        from syncvar.joining.mpi_meeting import join
+        from syncvar.bootstrap.mpi_rendezvous import join
 
         cards = join(config, environ)
         return (None, None) if cards is None else (cards.told, cards)

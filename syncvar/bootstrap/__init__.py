@@ -1,0 +1,1 @@
+"""From environment variables to a connected process."""

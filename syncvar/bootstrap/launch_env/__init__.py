@@ -1,0 +1,1 @@
+"""Read rank, size and addresses from the environment of another launcher or scheduler."""

@@ -1,0 +1,1 @@
+"""Fork workers from a process that has already imported NumPy and syncvar."""

@@ -1,1 +1,0 @@
-"""Who is where: ranks, hosts and groups as plain data, without any process."""
