@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.core.lazy_import import attributes_of
 
 if TYPE_CHECKING:
-    from syncvar import data, engines, optimizers, partitioners
+    from syncvar import data, optimizers, partitioners
     from syncvar.bootstrap.identity import (
         host_count,
         host_index,
@@ -74,9 +74,10 @@ if TYPE_CHECKING:
         UsageError,
     )
     from syncvar.core.reduce_ops import register_op
-    from syncvar.launching import run
     from syncvar.memory_in_common import shared_array
     from syncvar.resident import empty, zeros
+    from syncvar.runner import engines
+    from syncvar.runner.local import run
     from syncvar.runtime.wait_many import wait_all, wait_any
     from syncvar.runtime.work import Work
     from syncvar.strategies.base import Strategy
@@ -145,7 +146,7 @@ _HOMES = {
         "world_size",
     ),
     "syncvar.bootstrap.process": ("init", "is_initialized", "shutdown"),
-    "syncvar.launching": ("run",),
+    "syncvar.runner.local": ("run",),
     "syncvar.memory_in_common": ("shared_array",),
     "syncvar.core.reduce_ops": ("register_op",),
     "syncvar.resident": ("empty", "zeros"),
@@ -170,7 +171,12 @@ _HOMES = {
     "syncvar.variables.values": ("DistributedValues", "Mirrored", "PerReplica"),
     "syncvar.variables.variable": ("Variable",),
 }  # fmt: skip
-_ROOMS = ("data", "engines", "optimizers", "partitioners")
+_MODULES = {
+    "data": "syncvar.data",
+    "engines": "syncvar.runner.engines",
+    "optimizers": "syncvar.optimizers",
+    "partitioners": "syncvar.partitioners",
+}
 _found = attributes_of(__name__, {name: home for home, names in _HOMES.items() for name in names})
 
 __all__ = [
@@ -285,8 +291,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f"syncvar.{name}")
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in __all__ and not name.startswith("_") and not _is_module(name):
         from syncvar.core.migration_hints import missing
 

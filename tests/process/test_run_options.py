@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.run_options import checked_options
+from syncvar.runner.launch_options import checked_options
 
 
 def world():
@@ -79,7 +79,7 @@ def test_options_of_a_wrong_type_start_nothing(arguments, words, monkeypatch):
         raise AssertionError("something was started")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    monkeypatch.setattr("syncvar.engines.engine_of", refuse)
+    monkeypatch.setattr("syncvar.runner.engines.engine_of", refuse)
     with pytest.raises(sv.ConfigError) as raised:
         sv.run(world, **arguments)
     assert words in str(raised.value)

@@ -9,8 +9,8 @@ import zmq
 
 import syncvar as sv
 from syncvar.bootstrap.launch_env.detection import told_elsewhere
-from syncvar.engines.part import End, Part, Place, packed, parts, unpacked
-from syncvar.engines.place import _let_go, arrive
+from syncvar.runner.call_parts import End, Part, Place, packed, parts, unpacked
+from syncvar.runner.engine_worker import _let_go, arrive
 
 
 def told(grounds, **more):
@@ -77,7 +77,7 @@ def test_the_port_of_a_place_is_kept_for_it():
 @pytest.mark.parametrize(("name", "module"), [("ray", "ray"), ("dask", "distributed")])
 def test_a_missing_package_is_named_with_what_to_install(name, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, f"syncvar.engines.on_{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"syncvar.runner.{name}_engine", raising=False)
     with pytest.raises(
         sv.ConfigError,
         match=rf"engine='{name}' needs {name.capitalize()}: pip install (ray|distributed) cloudpickle",
@@ -90,11 +90,11 @@ def test_a_missing_package_is_named_with_what_to_install(name, module, monkeypat
     [
         (
             {"engine": "spark"},
-            "engine must be one of local, ray, dask, or an object of syncvar.engines, not 'spark'",
+            "engine must be one of local, ray, dask, or an object of sv.engines, not 'spark'",
         ),
         (
             {"engine": [3]},
-            "engine must be one of local, ray, dask, or an object of syncvar.engines, not [3]",
+            "engine must be one of local, ray, dask, or an object of sv.engines, not [3]",
         ),
         ({"max_restarts": -1}, "max_restarts must be a whole number of at least 0, not -1"),
         ({"max_restarts": True}, "max_restarts must be a whole number of at least 0, not True"),

@@ -49,7 +49,7 @@ UNSAFE_DOTTED = {
 # A notebook's function travels to a child that the notebook started itself, over an inherited descriptor. With pickle=True
 # so do arguments, and results come back through a private folder, which only this user's own workers write.
 ALLOWED = {
-    ("syncvar/notebook.py", "cloudpickle"),
+    ("syncvar/runner/by_value.py", "cloudpickle"),
     ("syncvar/bootstrap/worker_main.py", "compile"),
     (
         "syncvar/bootstrap/worker_main.py",

@@ -226,13 +226,13 @@ def _current_client() -> Any:
 
 
 def _arrive() -> bytes:
-    from syncvar.engines.place import arrive
+    from syncvar.runner.engine_worker import arrive
 
     return arrive(distributed.get_worker().ip)
 
 
 def _play(part: bytes, key: str) -> bytes:
-    from syncvar.engines.place import play
+    from syncvar.runner.engine_worker import play
 
     with _lock:
         _threads[key] = threading.get_ident()

@@ -1,6 +1,6 @@
 """Start workers from a program or notebook: `sv.run`.
 
-The launcher runs as a child process. The function travels by name (or, from a notebook, through `syncvar.notebook`),
+The launcher runs as a child process. The function travels by name (or, from a notebook, through `syncvar.runner.by_value`),
 its arguments and results as plain data; nothing here is left behind when the call returns.
 """
 
@@ -24,12 +24,12 @@ from syncvar.core.environment import PREFIX
 from syncvar.core.errors import ConfigError, LaunchError, RankFailed, SyncvarError
 from syncvar.protocol.exception_codec import unpack_exception
 from syncvar.protocol.object_codec import may_travel, pack_object, unpack_object
-from syncvar.run_options import RunOptions, checked_options
+from syncvar.runner.launch_options import RunOptions, checked_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from syncvar.engines import Engine
+    from syncvar.runner.engines import Engine
 
 __all__ = ["finding", "run"]
 
@@ -103,8 +103,8 @@ def run(
         kwargs: Keyword arguments of the same kinds.
         timeout: Seconds allowed for the whole job; None for no limit.
         engine: Where the workers run: "local" for this host; "ray" as actors of Ray, "dask" as tasks of Dask, on the cluster
-            that this program is connected to, else on one of this host for the time of the call. `syncvar.engines.Ray` and
-            `syncvar.engines.Dask` take options.
+            that this program is connected to, else on one of this host for the time of the call. `sv.engines.Ray` and
+            `sv.engines.Dask` take options.
         max_restarts: How often all workers may be started again after a failure; see `restart_count`.
         pickle: Arguments and results travel by cloudpickle, as functions of notebooks do:
             DataFrames, models, figures, instances of your own classes. It needs
@@ -152,7 +152,7 @@ def run(
         raise KeyboardInterrupt from None  # the frames in which this process waited say nothing
     if not pickle:
         return [unpack_object(one) for one in packed]
-    from syncvar.notebook import unpack_values
+    from syncvar.runner.by_value import unpack_values
 
     return [unpack_values(one, f"the result of rank {rank}") for rank, one in enumerate(packed)]
 
@@ -160,8 +160,8 @@ def run(
 def _drive(engine: str | Engine, call: bytes, options: RunOptions) -> list[bytes]:
     """Make the call as every rank of a job on an engine; return the packed results by rank."""
     options.check_engine()
-    from syncvar.engines import engine_of
-    from syncvar.engines.driving import drive
+    from syncvar.runner.engine_driver import drive
+    from syncvar.runner.engines import engine_of
 
     workers = int(options.workers or 1)
     return drive(engine_of(engine), call, workers, options.limit_s, options.max_restarts)
@@ -205,7 +205,7 @@ def _packed_call(
     """Return a call as `remote_call.called` takes it; refuse what cannot travel."""
     where, *_ = how = _describe(fn, has_files=has_files)
     if pickle:
-        from syncvar.notebook import pack_values
+        from syncvar.runner.by_value import pack_values
 
         is_main = where != "copy" and fn.__module__ == "__main__"
         names = ("__main__",) if is_main else ()
@@ -254,7 +254,7 @@ def _launch(call: bytes, options: RunOptions) -> list[bytes]:
         }
         launcher = [*command_of("syncvar_launcher.run"), *options.command_line()]
         process = subprocess.Popen(  # noqa: S603
-            [*launcher, "-m", "syncvar.remote_call"],
+            [*launcher, "-m", "syncvar.runner.remote_call"],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -300,7 +300,7 @@ def _describe(fn: Callable[..., Any], *, has_files: bool) -> tuple[Any, ...]:
         path = getattr(main, "__file__", None)
         if has_files and path and Path(path).is_file():
             return ("file", str(Path(path).resolve()), name)
-    from syncvar.notebook import pack_function
+    from syncvar.runner.by_value import pack_function
 
     return ("copy", *pack_function(fn))
 

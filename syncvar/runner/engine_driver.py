@@ -14,11 +14,11 @@ from syncvar.core.errors import LaunchError, RankFailed
 from syncvar.core.exit_codes import INTERNAL, TIMEOUT, weight_of
 from syncvar.core.restart_policy import Ending, Restarting
 from syncvar.core.settings import RuntimeConfig, doubtful_variables
-from syncvar.engines.part import End, Place, packed, parts, unpacked
 from syncvar.protocol.exception_codec import unpack_exception
+from syncvar.runner.call_parts import End, Place, packed, parts, unpacked
 
 if TYPE_CHECKING:
-    from syncvar.engines.base import Engine
+    from syncvar.runner.base import Engine
 
 __all__ = ["drive"]
 

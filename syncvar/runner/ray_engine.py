@@ -28,13 +28,13 @@ class Actor:
 
     def arrive(self) -> bytes:
         """Tell about this place."""
-        from syncvar.engines.place import arrive
+        from syncvar.runner.engine_worker import arrive
 
         return arrive(ray.util.get_node_ip_address())
 
     def play(self, part: bytes) -> bytes:
         """Be a rank for one call."""
-        from syncvar.engines.place import play
+        from syncvar.runner.engine_worker import play
 
         return play(part)
 

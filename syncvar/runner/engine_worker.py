@@ -15,9 +15,9 @@ from syncvar.bootstrap.job_directory import base_directory
 from syncvar.bootstrap.process import is_initialized, member
 from syncvar.bootstrap.rendezvous import leave
 from syncvar.bootstrap.worker_main import failure_of
-from syncvar.engines.part import End, Part, Place, packed, unpacked
 from syncvar.protocol.exception_codec import pack_exception
-from syncvar.remote_call import called
+from syncvar.runner.call_parts import End, Part, Place, packed, unpacked
+from syncvar.runner.remote_call import called
 from syncvar.runtime.flight_recorder.recorder import boot_identity
 
 if TYPE_CHECKING:

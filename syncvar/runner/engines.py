@@ -6,7 +6,7 @@ rank's part get there, which ranks have ended and how, how are the rest ended (`
 * `part`: what a rank is given (who it is, the call, the settings) and what comes back, as bytes; who is which rank. Pure.
 * `place`: what runs in the engine's worker: tell about the place, then be a rank there for one call.
 * `driving`: start, wait, weigh failures, end the others, start again. The same for every engine.
-* `on_ray`, `on_dask`: the engines.
+* `ray_engine`, `dask_engine`: the engines.
 
 The ranks meet by themselves, as those that torchrun starts: each is told rank, sizes, rank 0's address and the job's secret.
 What engines carry is bytes of ours; they pickle them, and nothing of them is unpickled by us but the function.
@@ -18,14 +18,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 from syncvar.core.errors import ConfigError
-from syncvar.engines.base import Engine
+from syncvar.runner.base import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Dask", "Engine", "Ray", "engine_of"]
+__all__ = ["Engine", "engine_of"]
 
-_ENGINES = {"ray": ("syncvar.engines.on_ray", "Ray"), "dask": ("syncvar.engines.on_dask", "Dask")}
+_ENGINES = {
+    "ray": ("syncvar.runner.ray_engine", "Ray"),
+    "dask": ("syncvar.runner.dask_engine", "Dask"),
+}
 _CLASSES = {name: home for home, name in _ENGINES.values()}
 
 
@@ -39,7 +42,7 @@ def engine_of(name: str | Engine) -> Engine:
         return name
     if not isinstance(name, str) or name not in _ENGINES:
         raise ConfigError(
-            f"engine must be one of local, {', '.join(_ENGINES)}, or an object of syncvar.engines, not {name!r:.100}"
+            f"engine must be one of local, {', '.join(_ENGINES)}, or an object of sv.engines, not {name!r:.100}"
         )
     home, kind = _ENGINES[name]
     make: Callable[[], Engine] = getattr(importlib.import_module(home), kind)

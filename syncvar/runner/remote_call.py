@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 from syncvar.bootstrap.worker_entry import adopt_path, unpack_call
 from syncvar.core.errors import ConfigError
-from syncvar.launching import finding
 from syncvar.protocol.exception_codec import CALLER_MAIN, pack_exception
 from syncvar.protocol.object_codec import pack_object, unpack_object
+from syncvar.runner.local import finding
 
 __all__ = ["called", "main"]
 
@@ -76,7 +76,7 @@ def _called(fields: dict[str, Any], rank: int, folder: Path | None) -> bytes:
     if "pickled" not in fields:
         args, kwargs = unpack_object(fields["args"]), unpack_object(fields["kwargs"])
         return _packed_result(function(*args, **kwargs), rank)
-    from syncvar.notebook import loaded_main, pack_values, unpack_values
+    from syncvar.runner.by_value import loaded_main, pack_values, unpack_values
 
     main_names = (CALLER_MAIN, fields["fn"][1]) if fields["is_main"] else ()
     with loaded_main(module if fields["is_main"] else None):
@@ -97,7 +97,7 @@ def _packed_result(result: Any, rank: int) -> bytes:
 def _find(folder: Path | None, how: str, *where: Any) -> tuple[Any, Any]:
     """Return the function, and its module or the names of its script; None for a copy."""
     if how == "copy":
-        from syncvar.notebook import unpack_function
+        from syncvar.runner.by_value import unpack_function
 
         return unpack_function(*where), None
     place, name = where
