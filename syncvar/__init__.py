@@ -30,24 +30,26 @@ if TYPE_CHECKING:
     from syncvar.checkpoint.pending import PendingSave
     from syncvar.collectives.all_gather import all_gather
     from syncvar.collectives.all_reduce import all_reduce
-    from syncvar.collectives.all_reduce_shards import all_reduce_shards
     from syncvar.collectives.all_to_all import all_to_all
     from syncvar.collectives.barrier import barrier
     from syncvar.collectives.broadcast import broadcast
     from syncvar.collectives.gather import gather
     from syncvar.collectives.groups import Group, new_group
     from syncvar.collectives.mesh import Mesh, mesh
-    from syncvar.collectives.objects import (
+    from syncvar.collectives.object_collectives import (
         all_gather_object,
         broadcast_object,
         gather_object,
         scatter_object,
     )
-    from syncvar.collectives.point_to_point import recv, recv_object, send, send_object, sendrecv
     from syncvar.collectives.reduce import reduce
     from syncvar.collectives.reduce_scatter import reduce_scatter
     from syncvar.collectives.scan import exscan, scan
     from syncvar.collectives.scatter import scatter
+    from syncvar.collectives.send_recv import recv, recv_object, send, send_object, sendrecv
+    from syncvar.collectives.sharded_all_reduce import all_reduce_shards
+    from syncvar.collectives.shared_array import shared_array
+    from syncvar.collectives.shm_empty import empty, zeros
     from syncvar.collectives.tree_sum import tree_sum
     from syncvar.core.errors import (
         ArenaFull,
@@ -74,8 +76,6 @@ if TYPE_CHECKING:
         UsageError,
     )
     from syncvar.core.reduce_ops import register_op
-    from syncvar.memory_in_common import shared_array
-    from syncvar.resident import empty, zeros
     from syncvar.runner import engines
     from syncvar.runner.local import run
     from syncvar.runtime.wait_many import wait_all, wait_any
@@ -114,17 +114,17 @@ _HOMES = {
     "syncvar.checkpoint.pending": ("PendingSave",),
     "syncvar.collectives.all_gather": ("all_gather",),
     "syncvar.collectives.all_reduce": ("all_reduce",),
-    "syncvar.collectives.all_reduce_shards": ("all_reduce_shards",),
+    "syncvar.collectives.sharded_all_reduce": ("all_reduce_shards",),
     "syncvar.collectives.all_to_all": ("all_to_all",),
     "syncvar.collectives.barrier": ("barrier",),
     "syncvar.collectives.broadcast": ("broadcast",),
     "syncvar.collectives.gather": ("gather",),
     "syncvar.collectives.groups": ("Group", "new_group"),
     "syncvar.collectives.mesh": ("Mesh", "mesh"),
-    "syncvar.collectives.objects": (
+    "syncvar.collectives.object_collectives": (
         "all_gather_object", "broadcast_object", "gather_object", "scatter_object",
     ),
-    "syncvar.collectives.point_to_point": (
+    "syncvar.collectives.send_recv": (
         "recv", "recv_object", "send", "send_object", "sendrecv",
     ),
     "syncvar.collectives.reduce": ("reduce",),
@@ -147,9 +147,9 @@ _HOMES = {
     ),
     "syncvar.bootstrap.process": ("init", "is_initialized", "shutdown"),
     "syncvar.runner.local": ("run",),
-    "syncvar.memory_in_common": ("shared_array",),
+    "syncvar.collectives.shared_array": ("shared_array",),
     "syncvar.core.reduce_ops": ("register_op",),
-    "syncvar.resident": ("empty", "zeros"),
+    "syncvar.collectives.shm_empty": ("empty", "zeros"),
     "syncvar.strategies.base": ("Strategy",),
     "syncvar.strategies.central_storage": ("CentralStorageStrategy",),
     "syncvar.strategies.contexts": (

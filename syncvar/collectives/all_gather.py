@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.collectives.calls import entered, make_call, plain_array
-from syncvar.collectives.flat import exchange, gather_flat, require_same
+from syncvar.collectives.dispatch import entered, make_call, plain_array
 from syncvar.collectives.groups import checked_root
-from syncvar.collectives.moving import Moving, detail_of, fits_out, moves, result_buffer
+from syncvar.collectives.stage_builders import exchange, gather_flat, require_same
+from syncvar.collectives.transfer_args import Moving, detail_of, fits_out, moves, result_buffer
 from syncvar.core.array_arguments import checked_integer, deliver
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import Structure, arrays_in, describe, fresh, unflatten

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar.collectives import finite
-from syncvar.collectives.calls import call_prepared, entered, make_call
-from syncvar.collectives.fused import reduce_one, reduce_together
-from syncvar.collectives.reducing import (
+from syncvar.collectives import nan_check
+from syncvar.collectives.buckets import reduce_one, reduce_together
+from syncvar.collectives.dispatch import call_prepared, entered, make_call
+from syncvar.collectives.reduce_args import (
     Reducing,
     checked_scale,
     contribution,
@@ -131,8 +131,8 @@ def _request(
 ) -> Request:
     """Return the request of a public call; scales make new contributions and results around the plain one."""
     if scales is None:
-        for leaf in (flatten(x)[1] if is_structure(x) else [x]) if finite.is_on() else ():
-            finite.look(as_array(leaf), "all_reduce")
+        for leaf in (flatten(x)[1] if is_structure(x) else [x]) if nan_check.is_on() else ():
+            nan_check.look(as_array(leaf), "all_reduce")
         return reduce_request(
             communicator, x, op, out=out, reproducible=reproducible, keep=keep, algorithm=algorithm
         )
@@ -150,7 +150,7 @@ def _request(
         raise ConfigError(f"weight belongs to the mean, not to {how.name}; use prescale")
     target = None if out is None else checked_output(out, array.shape, how.result)
     if weight is None or weight:  # what a rank of weight 0 brings does not count
-        finite.look(array, "all_reduce")
+        nan_check.look(array, "all_reduce")
     work = contribution(array, how, communicator.home_rank, prescale)
     if how.element_shape:
         work, how = work.view(how.result), how._replace(element_shape=())

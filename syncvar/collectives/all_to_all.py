@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.algorithms.chunks import even_chunks
-from syncvar.collectives.calls import entered, make_call
-from syncvar.collectives.flat import gather_bytes
+from syncvar.collectives.dispatch import entered, make_call
 from syncvar.collectives.groups import by_rank
-from syncvar.collectives.moving import UNMOVED, Moving, detail_of, moves, place_of
 from syncvar.collectives.scatter import cut
+from syncvar.collectives.stage_builders import gather_bytes
+from syncvar.collectives.transfer_args import UNMOVED, Moving, detail_of, moves, place_of
 from syncvar.core.array_arguments import deliver
 from syncvar.core.array_interop import Untaken
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_index

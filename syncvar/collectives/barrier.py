@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.calls import Repeatable, entered, make_call, never
+from syncvar.collectives.dispatch import Repeatable, entered, make_call, never
 from syncvar.collectives.sync_points import meeting
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent.persistent_reduce import prepare_barrier
@@ -14,7 +14,7 @@ from syncvar.runtime.persistent.persistent_reduce import prepare_barrier
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.collectives.calls import Make
+    from syncvar.collectives.dispatch import Make
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator, PreparedCall
 

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Never
 
-from syncvar.collectives.calls import entered, make_call, plain_array
-from syncvar.collectives.flat import broadcast_bytes, broadcast_flat, exchange, require_same
+from syncvar.collectives.dispatch import entered, make_call, plain_array
 from syncvar.collectives.groups import checked_root
-from syncvar.collectives.moving import UNMOVED, Moving, detail_of, fits_out, moves, result_buffer
+from syncvar.collectives.stage_builders import (
+    broadcast_bytes,
+    broadcast_flat,
+    exchange,
+    require_same,
+)
+from syncvar.collectives.transfer_args import (
+    UNMOVED,
+    Moving,
+    detail_of,
+    fits_out,
+    moves,
+    result_buffer,
+)
 from syncvar.core.array_arguments import deliver
 from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError

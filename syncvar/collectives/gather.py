@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Never
 
 from syncvar.collectives.all_gather import gather_form, gather_request
-from syncvar.collectives.calls import entered, make_call
+from syncvar.collectives.dispatch import entered, make_call
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.collectives.moving import Moving
+    from syncvar.collectives.transfer_args import Moving
     from syncvar.runtime.communicator import Communicator
 
 __all__ = ["gather"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Never
 
-from syncvar.collectives import finite
-from syncvar.collectives.calls import entered, make_call, plain_array
+from syncvar.collectives import nan_check
+from syncvar.collectives.dispatch import entered, make_call, plain_array
 from syncvar.collectives.groups import checked_root
-from syncvar.collectives.reducing import (
+from syncvar.collectives.reduce_args import (
     Reducing,
     contribution,
     described,
@@ -107,7 +107,7 @@ def _request(
     is_root = communicator.member_rank == target
     structure, arrays = arrays_in(x, out)
     for array in arrays:
-        finite.look(array, "reduce")
+        nan_check.look(array, "reduce")
     parts = [
         described(array, op, "reduce", target, algorithm, shown=f", root {target}")
         for array in arrays

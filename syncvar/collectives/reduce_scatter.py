@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.algorithms.chunks import even_chunks
-from syncvar.collectives import finite
-from syncvar.collectives.calls import entered, make_call
-from syncvar.collectives.moving import Moving, fits_out, moves, place_of, result_buffer
-from syncvar.collectives.reducing import contribution, described, outcome, run_plan
+from syncvar.collectives import nan_check
+from syncvar.collectives.dispatch import entered, make_call
+from syncvar.collectives.reduce_args import contribution, described, outcome, run_plan
+from syncvar.collectives.transfer_args import Moving, fits_out, moves, place_of, result_buffer
 from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.reduce_ops import OPS, op_name
@@ -101,7 +101,7 @@ def _request(
 ) -> Moving:
     """Check the arguments and return the request; `keep` takes a copy of `x` now."""
     array = as_array(x)
-    finite.look(array, "reduce_scatter")
+    nan_check.look(array, "reduce_scatter")
     if array.ndim == 0:
         raise ConfigError(
             "reduce_scatter cuts along axis 0, and a scalar has none; pass np.reshape(x, (1,)), or use all_reduce"

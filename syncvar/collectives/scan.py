@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives import finite
-from syncvar.collectives.calls import entered, make_call, plain_array
-from syncvar.collectives.reducing import (
+from syncvar.collectives import nan_check
+from syncvar.collectives.dispatch import entered, make_call, plain_array
+from syncvar.collectives.reduce_args import (
     Reducing,
     contribution,
     described,
@@ -133,7 +133,7 @@ def _request(
 ) -> Reducing:
     """Check the arguments and return the request; what this rank brings is taken now, so there is nothing more to keep."""
     array = as_array(x)
-    finite.look(array, name)
+    nan_check.look(array, name)
     how, digest, what = described(array, op, name, algorithm)
     neutral = identity(how) if name == "exscan" else None
     into = None if out is None else checked_output(out, array.shape, how.result)

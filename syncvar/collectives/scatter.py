@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.algorithms.chunks import even_chunks
-from syncvar.collectives.calls import entered, make_call
-from syncvar.collectives.flat import broadcast_bytes, scatter_flat
+from syncvar.collectives.dispatch import entered, make_call
 from syncvar.collectives.groups import checked_root
-from syncvar.collectives.moving import (
+from syncvar.collectives.stage_builders import broadcast_bytes, scatter_flat
+from syncvar.collectives.transfer_args import (
     UNMOVED,
     Moving,
     detail_of,

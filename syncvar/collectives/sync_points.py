@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.flat import gather_bytes
+from syncvar.collectives.stage_builders import gather_bytes
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import Communicator, Request, fingerprint
 from syncvar.runtime.request import Stage

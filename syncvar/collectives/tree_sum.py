@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.algorithms.shard_tree import split
-from syncvar.collectives.library_arrays import given_back
+from syncvar.collectives.tensors import given_back
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import flatten, unflatten

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from syncvar.collectives import finite
-from syncvar.collectives.all_reduce_shards import shards_request
+from syncvar.collectives import nan_check
+from syncvar.collectives.sharded_all_reduce import shards_request
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import Taught, explained_attribute
@@ -537,7 +537,9 @@ class Optimizer(Taught, Rule):
             change_copies([self._slots.weight], _add, -1.0 if weight is None else weight, number)
         mean = call.op == "mean" and weight is None
         for part, gradient in zip(plan.parts, call.gradients, strict=True):
-            finite.look(gradient, f"the step, as the gradient of variable {part.variable.name!r}")
+            nan_check.look(
+                gradient, f"the step, as the gradient of variable {part.variable.name!r}"
+            )
             factor = None if calls == 1 and part.is_apart else weight
             part.load(gradient, factor, number, calls, mean=mean)
         if self._nonfinite == "error":

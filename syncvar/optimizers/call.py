@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.collectives.all_reduce import reduce_request
-from syncvar.collectives.calls import call_prepared
+from syncvar.collectives.dispatch import call_prepared
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype, is_apart
 from syncvar.optimizers.sparse import dense_gradient
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.collectives.reducing import Reducing
+    from syncvar.collectives.reduce_args import Reducing
     from syncvar.optimizers.plan import Plan
     from syncvar.variables.places import Owner
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.broadcast import broadcast
 from syncvar.collectives.groups import Group
-from syncvar.collectives.objects import broadcast_object
+from syncvar.collectives.object_collectives import broadcast_object
 from syncvar.core.array_interop import library_of
 from syncvar.core.errors import ConfigError
 from syncvar.variables.variable import Variable

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.all_reduce import agree
-from syncvar.collectives.flat import exchange
+from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.sync_points import gather_objects, meet
 from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
 from syncvar.core.lazy_import import Taught

@@ -12,9 +12,9 @@ import numpy as np
 
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
-from syncvar.collectives.calls import call_prepared, entered
-from syncvar.collectives.library_arrays import given_back
-from syncvar.collectives.reducing import Reducing, form_of
+from syncvar.collectives.dispatch import call_prepared, entered
+from syncvar.collectives.reduce_args import Reducing, form_of
+from syncvar.collectives.tensors import given_back
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import (

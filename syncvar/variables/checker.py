@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from syncvar.collectives.all_reduce import agree
-from syncvar.collectives.flat import exchange_bytes
+from syncvar.collectives.stage_builders import exchange_bytes
 from syncvar.core.errors import MismatchError
 from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_count, block_digests, combined

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.bootstrap.process import current
-from syncvar.collectives.flat import broadcast_flat, exchange, gather_flat
+from syncvar.collectives.stage_builders import broadcast_flat, exchange, gather_flat
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, InternalError, MismatchError
 from syncvar.protocol.fixed_records import BYTES, Record

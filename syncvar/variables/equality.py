@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.flat import exchange_bytes, gather_bytes
 from syncvar.collectives.groups import communicator_of
+from syncvar.collectives.stage_builders import exchange_bytes, gather_bytes
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from syncvar.collectives.fused import owns_itself
+from syncvar.collectives.buckets import owns_itself
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.variables.policy import Action, Effect, Operation, Travel
 from syncvar.variables.requests import together_request

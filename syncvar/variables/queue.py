@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.collectives.flat import exchange_bytes
-from syncvar.collectives.fused import reduce_together
+from syncvar.collectives.buckets import reduce_together
+from syncvar.collectives.stage_builders import exchange_bytes
 from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import Request, fingerprint

@@ -10,10 +10,10 @@ import numpy as np
 from syncvar.collectives.all_gather import gather_request, gathered_blocks, gathered_layout
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.broadcast import broadcast_request
-from syncvar.collectives.calls import call_prepared
-from syncvar.collectives.flat import exchange
-from syncvar.collectives.fused import reduce_together
-from syncvar.collectives.moving import Moving, moves
+from syncvar.collectives.buckets import reduce_together
+from syncvar.collectives.dispatch import call_prepared
+from syncvar.collectives.stage_builders import exchange
+from syncvar.collectives.transfer_args import Moving, moves
 from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import reduction
 from syncvar.protocol.fixed_records import array_record

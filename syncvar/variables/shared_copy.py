@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.collectives.shared_array import Wanted, memory_in_common
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import ArenaFull
-from syncvar.memory_in_common import Wanted, memory_in_common
 from syncvar.variables.storage import Storage, say_arena_is_full
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import numpy as np
 
 from syncvar._native import group_of, which
 from syncvar.collectives.all_reduce import reduce_request
-from syncvar.collectives.reducing import reduction_of
+from syncvar.collectives.reduce_args import reduction_of
 from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
 from syncvar.variables.policy import Context

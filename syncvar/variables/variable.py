@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from syncvar._native import Tally
-from syncvar.collectives import finite
-from syncvar.collectives.reducing import prepared_reduction
+from syncvar.collectives import nan_check
+from syncvar.collectives.reduce_args import prepared_reduction
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import (
     ConfigError,
@@ -800,7 +800,7 @@ class Variable(Taught, ArrayProtocol):
             and x.shape == self._shape
             and self._dtype.kind != "b"
         ):
-            finite.look(x, what)
+            nan_check.look(x, what)
             return x
         if self._dtype.kind == "b" and operation is not Operation.ASSIGN:
             raise ConfigError(
@@ -811,7 +811,7 @@ class Variable(Taught, ArrayProtocol):
         array = operand_array(
             x.read_value() if isinstance(x, Variable) else x, self._shape, self._dtype, what
         )
-        finite.look(array, what)
+        nan_check.look(array, what)
         return array
 
     def _count_write(self) -> None:

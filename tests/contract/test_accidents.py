@@ -13,7 +13,7 @@ from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.collectives import reducing
+from syncvar.collectives import reduce_args
 from syncvar.core.errors import ConfigError, GroupBroken, MismatchError, PeerLost
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
@@ -106,7 +106,7 @@ def test_in_the_middle(ranks, fragile, name, count):
 
 
 def test_at_the_end(ranks, fragile, monkeypatch):  # noqa: ARG001  (what is prepared ends elsewhere)
-    finish = reducing.finish
+    finish = reduce_args.finish
     odd = 2
     broken = set()
 
@@ -115,7 +115,7 @@ def test_at_the_end(ranks, fragile, monkeypatch):  # noqa: ARG001  (what is prep
             raise MemoryError("planted")
         return finish(how, total, count)
 
-    monkeypatch.setattr(reducing, "finish", finished)
+    monkeypatch.setattr(reduce_args, "finish", finished)
 
     out_of_it = threading.Barrier(SIZE)
 

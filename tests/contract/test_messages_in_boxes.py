@@ -10,7 +10,7 @@ from contract.harness import caught, everywhere
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.collectives.pairs import line_of
+from syncvar.collectives.pair_calls import line_of
 from syncvar.core.errors import ArenaFull
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.p2p.channel import NOT_YET

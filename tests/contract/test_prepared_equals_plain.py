@@ -10,7 +10,7 @@ from prepared_calls import PREPARED, Rank, fill_the_arena, register_ops
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.collectives.calls import never
+from syncvar.collectives.dispatch import never
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.programs import block_transfer
 from syncvar.testing import run_ranks

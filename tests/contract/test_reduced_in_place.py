@@ -117,7 +117,7 @@ def test_where_ranks_disagree_out_is_as_it_was(size):
 
 def test_no_copy_of_a_long_vector_is_made(monkeypatch):
     """It passes through no buffer of our own: neither on the way in nor, of two ranks, on the way out."""
-    module = sys.modules["syncvar.collectives.fused"]
+    module = sys.modules["syncvar.collectives.buckets"]
     copied = []
     for plain in (module.contribution, module.outcome):
         monkeypatch.setattr(

@@ -35,7 +35,7 @@ TALKING = """
 import hashlib, random, sys
 import numpy as np
 import probe, syncvar as sv
-from syncvar.collectives import point_to_point
+from syncvar.collectives import send_recv as point_to_point
 
 steps, asked, digest = int(sys.argv[1]), [0], hashlib.sha256()
 for name in ("_sent", "_received"):

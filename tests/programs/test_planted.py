@@ -5,7 +5,7 @@ import pytest
 from strategies import seeded_program
 from worlds import Worlds
 
-import syncvar.collectives.fused as fused_module
+import syncvar.collectives.buckets as fused_module
 import syncvar.core.reduce_ops as ops_module
 import syncvar.variables.creation as creation_module
 import syncvar.variables.requests as requests_module

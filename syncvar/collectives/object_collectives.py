@@ -12,10 +12,16 @@ import numpy as np
 
 from syncvar.collectives.all_gather import gathered_blocks
 from syncvar.collectives.broadcast import broadcast_blocks
-from syncvar.collectives.calls import call_prepared
-from syncvar.collectives.flat import AT_ONCE, HEAD, broadcast_bytes, gather_bytes, scatter_flat
+from syncvar.collectives.dispatch import call_prepared
 from syncvar.collectives.groups import by_rank, checked_root, communicator_of
-from syncvar.collectives.moving import UNMOVED, Moving, detail_of, moves
+from syncvar.collectives.stage_builders import (
+    AT_ONCE,
+    HEAD,
+    broadcast_bytes,
+    gather_bytes,
+    scatter_flat,
+)
+from syncvar.collectives.transfer_args import UNMOVED, Moving, detail_of, moves
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import Request, fingerprint

@@ -17,8 +17,8 @@ import numpy as np
 from syncvar._native import remember
 from syncvar.bootstrap.process import current, messages_entered_natively
 from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.library_arrays import in_kind, is_foreign
-from syncvar.collectives.pairs import line_of, sending_words, to_receive, to_send
+from syncvar.collectives.pair_calls import line_of, sending_words, to_receive, to_send
+from syncvar.collectives.tensors import in_kind, is_foreign
 from syncvar.core.array_arguments import as_array, deliver
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.lazy_import import unexpected

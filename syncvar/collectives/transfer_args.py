@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.calls import Repeatable, never
+from syncvar.collectives.dispatch import Repeatable, never
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent.persistent_transfer import prepare_move
 from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, Layout, Movement
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.collectives.calls import Make
+    from syncvar.collectives.dispatch import Make
     from syncvar.runtime.communicator import Communicator, PreparedCall
     from syncvar.runtime.persistent.persistent_transfer import Front
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.calls import Repeatable, never, plain_array
+from syncvar.collectives.dispatch import Repeatable, never, plain_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import LEAF, Leaves, Structure, describe
 from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.collectives.calls import Make
+    from syncvar.collectives.dispatch import Make
     from syncvar.runtime.communicator import Communicator, PreparedCall
 
 __all__ = [

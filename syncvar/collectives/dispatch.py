@@ -15,7 +15,7 @@ import numpy as np
 from syncvar._native import recall, remember
 from syncvar.bootstrap.process import entered_natively
 from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.library_arrays import in_kind, is_foreign
+from syncvar.collectives.tensors import in_kind, is_foreign
 from syncvar.core.lazy_import import unexpected
 from syncvar.runtime.communicator import Request
 from syncvar.runtime.flight_recorder.call_sites import own_site

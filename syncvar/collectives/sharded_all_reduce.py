@@ -20,10 +20,10 @@ import numpy as np
 from syncvar.algorithms.chunks import even_chunks
 from syncvar.algorithms.schedule import Chunk
 from syncvar.algorithms.shard_tree import runs_of, whole_nodes
-from syncvar.collectives import finite
-from syncvar.collectives.flat import gather_bytes, gather_flat
+from syncvar.collectives import nan_check
 from syncvar.collectives.groups import communicator_of
-from syncvar.collectives.library_arrays import given_back
+from syncvar.collectives.stage_builders import gather_bytes, gather_flat
+from syncvar.collectives.tensors import given_back
 from syncvar.collectives.tree_sum import summed
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
 from syncvar.core.enum_arguments import word_of
@@ -236,7 +236,7 @@ def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Ki
         structure, parts = flatten(value)
         arrays = arrays_of(value, parts, f"shard {number}")
         for array in arrays:
-            finite.look(array, f"shard {number} of all_reduce_shards")
+            nan_check.look(array, f"shard {number} of all_reduce_shards")
         leaves[number] = arrays
         kinds[number] = _Kind(
             structure, tuple((dtype_index(array.dtype), array.shape) for array in arrays)

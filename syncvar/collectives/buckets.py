@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.algorithms.compile_messages import Prepared
-from syncvar.collectives.reducing import contribution, kinds_of, outcome, sizes_of
+from syncvar.collectives.reduce_args import contribution, kinds_of, outcome, sizes_of
 from syncvar.core.reduce_ops import divided
 from syncvar.runtime.programs.arithmetic import store, store_parts
 from syncvar.runtime.programs.round_runner import Published

@@ -14,8 +14,8 @@ import numpy as np
 from syncvar.bootstrap.process import current
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
+from syncvar.collectives.shm_empty import checked_kind, zeros
 from syncvar.core.errors import ArenaFull, ConfigError, MismatchError
-from syncvar.resident import checked_kind, zeros
 from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.shm.segment_layout import bytes_in_words
 from syncvar.shm.shm_references import REFERENCE_NBYTES, SharedMemoryReference
