@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.lazy_import import ClassWithHints, Taught, unexpected
-from syncvar.data.indexed import (
+from syncvar.data.indexed_sources import (
     Indexed,
     IndexedBatches,
     IndexedMap,
@@ -17,9 +17,9 @@ from syncvar.data.indexed import (
     IndexedShuffle,
     Rows,
 )
-from syncvar.data.prefetching import Prefetched
-from syncvar.data.state import integer_of, read_state
-from syncvar.data.streams import (
+from syncvar.data.iterator_state import integer_of, read_state
+from syncvar.data.prefetch import Prefetched
+from syncvar.data.stream_sources import (
     Generated,
     StreamBatches,
     StreamMap,
@@ -31,7 +31,7 @@ from syncvar.data.streams import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
 
-    from syncvar.data.streams import Source
+    from syncvar.data.stream_sources import Source
 
 __all__ = ["Dataset", "DatasetIterator", "from_arrays", "from_generator"]
 

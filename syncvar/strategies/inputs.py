@@ -18,7 +18,7 @@ from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageE
 from syncvar.core.lazy_import import Taught
 from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_rows
 from syncvar.data.dataset import Dataset
-from syncvar.data.state import integer_of, read_state
+from syncvar.data.iterator_state import integer_of, read_state
 from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.strategies.offers import Offer, is_unanimous, verdict
 

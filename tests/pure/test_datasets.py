@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import syncvar as sv
 from syncvar.core.errors import ConfigError
-from syncvar.data import Dataset, from_arrays, from_generator, streams
+from syncvar.data import Dataset, from_arrays, from_generator, stream_sources
 from syncvar.data.batches import (
     Kind,
     as_batch,
@@ -22,7 +22,7 @@ from syncvar.data.batches import (
     rows_of,
     stacked,
 )
-from syncvar.data.order import permutation
+from syncvar.data.shuffle_order import permutation
 
 
 def kind_of(batch):
@@ -314,7 +314,7 @@ def test_a_step_of_an_endless_dataset_is_read_as_it_comes(source, step):
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("source", ENDLESS)
 def test_a_step_that_needs_all_elements_of_an_endless_dataset_is_refused(source, monkeypatch):
-    monkeypatch.setattr(streams, "SHUFFLED_MAX", 2_000)
+    monkeypatch.setattr(stream_sources, "SHUFFLED_MAX", 2_000)
     dataset = ENDLESS[source]()
     is_known = source != "a generator without end"
     for whole in (

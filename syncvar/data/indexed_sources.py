@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.data.batches import as_batch, map_leaves, rows_of, stacked
-from syncvar.data.order import permutation
+from syncvar.data.shuffle_order import permutation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

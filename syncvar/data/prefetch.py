@@ -7,12 +7,12 @@ from collections import deque
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from syncvar.data.streams import Stream
+from syncvar.data.stream_sources import Stream
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from syncvar.data.streams import Source
+    from syncvar.data.stream_sources import Source
 
 __all__ = ["Prefetched"]
 

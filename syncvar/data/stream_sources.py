@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import ConfigError
 from syncvar.data.batches import stacked
-from syncvar.data.indexed import Indexed
-from syncvar.data.order import permutation
+from syncvar.data.indexed_sources import Indexed
+from syncvar.data.shuffle_order import permutation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
