@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import syncvar as sv
-from syncvar.variables.roster import Roster
+from syncvar.variables.registry import Roster
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,7 +28,7 @@ from syncvar.runtime.flight_recorder.call_record import Told
 from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
 from syncvar.shm.channel_table import CHECK, DONE, PHASE
-from syncvar.variables.places import places
+from syncvar.variables.scope import places
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,7 +17,7 @@ from time import perf_counter
 import numpy as np
 
 import syncvar as sv
-from syncvar.variables import queue
+from syncvar.variables import deferred_writes
 
 _BUCKETS = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 _ROUNDS = 5
@@ -53,7 +53,7 @@ def _of_size(nbytes: int, writes: int) -> dict[str, list[float]]:
         for bucket in (0, *_BUCKETS):
             for variable in variables:
                 variable.pin("deferred" if bucket else "eager")
-            queue.BUCKET_BYTES = bucket
+            deferred_writes.BUCKET_BYTES = bucket
             strategy.run(step)
             sv.barrier()
             begin = perf_counter()

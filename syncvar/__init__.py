@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.core.lazy_import import attributes_of
 
 if TYPE_CHECKING:
-    from syncvar import data, optimizers, partitioners
+    from syncvar import data, optimizers
     from syncvar.bootstrap.identity import (
         host_count,
         host_index,
@@ -97,11 +97,12 @@ if TYPE_CHECKING:
     from syncvar.strategies.reducing import ReduceOp
     from syncvar.strategies.server_variables import ShardedVariable
     from syncvar.strategies.uneven import Uneven, uneven
-    from syncvar.variables.by_shards import ShardInfo
-    from syncvar.variables.equality import check_equal
-    from syncvar.variables.explanation import Explanation
-    from syncvar.variables.grouped import assign_add_all, assign_all, assign_sub_all
+    from syncvar.variables import partitioners
+    from syncvar.variables.assign_all import assign_add_all, assign_all, assign_sub_all
+    from syncvar.variables.check_equal import check_equal
+    from syncvar.variables.mode_explanation import Explanation
     from syncvar.variables.policy import VariableAggregation, VariableSynchronization
+    from syncvar.variables.sharded_init import ShardInfo
     from syncvar.variables.values import DistributedValues, Mirrored, PerReplica
     from syncvar.variables.variable import Variable
 
@@ -163,10 +164,10 @@ _HOMES = {
     "syncvar.strategies.reducing": ("ReduceOp",),
     "syncvar.strategies.server_variables": ("ShardedVariable",),
     "syncvar.strategies.uneven": ("Uneven", "uneven"),
-    "syncvar.variables.by_shards": ("ShardInfo",),
-    "syncvar.variables.equality": ("check_equal",),
-    "syncvar.variables.explanation": ("Explanation",),
-    "syncvar.variables.grouped": ("assign_add_all", "assign_all", "assign_sub_all"),
+    "syncvar.variables.sharded_init": ("ShardInfo",),
+    "syncvar.variables.check_equal": ("check_equal",),
+    "syncvar.variables.mode_explanation": ("Explanation",),
+    "syncvar.variables.assign_all": ("assign_add_all", "assign_all", "assign_sub_all"),
     "syncvar.variables.policy": ("VariableAggregation", "VariableSynchronization"),
     "syncvar.variables.values": ("DistributedValues", "Mirrored", "PerReplica"),
     "syncvar.variables.variable": ("Variable",),
@@ -175,7 +176,7 @@ _MODULES = {
     "data": "syncvar.data",
     "engines": "syncvar.runner.engines",
     "optimizers": "syncvar.optimizers",
-    "partitioners": "syncvar.partitioners",
+    "partitioners": "syncvar.variables.partitioners",
 }
 _found = attributes_of(__name__, {name: home for home, names in _HOMES.items() for name in names})
 

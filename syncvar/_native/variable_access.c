@@ -1,4 +1,4 @@
-/* Prepared writes and reads of variables: what syncvar/variables/prepared.py and side_by_side.py
+/* Prepared writes and reads of variables: what syncvar/variables/persistent_access.py and side_by_side.py
  * look at each time, without a step of Python. */
 #include "native.h"
 

@@ -23,7 +23,8 @@ from syncvar.checkpoint.manifest import digest_of
 from syncvar.checkpoint.together import Alone
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
-from syncvar.variables.places import places
+from syncvar.variables.exact_split import share_of
+from syncvar.variables.in_place_update import are_parts, replace_copy
 from syncvar.variables.policy import (
     Context,
     Effect,
@@ -32,8 +33,7 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-from syncvar.variables.splitting import share_of
-from syncvar.variables.stepping import are_parts, replace_copy
+from syncvar.variables.scope import places
 from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:

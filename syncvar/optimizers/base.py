@@ -37,10 +37,10 @@ from syncvar.optimizers.rule import Rule
 from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
 from syncvar.optimizers.sparse import dense_gradient
 from syncvar.runtime.communicator import Request, fingerprint
-from syncvar.variables.casting import operand_array
-from syncvar.variables.places import context_of, current_owner
+from syncvar.variables.coercion import operand_array
+from syncvar.variables.in_place_update import change_copies, copy_of
 from syncvar.variables.policy import Context
-from syncvar.variables.stepping import change_copies, copy_of
+from syncvar.variables.scope import context_of, current_owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.arguments import Rate
-    from syncvar.variables.places import Owner, Stepper
+    from syncvar.variables.scope import Owner, Stepper
     from syncvar.variables.variable import Variable
 
 __all__ = ["Optimizer"]

@@ -13,8 +13,8 @@ from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype, is_apart
 from syncvar.optimizers.sparse import dense_gradient
 from syncvar.runtime.communicator import Request, fingerprint
-from syncvar.variables.casting import operand_array
-from syncvar.variables.places import current_owner
+from syncvar.variables.coercion import operand_array
+from syncvar.variables.collective_requests import request_of
 from syncvar.variables.policy import (
     Context,
     Operation,
@@ -22,7 +22,7 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-from syncvar.variables.requests import request_of
+from syncvar.variables.scope import current_owner
 from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.reduce_args import Reducing
     from syncvar.optimizers.plan import Plan
-    from syncvar.variables.places import Owner
+    from syncvar.variables.scope import Owner
 
 __all__ = ["Call", "checked_shards", "combined_shortly", "combining_request", "described", "whose"]
 

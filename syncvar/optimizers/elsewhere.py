@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from syncvar.variables.places import Stepper
+    from syncvar.variables.scope import Stepper
     from syncvar.variables.variable import Variable
 
 __all__ = ["Elsewhere", "stepper_of"]

@@ -14,9 +14,9 @@ import numpy as np
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.optimizers.arithmetic import BLOCK
 from syncvar.optimizers.slots import compute_dtype, is_apart, is_half
-from syncvar.variables.casting import operand_array
+from syncvar.variables.coercion import operand_array
+from syncvar.variables.in_place_update import change_copies
 from syncvar.variables.policy import VariableSynchronization
-from syncvar.variables.stepping import change_copies
 from syncvar.variables.storage import Storage
 from syncvar.variables.variable import Variable
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.slots import Slots, State
-    from syncvar.variables.places import Owner
+    from syncvar.variables.scope import Owner
 
 __all__ = ["Part", "Plan", "checked_pairs", "checked_variables", "listed"]
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError
-from syncvar.variables.creation import Wish
+from syncvar.variables.create import Wish
+from syncvar.variables.in_place_update import copy_of, make_beside, replace_copy
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
-from syncvar.variables.stepping import copy_of, make_beside, replace_copy
 from syncvar.variables.variable import COPIED
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.variables.places import Owner
+    from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
 
 __all__ = [

@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.variables.policy import Operation
-from syncvar.variables.rows import checked_rows
+from syncvar.variables.row_updates import checked_rows
 
 if TYPE_CHECKING:
     from syncvar.variables.variable import Variable

@@ -17,7 +17,7 @@ from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.servers.rules import ServerRule, is_users, rule_of, slot_names
 from syncvar.variables.policy import Operation
-from syncvar.variables.rows import Rows, applied
+from syncvar.variables.row_updates import Rows, applied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

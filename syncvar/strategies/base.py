@@ -21,9 +21,9 @@ from syncvar.strategies.inputs import (
 )
 from syncvar.strategies.reducing import gather_values, local_part, own_part, reduce_values
 from syncvar.strategies.scoped_models import model_ids, refuse_new_models
-from syncvar.variables.places import Place, current_place, places, stacks
 from syncvar.variables.policy import Context
-from syncvar.variables.roster import Roster
+from syncvar.variables.registry import Roster
+from syncvar.variables.scope import Place, current_place, places, stacks
 from syncvar.variables.storage import Storage
 from syncvar.variables.values import PerReplica
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.context import Context as Joined
     from syncvar.runtime.communicator import Communicator
+    from syncvar.variables.deferred_writes import WriteQueue
     from syncvar.variables.policy import VariableSynchronization
-    from syncvar.variables.queue import WriteQueue
 
 __all__ = ["Strategy", "strategies_of"]
 

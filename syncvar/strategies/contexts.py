@@ -10,8 +10,8 @@ from syncvar.core.errors import UsageError
 from syncvar.core.lazy_import import Taught
 from syncvar.core.pytree import is_structure, parts_of, rebuilt
 from syncvar.strategies.reducing import gather_values, own_part, reduce_values
-from syncvar.variables.places import Place, context_of, current_owner, current_place, places
 from syncvar.variables.policy import Context
+from syncvar.variables.scope import Place, context_of, current_owner, current_place, places
 from syncvar.variables.values import DistributedValues, PerReplica
 from syncvar.variables.variable import Variable
 

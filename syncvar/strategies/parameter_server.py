@@ -18,8 +18,8 @@ from syncvar.servers.local import LocalServers
 from syncvar.strategies.base import Strategy
 from syncvar.strategies.server_access import ServerAccess, ServersHere, checked_staleness
 from syncvar.strategies.server_variables import Reads, ServerVariable
-from syncvar.variables.places import Place, stacks_here, take_places_along
 from syncvar.variables.policy import Context, VariableSynchronization
+from syncvar.variables.scope import Place, stacks_here, take_places_along
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -14,11 +14,11 @@ from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.optimizers.sparse import rows_of
 from syncvar.servers.asking import Asking
-from syncvar.variables.casting import operand_array
-from syncvar.variables.names import Names
-from syncvar.variables.places import current_place
+from syncvar.variables.coercion import operand_array
 from syncvar.variables.policy import Operation
-from syncvar.variables.rows import checked_rows
+from syncvar.variables.row_updates import checked_rows
+from syncvar.variables.scope import current_place
+from syncvar.variables.unique_names import Names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

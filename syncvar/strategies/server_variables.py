@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.partitioners import row_ranges
 from syncvar.servers.asking import Asking
 from syncvar.servers.shard import Spec
 from syncvar.strategies.server_access import ServerAccess, checked_staleness
-from syncvar.variables.by_shards import ShardInfo, checked_shape, require_shape, takes_shard_info
-from syncvar.variables.casting import checked_dtype, plain_array
-from syncvar.variables.creation import checked_name, checked_trainable, checked_value
-from syncvar.variables.explanation import Explanation
-from syncvar.variables.places import current_owner
+from syncvar.variables.coercion import checked_dtype, plain_array
+from syncvar.variables.create import checked_name, checked_trainable, checked_value
+from syncvar.variables.mode_explanation import Explanation
+from syncvar.variables.partitioners import row_ranges
 from syncvar.variables.policy import (
     Operation,
     VariableAggregation,
@@ -24,7 +22,9 @@ from syncvar.variables.policy import (
     as_member,
     resolve,
 )
-from syncvar.variables.rows import checked_rows
+from syncvar.variables.row_updates import checked_rows
+from syncvar.variables.scope import current_owner
+from syncvar.variables.sharded_init import ShardInfo, checked_shape, require_shape, takes_shard_info
 from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:

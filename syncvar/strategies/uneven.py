@@ -12,16 +12,16 @@ from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageE
 from syncvar.strategies.base import strategies_of
 from syncvar.strategies.enrolled import LEFT, Enrolled, OneHasLeft
 from syncvar.strategies.foreign_modules import checked_modules, update_modules
-from syncvar.variables.catching_up import catch_up
-from syncvar.variables.places import current_place
 from syncvar.variables.policy import Context as Where
+from syncvar.variables.resync import catch_up
+from syncvar.variables.scope import current_place
 
 if TYPE_CHECKING:
     from syncvar.bootstrap.context import Context
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
     from syncvar.strategies.base import Strategy
-    from syncvar.variables.roster import Roster
+    from syncvar.variables.registry import Roster
 
 __all__ = ["Uneven", "uneven"]
 

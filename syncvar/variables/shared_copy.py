@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.context import Context
     from syncvar.runtime.communicator import Communicator
-    from syncvar.variables.places import Owner
+    from syncvar.variables.scope import Owner
 
 __all__ = ["SharedCopy", "shared_copy", "written_once"]
 

@@ -21,17 +21,29 @@ from syncvar.core.errors import (
 from syncvar.core.lazy_import import Taught
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import fingerprint
-from syncvar.variables.casting import number_array, operand_array
-from syncvar.variables.copies import checked_replica, fetch, publish, with_absent
-from syncvar.variables.creation import Made, Wish, make_on_replicas
-from syncvar.variables.explanation import Explanation
-from syncvar.variables.places import (
-    Stepper,
-    context_here,
-    context_of,
-    current_owner,
-    current_place,
-    places,
+from syncvar.variables.array_protocol import ArrayProtocol
+from syncvar.variables.coercion import number_array, operand_array
+from syncvar.variables.collective_requests import (
+    alike_request,
+    are_alike,
+    is_compared_first,
+    request_of,
+    rows_request,
+)
+from syncvar.variables.create import Made, Wish, make_on_replicas
+from syncvar.variables.deferred_writes import WriteQueue, queue_of
+from syncvar.variables.exact_split import share_of
+from syncvar.variables.mode_explanation import Explanation
+from syncvar.variables.persistent_access import (
+    DECIDE,
+    DONE,
+    UNDONE,
+    prepared_look,
+    prepared_read,
+    prepared_write,
+    sealed,
+    unlooked,
+    unprepared,
 )
 from syncvar.variables.policy import (
     Action,
@@ -44,36 +56,24 @@ from syncvar.variables.policy import (
     decide,
     resolve,
 )
-from syncvar.variables.prepared import (
-    DECIDE,
-    DONE,
-    UNDONE,
-    prepared_look,
-    prepared_read,
-    prepared_write,
-    sealed,
-    unlooked,
-    unprepared,
+from syncvar.variables.remote_read import checked_replica, fetch, publish, with_absent
+from syncvar.variables.row_updates import Rows, applied, checked_rows
+from syncvar.variables.scope import (
+    Stepper,
+    context_here,
+    context_of,
+    current_owner,
+    current_place,
+    places,
 )
-from syncvar.variables.protocol import ArrayProtocol
-from syncvar.variables.queue import WriteQueue, queue_of
-from syncvar.variables.requests import (
-    alike_request,
-    are_alike,
-    is_compared_first,
-    request_of,
-    rows_request,
-)
-from syncvar.variables.rows import Rows, applied, checked_rows
 from syncvar.variables.shared_copy import SharedCopy, written_once
-from syncvar.variables.splitting import share_of
 from syncvar.variables.storage import being_written
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.variables.prepared import Look, Read, Write
-    from syncvar.variables.side_by_side import SideBySide
+    from syncvar.variables.flat_bucket import SideBySide
+    from syncvar.variables.persistent_access import Look, Read, Write
 
 __all__ = ["COPIED", "Variable"]
 

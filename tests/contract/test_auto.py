@@ -12,8 +12,8 @@ import pytest
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
-from syncvar.variables import pace
-from syncvar.variables import queue as queue_module
+from syncvar.variables import deferral_policy
+from syncvar.variables import deferred_writes as queue_module
 
 
 @pytest.fixture(params=["links", "arena"])
@@ -37,8 +37,12 @@ def one_place(monkeypatch):
 @pytest.fixture(autouse=True)
 def waiting_pays(monkeypatch):
     """Calls in shared memory are as slow as where waiting pays: what AUTO then does is the same on every path."""
-    monkeypatch.setitem(pace.COSTS, ("arena", False), pace.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0))
-    monkeypatch.setitem(pace.COSTS, ("arena", True), pace.Costs(5, 8.0, 0.3, 8.0, 5.0, 105.0))
+    monkeypatch.setitem(
+        deferral_policy.COSTS, ("arena", False), deferral_policy.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)
+    )
+    monkeypatch.setitem(
+        deferral_policy.COSTS, ("arena", True), deferral_policy.Costs(5, 8.0, 0.3, 8.0, 5.0, 105.0)
+    )
 
 
 def made(strategy, value=0.0, aggregation="SUM", **options):
@@ -485,7 +489,7 @@ def test_in_shared_memory_nothing_waits_and_nothing_is_decided(monkeypatch):
     """An increment is sent there in the time that putting one into the queue takes; whoever pins it is obeyed all the same."""
     monkeypatch.undo()
     agreed = []
-    monkeypatch.setattr("syncvar.variables.roster.Roster._decide", lambda *_: agreed.append(1))
+    monkeypatch.setattr("syncvar.variables.registry.Roster._decide", lambda *_: agreed.append(1))
 
     def fn():
         strategy = sv.MirroredStrategy()

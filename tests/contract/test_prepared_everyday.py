@@ -16,8 +16,8 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.communicator import Communicator
 from syncvar.runtime.persistent import persistent_reduce, persistent_transfer
 from syncvar.testing import run_ranks
-from syncvar.variables import pace
-from syncvar.variables.roster import Roster
+from syncvar.variables import deferral_policy
+from syncvar.variables.registry import Roster
 from syncvar.variables.variable import Variable
 
 SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
@@ -349,7 +349,7 @@ def test_a_write_inside_and_outside_of_run_is_one_prepared_call(counted):
 
 def test_auto_decides_at_every_64th_prepared_write_outside_every_scope(monkeypatch):
     monkeypatch.setitem(
-        pace.COSTS, ("arena", False), pace.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)
+        deferral_policy.COSTS, ("arena", False), deferral_policy.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)
     )  # else nothing is decided in the arena
 
     def fn():

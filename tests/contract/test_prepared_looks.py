@@ -9,7 +9,7 @@ from harness import caught, everywhere
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
-from syncvar.variables.prepared import unlooked
+from syncvar.variables.persistent_access import unlooked
 
 ON_WRITE, ON_READ, NONE = (
     sv.VariableSynchronization.ON_WRITE,

@@ -12,9 +12,9 @@ from harness import caught, everywhere
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.communicator import Communicator
-from syncvar.variables import requests
+from syncvar.variables import collective_requests
+from syncvar.variables.persistent_access import DECIDE, DONE, UNDONE
 from syncvar.variables.policy import Operation
-from syncvar.variables.prepared import DECIDE, DONE, UNDONE
 
 ADD = Operation.ASSIGN_ADD
 ON_WRITE, AUTO = sv.VariableSynchronization.ON_WRITE, sv.VariableSynchronization.AUTO
@@ -497,7 +497,7 @@ def test_a_value_that_all_replicas_write_is_compared_by_a_prepared_call(
 ):
     """In cross context all write the same. Where one makes the call the long way, or brings something else, all come to the same end."""
     if unusual == "a full table":
-        monkeypatch.setattr(requests, "_ALIKE_MAX", 0)
+        monkeypatch.setattr(collective_requests, "_ALIKE_MAX", 0)
 
     def fn():
         strategy = sv.MirroredStrategy()

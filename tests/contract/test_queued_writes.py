@@ -11,8 +11,8 @@ import pytest
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.testing import run_ranks
-from syncvar.variables import queue as queue_module
-from syncvar.variables.prefix import Told, common_prefix
+from syncvar.variables import deferred_writes as queue_module
+from syncvar.variables.queue_prefix import Told, common_prefix
 
 
 @pytest.fixture(params=["links", "arena"])

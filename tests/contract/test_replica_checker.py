@@ -11,8 +11,8 @@ import pytest
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
-from syncvar.variables.checker import compare
-from syncvar.variables.digests import BLOCK_BYTES
+from syncvar.variables.block_digests import BLOCK_BYTES
+from syncvar.variables.replica_check import compare
 
 
 @pytest.fixture(params=["links", "arena"])
@@ -309,7 +309,7 @@ def test_every_variable_is_compared_once_in_a_hundred_steps_and_never_much_of_it
         )
         return compare(owner, pairs, now, **words)
 
-    monkeypatch.setattr("syncvar.variables.roster.compare", noted)
+    monkeypatch.setattr("syncvar.variables.registry.compare", noted)
 
     def fn():
         strategy = sv.MirroredStrategy() if way == "run" else sv.get_strategy()

@@ -7,8 +7,8 @@ from worlds import Worlds
 
 import syncvar.collectives.buckets as fused_module
 import syncvar.core.reduce_ops as ops_module
-import syncvar.variables.creation as creation_module
-import syncvar.variables.requests as requests_module
+import syncvar.variables.collective_requests as requests_module
+import syncvar.variables.create as creation_module
 import syncvar.variables.variable as variable_module
 from syncvar.core.errors import MismatchError
 from syncvar.runtime.communicator import Request

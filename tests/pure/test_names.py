@@ -3,7 +3,7 @@
 import random
 import sys
 
-from syncvar.variables.names import Names
+from syncvar.variables.unique_names import Names
 
 
 class Plain:

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.variables.digests import BLOCK_BYTES, block_count, block_digests, combined
-from syncvar.variables.pace import COSTS, IDLE_RUNS, Bar, Costs, Window, choose, period
+from syncvar.variables.block_digests import BLOCK_BYTES, block_count, block_digests, combined
+from syncvar.variables.deferral_policy import COSTS, IDLE_RUNS, Bar, Costs, Window, choose, period
 
 LINKS = COSTS["links", False]
 ARENA = Costs(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
-from syncvar.partitioners import FixedShards, MaxSize, MinSize, row_ranges
+from syncvar.variables.partitioners import FixedShards, MaxSize, MinSize, row_ranges
 
 SHAPES = st.lists(st.integers(0, 300), max_size=3).map(tuple)
 DTYPES = st.sampled_from(["float32", "float64", "int8", np.dtype("complex128")])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar._native import Tally
-    from syncvar.variables.places import Owner
+    from syncvar.variables.scope import Owner
     from syncvar.variables.storage import Storage
     from syncvar.variables.variable import Variable
 

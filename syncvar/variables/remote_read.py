@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.communicator import Request
-    from syncvar.variables.places import Owner
+    from syncvar.variables.scope import Owner
     from syncvar.variables.storage import Storage
 
 __all__ = ["checked_replica", "fetch", "publish", "with_absent"]

@@ -15,8 +15,8 @@ from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import Communicator, Request, fingerprint
-from syncvar.variables.casting import digest_of
-from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_digests
+from syncvar.variables.block_digests import BLOCK_BYTES, block_bytes, block_digests
+from syncvar.variables.coercion import digest_of
 from syncvar.variables.variable import Variable
 
 if TYPE_CHECKING:

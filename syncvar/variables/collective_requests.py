@@ -19,9 +19,9 @@ from syncvar.core.reduce_ops import reduction
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.runtime.request import Stage
-from syncvar.variables.casting import digest_of
+from syncvar.variables.coercion import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
-from syncvar.variables.rows import Rows
+from syncvar.variables.row_updates import Rows
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.buckets import owns_itself
 from syncvar.core.errors import ConfigError, UsageError
+from syncvar.variables.collective_requests import together_request
+from syncvar.variables.flat_bucket import SideBySide
 from syncvar.variables.policy import Action, Effect, Operation, Travel
-from syncvar.variables.requests import together_request
 from syncvar.variables.shared_copy import written_once
-from syncvar.variables.side_by_side import SideBySide
 from syncvar.variables.storage import being_written
 from syncvar.variables.variable import UFUNCS, Variable
 
 if TYPE_CHECKING:
     from syncvar.runtime.communicator import Request
-    from syncvar.variables.places import Owner
+    from syncvar.variables.scope import Owner
 
 __all__ = ["assign_add_all", "assign_all", "assign_sub_all"]
 

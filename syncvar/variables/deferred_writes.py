@@ -25,7 +25,7 @@ from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.runtime.deferred_queues import send_queued
-from syncvar.variables.prefix import (
+from syncvar.variables.queue_prefix import (
     Told,
     chained,
     common_prefix,
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.communicator import Work
     from syncvar.runtime.request import Stage
-    from syncvar.variables.places import Owner
     from syncvar.variables.policy import Operation
+    from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
 
 __all__ = ["BUCKET_BYTES", "BUCKET_WRITES", "WriteQueue", "queue_of"]

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.context import Context as Joined
     from syncvar.runtime.communicator import Communicator
+    from syncvar.variables.deferred_writes import WriteQueue
     from syncvar.variables.policy import VariableSynchronization
-    from syncvar.variables.queue import WriteQueue
-    from syncvar.variables.roster import Roster
+    from syncvar.variables.registry import Roster
     from syncvar.variables.storage import Storage
 
 __all__ = [

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from syncvar._native import Tally
     from syncvar.runtime.communicator import PreparedCall
-    from syncvar.variables.places import Owner
+    from syncvar.variables.scope import Owner
     from syncvar.variables.storage import Storage
 
     Look = Callable[[bool], NDArray[Any] | None]

@@ -14,7 +14,13 @@ from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.stage_builders import exchange_bytes
 from syncvar.core.errors import MismatchError
 from syncvar.runtime.communicator import Request, fingerprint
-from syncvar.variables.digests import BLOCK_BYTES, block_bytes, block_count, block_digests, combined
+from syncvar.variables.block_digests import (
+    BLOCK_BYTES,
+    block_bytes,
+    block_count,
+    block_digests,
+    combined,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -24,8 +30,8 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
-    from syncvar.variables.places import Owner
-    from syncvar.variables.roster import Entry
+    from syncvar.variables.registry import Entry
+    from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
 
     Pair = tuple[Entry, Variable]

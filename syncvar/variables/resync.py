@@ -12,8 +12,8 @@ from syncvar.collectives.sync_points import gather_objects
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.variables.places import Owner
-    from syncvar.variables.roster import Roster
+    from syncvar.variables.registry import Roster
+    from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
 
 __all__ = ["catch_up"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import ConfigError
-from syncvar.variables.protocol import ArrayProtocol
+from syncvar.variables.array_protocol import ArrayProtocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from syncvar.variables.creation import Wish, make_on_replicas
+from syncvar.variables.create import Wish, make_on_replicas
 from syncvar.variables.shared_copy import written_once
 from syncvar.variables.variable import Variable
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.variables.places import Owner
+    from syncvar.variables.scope import Owner
 
 __all__ = ["are_parts", "change_copies", "copy_of", "make_beside", "replace_copy"]
 

@@ -16,10 +16,9 @@ from syncvar.core.errors import ConfigError, InternalError, MismatchError
 from syncvar.protocol.fixed_records import BYTES, Record
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import Request, fingerprint
-from syncvar.variables.by_shards import checked_shape, require_shape, takes_shard_info, whole
-from syncvar.variables.casting import checked_dtype, digest_of, initial_array
-from syncvar.variables.names import Names
-from syncvar.variables.places import Owner, context_of
+from syncvar.variables.array_protocol import ArrayProtocol
+from syncvar.variables.coercion import checked_dtype, digest_of, initial_array
+from syncvar.variables.exact_split import share_of
 from syncvar.variables.policy import (
     Action,
     Effect,
@@ -31,8 +30,9 @@ from syncvar.variables.policy import (
     decide,
     resolve,
 )
-from syncvar.variables.protocol import ArrayProtocol
-from syncvar.variables.splitting import share_of
+from syncvar.variables.scope import Owner, context_of
+from syncvar.variables.sharded_init import checked_shape, require_shape, takes_shard_info, whole
+from syncvar.variables.unique_names import Names
 
 if TYPE_CHECKING:
     from collections.abc import Generator

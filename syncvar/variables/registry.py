@@ -29,17 +29,17 @@ from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.sync_points import gather_objects
 from syncvar.core.errors import MismatchError
 from syncvar.core.output_files import AUTO_LOG, check_file
-from syncvar.variables.checker import compare
-from syncvar.variables.decisions import Change, Point, append, read
-from syncvar.variables.pace import COSTS, Bar, Window, choose, period
-from syncvar.variables.prepared import WRITES_PER_DECISION
+from syncvar.variables.deferral_log import Change, Point, append, read
+from syncvar.variables.deferral_policy import COSTS, Bar, Window, choose, period
+from syncvar.variables.persistent_access import WRITES_PER_DECISION
+from syncvar.variables.replica_check import compare
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
     from syncvar._native import Tally
-    from syncvar.variables.pace import Choice, Costs
-    from syncvar.variables.places import Owner
+    from syncvar.variables.deferral_policy import Choice, Costs
+    from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
 
 __all__ = ["Entry", "Roster"]

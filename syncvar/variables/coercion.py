@@ -11,7 +11,7 @@ import numpy as np
 from syncvar.core.array_arguments import as_array
 from syncvar.core.dtypes import dtype_index
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.variables.digests import block_digests
+from syncvar.variables.block_digests import block_digests
 from syncvar.variables.values import Mirrored, PerReplica
 
 if TYPE_CHECKING:

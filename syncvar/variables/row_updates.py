@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError, RowOutOfRange
 from syncvar.core.reduce_ops import reduction
-from syncvar.variables.casting import operand_array, plain_array
+from syncvar.variables.coercion import operand_array, plain_array
 from syncvar.variables.policy import Operation
 
 if TYPE_CHECKING:
