@@ -19,7 +19,7 @@ from syncvar.optimizers.adam import LAMB, Adam, AdamW
 from syncvar.optimizers.adaptive import Adagrad, RMSProp
 from syncvar.optimizers.base import Optimizer
 from syncvar.optimizers.custom import Custom, update_rule
-from syncvar.optimizers.momentum import SGD, Momentum, Nesterov
+from syncvar.optimizers.sgd import SGD, Momentum, Nesterov
 
 __all__ = [
     "LAMB",

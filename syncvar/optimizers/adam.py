@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import numpy as np
 
-from syncvar.optimizers.arguments import Options, checked_number
-from syncvar.optimizers.arithmetic import BLOCK, power, sum_of_squares
 from syncvar.optimizers.base import Optimizer
+from syncvar.optimizers.exact_math import BLOCK, power, sum_of_squares
+from syncvar.optimizers.hyperparameters import Options, checked_number
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.arguments import Rate
-    from syncvar.optimizers.rule import Stepped
+    from syncvar.optimizers.hyperparameters import Rate
+    from syncvar.optimizers.update_rule import Stepped
 
 __all__ = ["LAMB", "Adam", "AdamW"]
 

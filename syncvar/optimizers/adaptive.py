@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from syncvar.core.errors import ConfigError
-from syncvar.optimizers.arguments import Options, checked_number
 from syncvar.optimizers.base import Optimizer
+from syncvar.optimizers.hyperparameters import Options, checked_number
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.arguments import Rate
+    from syncvar.optimizers.hyperparameters import Rate
 
 __all__ = ["Adagrad", "RMSProp"]
 

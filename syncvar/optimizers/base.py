@@ -14,15 +14,9 @@ from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import Taught, explained_attribute
 from syncvar.core.reduce_ops import quiet
-from syncvar.optimizers.arguments import (
-    Options,
-    checked_choice,
-    checked_count,
-    checked_name,
-    checked_number,
-    checked_rate,
-)
-from syncvar.optimizers.call import (
+from syncvar.optimizers.clipping import Clipping
+from syncvar.optimizers.gradient_buckets import Plan, checked_pairs, checked_variables, listed
+from syncvar.optimizers.gradient_call import (
     Call,
     checked_shards,
     combined_shortly,
@@ -30,12 +24,18 @@ from syncvar.optimizers.call import (
     described,
     whose,
 )
-from syncvar.optimizers.clipping import Clipping
-from syncvar.optimizers.elsewhere import Elsewhere, stepper_of
-from syncvar.optimizers.plan import Plan, checked_pairs, checked_variables, listed
-from syncvar.optimizers.rule import Rule
+from syncvar.optimizers.hyperparameters import (
+    Options,
+    checked_choice,
+    checked_count,
+    checked_name,
+    checked_number,
+    checked_rate,
+)
+from syncvar.optimizers.remote_step import Elsewhere, stepper_of
 from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
-from syncvar.optimizers.sparse import dense_gradient
+from syncvar.optimizers.sparse_gradients import dense_gradient
+from syncvar.optimizers.update_rule import Rule
 from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies, copy_of
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.arguments import Rate
+    from syncvar.optimizers.hyperparameters import Rate
     from syncvar.variables.scope import Owner, Stepper
     from syncvar.variables.variable import Variable
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from syncvar.optimizers.arithmetic import norm
+from syncvar.optimizers.exact_math import norm
 
 if TYPE_CHECKING:
-    from syncvar.optimizers.plan import Bucket, Plan
+    from syncvar.optimizers.gradient_buckets import Bucket, Plan
 
 __all__ = ["Clipping"]
 

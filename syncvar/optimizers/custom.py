@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import numpy as np
 
 from syncvar.core.errors import ConfigError
-from syncvar.optimizers.arguments import Options, checked_number
 from syncvar.optimizers.base import Optimizer
+from syncvar.optimizers.hyperparameters import Options, checked_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.arguments import Rate
-    from syncvar.optimizers.rule import Stepped
+    from syncvar.optimizers.hyperparameters import Rate
+    from syncvar.optimizers.update_rule import Stepped
 
 __all__ = ["Custom", "update_rule"]
 

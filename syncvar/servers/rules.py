@@ -11,7 +11,7 @@ import numpy as np
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers import SGD, Adagrad, Adam, AdamW, Custom, Momentum, RMSProp
-from syncvar.optimizers.arithmetic import BLOCK
+from syncvar.optimizers.exact_math import BLOCK
 from syncvar.optimizers.slots import compute_dtype, is_half
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.rule import Rule
+    from syncvar.optimizers.update_rule import Rule
 
 __all__ = ["ServerRule", "Trial", "is_users", "rule_of", "slot_names"]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.optimizers.slots import compute_dtype
-from syncvar.optimizers.sparse import rows_of
+from syncvar.optimizers.sparse_gradients import rows_of
 from syncvar.servers.asking import Asking
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.policy import Operation

@@ -11,7 +11,7 @@ from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.dispatch import call_prepared
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype, is_apart
-from syncvar.optimizers.sparse import dense_gradient
+from syncvar.optimizers.sparse_gradients import dense_gradient
 from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.collective_requests import request_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.reduce_args import Reducing
-    from syncvar.optimizers.plan import Plan
+    from syncvar.optimizers.gradient_buckets import Plan
     from syncvar.variables.scope import Owner
 
 __all__ = ["Call", "checked_shards", "combined_shortly", "combining_request", "described", "whose"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from syncvar.optimizers.arithmetic import BLOCK
+from syncvar.optimizers.exact_math import BLOCK
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.optimizers.arithmetic import BLOCK
+from syncvar.optimizers.exact_math import BLOCK
 from syncvar.optimizers.slots import compute_dtype, is_apart, is_half
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies
