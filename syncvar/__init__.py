@@ -91,12 +91,16 @@ if TYPE_CHECKING:
         in_cross_replica_context,
     )
     from syncvar.strategies.coordinator import ClusterCoordinator, RemoteValue
-    from syncvar.strategies.inputs import DistributedDataset, DistributedIterator, InputContext
+    from syncvar.strategies.distributed_dataset import (
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+    )
+    from syncvar.strategies.join_uneven import Uneven, uneven
     from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
     from syncvar.strategies.parameter_server import ParameterServerStrategy
-    from syncvar.strategies.reducing import ReduceOp
     from syncvar.strategies.server_variables import ShardedVariable
-    from syncvar.strategies.uneven import Uneven, uneven
+    from syncvar.strategies.value_reduction import ReduceOp
     from syncvar.variables import partitioners
     from syncvar.variables.assign_all import assign_add_all, assign_all, assign_sub_all
     from syncvar.variables.check_equal import check_equal
@@ -158,12 +162,12 @@ _HOMES = {
         "in_cross_replica_context",
     ),
     "syncvar.strategies.coordinator": ("ClusterCoordinator", "RemoteValue"),
-    "syncvar.strategies.inputs": ("DistributedDataset", "DistributedIterator", "InputContext"),
+    "syncvar.strategies.distributed_dataset": ("DistributedDataset", "DistributedIterator", "InputContext"),
     "syncvar.strategies.mirrored": ("MirroredStrategy", "MultiWorkerMirroredStrategy"),
     "syncvar.strategies.parameter_server": ("ParameterServerStrategy",),
-    "syncvar.strategies.reducing": ("ReduceOp",),
+    "syncvar.strategies.value_reduction": ("ReduceOp",),
     "syncvar.strategies.server_variables": ("ShardedVariable",),
-    "syncvar.strategies.uneven": ("Uneven", "uneven"),
+    "syncvar.strategies.join_uneven": ("Uneven", "uneven"),
     "syncvar.variables.sharded_init": ("ShardInfo",),
     "syncvar.variables.check_equal": ("check_equal",),
     "syncvar.variables.mode_explanation": ("Explanation",),

@@ -13,14 +13,14 @@ from syncvar.runtime.communicator import begin_epochs
 from syncvar.runtime.deferred_queues import send_queued
 from syncvar.runtime.timeouts import checked_timeout
 from syncvar.strategies.contexts import ValueContext
-from syncvar.strategies.inputs import (
+from syncvar.strategies.distributed_dataset import (
     DistributedDataset,
     InputContext,
     distributed,
     distributed_from_function,
 )
-from syncvar.strategies.reducing import gather_values, local_part, own_part, reduce_values
-from syncvar.strategies.scoped_models import model_ids, refuse_new_models
+from syncvar.strategies.scope_check import model_ids, refuse_new_models
+from syncvar.strategies.value_reduction import gather_values, local_part, own_part, reduce_values
 from syncvar.variables.policy import Context
 from syncvar.variables.registry import Roster
 from syncvar.variables.scope import Place, current_place, places, stacks

@@ -9,7 +9,7 @@ from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import UsageError
 from syncvar.core.lazy_import import Taught
 from syncvar.core.pytree import is_structure, parts_of, rebuilt
-from syncvar.strategies.reducing import gather_values, own_part, reduce_values
+from syncvar.strategies.value_reduction import gather_values, own_part, reduce_values
 from syncvar.variables.policy import Context
 from syncvar.variables.scope import Place, context_of, current_owner, current_place, places
 from syncvar.variables.values import DistributedValues, PerReplica

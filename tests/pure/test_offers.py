@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from syncvar.protocol.fixed_records import pack_record, unpack_record
-from syncvar.strategies.offers import Offer, is_unanimous, verdict
+from syncvar.strategies.batch_agreement import Offer, is_unanimous, verdict
 
 BATCH, LONGER, OTHER = (Offer(True, rows, 0, 3, kind) for rows, kind in ((4, 11), (5, 11), (4, 12)))
 ENDED, FORGOT, NEVER = (Offer(False, 0, 0, 3, kind) for kind in (11, 12, 0))

@@ -9,9 +9,9 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.sync_points import gather_objects
 from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
+from syncvar.strategies.active_group import LEFT, Enrolled, OneHasLeft
 from syncvar.strategies.base import strategies_of
-from syncvar.strategies.enrolled import LEFT, Enrolled, OneHasLeft
-from syncvar.strategies.foreign_modules import checked_modules, update_modules
+from syncvar.strategies.library_state import checked_modules, update_modules
 from syncvar.variables.policy import Context as Where
 from syncvar.variables.resync import catch_up
 from syncvar.variables.scope import current_place

@@ -20,7 +20,7 @@ from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_
 from syncvar.data.dataset import Dataset
 from syncvar.data.iterator_state import integer_of, read_state
 from syncvar.runtime.communicator import Request, fingerprint
-from syncvar.strategies.offers import Offer, is_unanimous, verdict
+from syncvar.strategies.batch_agreement import Offer, is_unanimous, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
