@@ -34,9 +34,9 @@ import zmq
 
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.settings import RuntimeConfig
-from syncvar.servers.asking import Asking
-from syncvar.servers.shard import Spec
-from syncvar.serving.edge import Edge
+from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.worker_session import Edge
+from syncvar.parameter_server.server.shard import Spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,7 +15,7 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.exit_codes import INTERNAL, exit_code_of
 from syncvar.core.process_ids import SERVER_0, is_server
 from syncvar.core.state_folder import RECORDS, TOTALS
-from syncvar.serving.tally import put_tallies, take_tallies
+from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
 from syncvar_launcher.agent import Agent, Event, Output
 from syncvar_launcher.beginning import Beginning, plan_beginning
 from syncvar_launcher.callfiles import result_parts

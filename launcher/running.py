@@ -17,7 +17,7 @@ from syncvar.core.errors import HostUnreachable
 from syncvar.core.output_files import LostFile, why_unwritten
 from syncvar.core.process_ids import SERVER_0, is_server, server_number
 from syncvar.core.restart_policy import Restarting
-from syncvar.serving.tally import put_tallies, take_tallies
+from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
 from syncvar_launcher.events import EventLog
 from syncvar_launcher.generation import Generation, drop_passing
 from syncvar_launcher.limits import TimePassed

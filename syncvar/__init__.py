@@ -76,6 +76,9 @@ if TYPE_CHECKING:
         UsageError,
     )
     from syncvar.core.reduce_ops import register_op
+    from syncvar.parameter_server.server_variables import ShardedVariable
+    from syncvar.parameter_server.strategy import ParameterServerStrategy
+    from syncvar.parameter_server.task_coordinator import ClusterCoordinator, RemoteValue
     from syncvar.runner import engines
     from syncvar.runner.local import run
     from syncvar.runtime.wait_many import wait_all, wait_any
@@ -90,7 +93,6 @@ if TYPE_CHECKING:
         has_strategy,
         in_cross_replica_context,
     )
-    from syncvar.strategies.coordinator import ClusterCoordinator, RemoteValue
     from syncvar.strategies.distributed_dataset import (
         DistributedDataset,
         DistributedIterator,
@@ -98,8 +100,6 @@ if TYPE_CHECKING:
     )
     from syncvar.strategies.join_uneven import Uneven, uneven
     from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
-    from syncvar.strategies.parameter_server import ParameterServerStrategy
-    from syncvar.strategies.server_variables import ShardedVariable
     from syncvar.strategies.value_reduction import ReduceOp
     from syncvar.variables import partitioners
     from syncvar.variables.assign_all import assign_add_all, assign_all, assign_sub_all
@@ -161,12 +161,12 @@ _HOMES = {
         "ReplicaContext", "ValueContext", "get_replica_context", "get_strategy", "has_strategy",
         "in_cross_replica_context",
     ),
-    "syncvar.strategies.coordinator": ("ClusterCoordinator", "RemoteValue"),
+    "syncvar.parameter_server.task_coordinator": ("ClusterCoordinator", "RemoteValue"),
     "syncvar.strategies.distributed_dataset": ("DistributedDataset", "DistributedIterator", "InputContext"),
     "syncvar.strategies.mirrored": ("MirroredStrategy", "MultiWorkerMirroredStrategy"),
-    "syncvar.strategies.parameter_server": ("ParameterServerStrategy",),
+    "syncvar.parameter_server.strategy": ("ParameterServerStrategy",),
     "syncvar.strategies.value_reduction": ("ReduceOp",),
-    "syncvar.strategies.server_variables": ("ShardedVariable",),
+    "syncvar.parameter_server.server_variables": ("ShardedVariable",),
     "syncvar.strategies.join_uneven": ("Uneven", "uneven"),
     "syncvar.variables.sharded_init": ("ShardInfo",),
     "syncvar.variables.check_equal": ("check_equal",),

@@ -111,7 +111,7 @@ def _settled(run: Callable[[list[str]], None]) -> None:
     except SystemExit as request:
         if request.code is not None and request.code != 0:
             raise
-    edge = sys.modules.get("syncvar.serving.edge")
+    edge = sys.modules.get("syncvar.parameter_server.client.worker_session")
     if edge is not None:
         edge.settle_all()
 

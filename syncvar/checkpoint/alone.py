@@ -34,8 +34,8 @@ from syncvar.core.array_arguments import as_array
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, NotFound, WireError
 from syncvar.optimizers import Optimizer
+from syncvar.parameter_server.server_variables import ServerVariable
 from syncvar.protocol.object_codec import DEPTH_MAX, pack_object, unpack_object
-from syncvar.strategies.server_variables import ServerVariable
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
 from syncvar.variables.variable import Variable
 

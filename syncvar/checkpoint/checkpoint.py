@@ -30,8 +30,8 @@ from syncvar.checkpoint.saving import Saving
 from syncvar.checkpoint.together import Alone
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers import Optimizer
+from syncvar.parameter_server.server_variables import ServerVariable
 from syncvar.strategies.contexts import get_strategy
-from syncvar.strategies.server_variables import ServerVariable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

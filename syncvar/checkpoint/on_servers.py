@@ -24,10 +24,10 @@ from syncvar.checkpoint.optimizer_state import RuleLeaf, local_leaves, require_s
 from syncvar.checkpoint.together import Alone
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype
-from syncvar.servers.rules import rule_of, slot_names
-from syncvar.servers.shard import Slots
-from syncvar.strategies.server_state import Kept, give_back, rule_key, take
-from syncvar.strategies.server_variables import ServerVariable
+from syncvar.parameter_server.server.server_rules import rule_of, slot_names
+from syncvar.parameter_server.server.shard import Slots
+from syncvar.parameter_server.server_variables import ServerVariable
+from syncvar.parameter_server.snapshot import Kept, give_back, rule_key, take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from syncvar.checkpoint.manifest import Entry, Stored
     from syncvar.checkpoint.together import Together
     from syncvar.optimizers import Optimizer
+    from syncvar.parameter_server.server.shard import RuleKey
+    from syncvar.parameter_server.snapshot import ServerState
     from syncvar.runtime.communicator import Communicator
-    from syncvar.servers.shard import RuleKey
-    from syncvar.strategies.server_state import ServerState
     from syncvar.variables.variable import Variable
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.checkpoint.agreement import failure_of, raise_failures
 from syncvar.checkpoint.restoring import Found
 from syncvar.core.errors import CheckpointError, MismatchError, SyncvarError, TransportError
-from syncvar.strategies.server_state import give_back, recall
+from syncvar.parameter_server.snapshot import give_back, recall
 
 if TYPE_CHECKING:
     from collections.abc import Callable

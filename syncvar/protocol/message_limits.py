@@ -6,7 +6,7 @@ long: whatever is longer than `FRAME_NBYTES` travels in several frames, and a st
 
 Two more limits are only for peers that have not proved themselves. A peer that sends more than `UNPROVED_NBYTES_MAX` before it has
 proved itself loses the connection (`syncvar.transports.unauthenticated_peers`). On a stream of our own framing, the first message is at most
-`HELLO_NBYTES_MAX` long (`syncvar.serving.pipes`).
+`HELLO_NBYTES_MAX` long (`syncvar.parameter_server.transport.unix_stream`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ messages at the same times, so a failure is found again.
 
 Example:
     >>> import numpy as np
-    >>> from syncvar.servers.asking import Asking
-    >>> from syncvar.servers.shard import Spec
+    >>> from syncvar.parameter_server.client.request_builder import Asking
+    >>> from syncvar.parameter_server.server.shard import Spec
     >>> def program(rank, incarnation):
     ...     asking = Asking()
     ...     asking.create(0, "v", Spec((), "int64", "NONE", (), 0), None, np.zeros((), np.int64))
@@ -27,18 +27,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.process_ids import heirs_of
-from syncvar.servers.client import Client
-from syncvar.servers.messages import frames_of, message_of
-from syncvar.servers.server import Server
+from syncvar.parameter_server.client.request_client import Client
+from syncvar.parameter_server.messages import frames_of, message_of
+from syncvar.parameter_server.server.server_machine import Server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from numpy.typing import NDArray
 
-    from syncvar.servers.asking import Asking
-    from syncvar.servers.client import Ticket
-    from syncvar.servers.messages import Outgoing, Party
+    from syncvar.parameter_server.client.request_builder import Asking
+    from syncvar.parameter_server.client.request_client import Ticket
+    from syncvar.parameter_server.messages import Outgoing, Party
 
 __all__ = ["Ask", "Cluster"]
 

@@ -27,7 +27,7 @@ from syncvar.transports.in_memory import Faults, MemoryControl, MemoryNetwork, M
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from syncvar.servers.local import LocalServers
+    from syncvar.parameter_server.client.local_servers import LocalServers
     from syncvar.shm.segment_file import CreatedArena
 
 __all__ = ["run_ranks"]

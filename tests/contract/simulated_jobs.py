@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from syncvar.servers.asking import Asking
-from syncvar.servers.shard import Spec
+from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.server.shard import Spec
 from syncvar.testing import Ask, Cluster
 
 _NUMBER = np.int64

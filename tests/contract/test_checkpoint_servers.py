@@ -11,9 +11,14 @@ from syncvar.bootstrap.process import current
 from syncvar.checkpoint.files import Folder
 from syncvar.checkpoint.reading import read_manifest
 from syncvar.core.settings import RuntimeConfig
-from syncvar.servers.local import LocalServers
-from syncvar.serving.tally import Tally, put_tallies, take_tallies, tally_path
-from syncvar.strategies.server_access import ServersHere
+from syncvar.parameter_server.client.local_servers import LocalServers
+from syncvar.parameter_server.client.push_counter import (
+    Tally,
+    put_tallies,
+    take_tallies,
+    tally_path,
+)
+from syncvar.parameter_server.server_access import ServersHere
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=10.0)

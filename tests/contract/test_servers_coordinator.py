@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.servers.board import Board, Outcome
-from syncvar.servers.local import LocalServers
+from syncvar.parameter_server.client.local_servers import LocalServers
+from syncvar.parameter_server.task_queue import Board, Outcome
 from syncvar.testing import run_ranks
 
 seen = {}

@@ -5,13 +5,13 @@ import pytest
 
 import syncvar as sv
 from syncvar.core.errors import PeerLost
-from syncvar.servers.asking import Asking
-from syncvar.servers.client import Client
-from syncvar.servers.copying import Copying, ledger_of, seed_of
-from syncvar.servers.ledger import Ledger
-from syncvar.servers.local import LocalServers
-from syncvar.servers.server import Server
-from syncvar.servers.shard import Spec
+from syncvar.parameter_server.client.local_servers import LocalServers
+from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.request_client import Client
+from syncvar.parameter_server.server.replicated_state import Ledger
+from syncvar.parameter_server.server.replication import Copying, ledger_of, seed_of
+from syncvar.parameter_server.server.server_machine import Server
+from syncvar.parameter_server.server.shard import Spec
 from syncvar.testing import run_ranks
 
 HEIRS = [(1, 2), (2, 0), (0, 1)]

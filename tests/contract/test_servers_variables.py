@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.servers.asking import Asking
-from syncvar.servers.local import LocalServers
-from syncvar.servers.shard import Spec
+from syncvar.parameter_server.client.local_servers import LocalServers
+from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.server.shard import Spec
 from syncvar.testing import run_ranks
 
 

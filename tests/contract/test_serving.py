@@ -17,14 +17,14 @@ from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import InternalError
 from syncvar.core.process_ids import SERVER_0, heirs_of
 from syncvar.core.settings import RuntimeConfig
+from syncvar.parameter_server.messages import frames_of, message_of
+from syncvar.parameter_server.server.server_machine import Server
+from syncvar.parameter_server.server.server_main import Serving
+from syncvar.parameter_server.transport.framing import packed, unpacked
+from syncvar.parameter_server.transport.server_links import Links
+from syncvar.parameter_server.transport.shm_buffers import LEND_NBYTES_MIN, Lender
+from syncvar.parameter_server.transport.unix_stream import Door, Pipe
 from syncvar.protocol.control_messages import pack_message, parse_message
-from syncvar.servers.messages import frames_of, message_of
-from syncvar.servers.server import Server
-from syncvar.serving.lending import LEND_NBYTES_MIN, Lender
-from syncvar.serving.links import Links
-from syncvar.serving.packing import packed, unpacked
-from syncvar.serving.pipes import Door, Pipe
-from syncvar.serving.process import Serving
 from syncvar.shm.segment import Arena
 from syncvar.shm.segment_file import create
 from syncvar.shm.shm_references import SegmentId, SharedMemoryReference

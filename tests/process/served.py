@@ -6,8 +6,8 @@ import numpy as np
 
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.settings import RuntimeConfig
-from syncvar.servers.client import Part
-from syncvar.serving.edge import Edge
+from syncvar.parameter_server.client.request_client import Part
+from syncvar.parameter_server.client.worker_session import Edge
 
 ME = RankEnvironment.from_mapping(os.environ)
 

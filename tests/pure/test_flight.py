@@ -487,8 +487,8 @@ def test_servers_are_told_of_beside_ranks_and_part_from_nobody(tmp_path, capsys)
         call(-1, ("pull of rank 1", 0), 3, 0, "started", group=-1),
     ]
     stack = [
-        ["/x/syncvar/servers/ledger.py", 5, "execute"],
-        [f"{PACKAGE}/serving/process.py", 9, "run"],
+        ["/x/syncvar/parameter_server/server/replicated_state.py", 5, "execute"],
+        [f"{PACKAGE}/parameter_server/server/server_main.py", 9, "run"],
     ]
     left = [
         *mismatch(),
@@ -511,7 +511,7 @@ def test_servers_are_told_of_beside_ranks_and_part_from_nobody(tmp_path, capsys)
         in text
     )
     assert (
-        "  server 1: in a request, pull of rank 1, for 197.000 ms; it stood at a request, in /x/syncvar/servers/ledger.py:5\n"
+        "  server 1: in a request, pull of rank 1, for 197.000 ms; it stood at a request, in /x/syncvar/parameter_server/server/replicated_state.py:5\n"
         in text
     )
     for one in left:

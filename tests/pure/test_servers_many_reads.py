@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from syncvar.core.process_ids import SERVER_0
-from syncvar.servers.asking import Asking
-from syncvar.servers.client import Client
-from syncvar.servers.server import Server
-from syncvar.servers.shard import Spec
+from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.request_client import Client
+from syncvar.parameter_server.server.server_machine import Server
+from syncvar.parameter_server.server.shard import Spec
 
 
 def answered(client, server, asking):

@@ -5,8 +5,15 @@ import itertools
 import pytest
 
 from syncvar.core.errors import InternalError
+from syncvar.parameter_server.transport.framing import (
+    NBYTES_MAX,
+    cut,
+    joined,
+    length_of,
+    packed,
+    unpacked,
+)
 from syncvar.protocol.message_limits import FRAME_NBYTES
-from syncvar.serving.packing import NBYTES_MAX, cut, joined, length_of, packed, unpacked
 from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 
 HERE = SegmentId(2, 3, 4)

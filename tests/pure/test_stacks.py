@@ -27,7 +27,7 @@ START = [
     Frame(f"{PACKAGE}/bootstrap/worker_main.py", 130, "_run"),
     Frame("<frozen runpy>", 88, "_run_code"),
 ]
-LOOP = [Frame(f"{PACKAGE}/serving/process.py", 9, "run")]
+LOOP = [Frame(f"{PACKAGE}/parameter_server/server/server_main.py", 9, "run")]
 
 
 def user(*lines, file="/job/train.py"):
@@ -98,7 +98,7 @@ def test_dumps_are_read_with_their_names():
         (
             [
                 Frame("/v/site-packages/zmq/poll.py", 3, "poll"),
-                *ours(4, file="serving/watching.py"),
+                *ours(4, file="parameter_server/transport/poller.py"),
                 *LOOP,
             ],
             "waiting for requests",
@@ -107,7 +107,7 @@ def test_dumps_are_read_with_their_names():
         (
             [
                 *user(7, file="/v/site-packages/numpy/core.py"),
-                Frame(f"{PACKAGE}/servers/ledger.py", 5, "execute"),
+                Frame(f"{PACKAGE}/parameter_server/server/replicated_state.py", 5, "execute"),
                 *LOOP,
             ],
             "at a request, in numpy/core.py:7",
@@ -180,7 +180,7 @@ def test_equal_stacks_are_shown_once_and_who_does_not_answer_is_named():
 def test_servers_are_shown_beside_ranks_with_their_own_frames():
     waiting = [
         Frame("/v/site-packages/zmq/poll.py", 3, "poll"),
-        *ours(4, file="serving/watching.py"),
+        *ours(4, file="parameter_server/transport/poller.py"),
         *LOOP,
     ]
     answers = [
@@ -192,8 +192,8 @@ def test_servers_are_shown_beside_ranks_with_their_own_frames():
     assert text.split("\n")[3:-1] == [
         "servers 0, 1: waiting for requests",
         "  /v/site-packages/zmq/poll.py:3 in poll",
-        f"  {PACKAGE}/serving/watching.py:4 in wait",
-        f"  {PACKAGE}/serving/process.py:9 in run",
+        f"  {PACKAGE}/parameter_server/transport/poller.py:4 in wait",
+        f"  {PACKAGE}/parameter_server/server/server_main.py:9 in run",
     ]
 
 

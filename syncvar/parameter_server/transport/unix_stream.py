@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from syncvar.serving.packing import NBYTES_MAX, Packed, length_of
+from syncvar.parameter_server.transport.framing import NBYTES_MAX, Packed, length_of
 
 __all__ = ["Door", "Pipe"]
 

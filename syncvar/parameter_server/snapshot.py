@@ -12,20 +12,20 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError, DeadlineExceeded
 from syncvar.optimizers.slots import compute_dtype, is_half
+from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.server.server_rules import rule_of
+from syncvar.parameter_server.server.shard import Slots, Spec
+from syncvar.parameter_server.server_variables import Reads
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.servers.asking import Asking
-from syncvar.servers.rules import rule_of
-from syncvar.servers.shard import Slots, Spec
-from syncvar.strategies.server_variables import Reads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.servers.shard import RuleKey
-    from syncvar.strategies.parameter_server import ParameterServerStrategy
-    from syncvar.strategies.server_variables import ServerVariable
+    from syncvar.parameter_server.server.shard import RuleKey
+    from syncvar.parameter_server.server_variables import ServerVariable
+    from syncvar.parameter_server.strategy import ParameterServerStrategy
 
 __all__ = ["Kept", "ServerState", "give_back", "recall", "rule_key", "take"]
 

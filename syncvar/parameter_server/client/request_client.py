@@ -20,18 +20,18 @@ from syncvar.core.errors import (
     WireError,
 )
 from syncvar.core.process_ids import server_number
-from syncvar.servers.copying import PATIENCE
-from syncvar.servers.ledger import SHARED, changes, reads
-from syncvar.servers.messages import Outgoing
-from syncvar.servers.primary import WINDOW
-from syncvar.servers.server import RESEND_S
+from syncvar.parameter_server.messages import Outgoing
+from syncvar.parameter_server.server.primary import WINDOW
+from syncvar.parameter_server.server.replicated_state import SHARED, changes, reads
+from syncvar.parameter_server.server.replication import PATIENCE
+from syncvar.parameter_server.server.server_machine import RESEND_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.servers.messages import Arrays, Message, Party
+    from syncvar.parameter_server.messages import Arrays, Message, Party
 
 __all__ = ["Client", "Part", "Ticket"]
 

@@ -15,7 +15,7 @@ from syncvar.collectives.tree_sum import tree_combined
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.slots import compute_dtype
-from syncvar.servers.rules import ServerRule, is_users, rule_of, slot_names
+from syncvar.parameter_server.server.server_rules import ServerRule, is_users, rule_of, slot_names
 from syncvar.variables.policy import Operation
 from syncvar.variables.row_updates import Rows, applied
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.servers.rules import Trial
+    from syncvar.parameter_server.server.server_rules import Trial
 
     Room = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 

@@ -3,7 +3,7 @@
 Within a host these are pipes (`pipes`), between hosts, and where shared memory is not wanted, sockets of ZeroMQ: each server binds
 a ROUTER, and whoever speaks to it opens a DEALER. Unlike a link between ranks one of these may break and be
 connected again, by the same process or by the one that was started in its place: what was under way is lost then, and whoever
-sent it sends it again (`syncvar.servers.client`). The routing identity names job, generation, process and incarnation, so that
+sent it sends it again (`syncvar.parameter_server.client.request_client`). The routing identity names job, generation, process and incarnation, so that
 a process of another job or an old one is not heard, and of two incarnations of a worker the later one counts.
 """
 
@@ -20,10 +20,10 @@ import zmq
 from syncvar.core.errors import TransportError
 from syncvar.core.network import tcp_endpoint
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
+from syncvar.parameter_server.transport.framing import NBYTES_MAX, cut, joined, packed, unpacked
+from syncvar.parameter_server.transport.poller import Watching
+from syncvar.parameter_server.transport.unix_stream import Door, Pipe
 from syncvar.protocol.message_limits import FRAME_NBYTES, HELLO_NBYTES_MAX
-from syncvar.serving.packing import NBYTES_MAX, cut, joined, packed, unpacked
-from syncvar.serving.pipes import Door, Pipe
-from syncvar.serving.watching import Watching
 from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.serving.lending import Lender
+    from syncvar.parameter_server.transport.shm_buffers import Lender
     from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
     from syncvar.transports.curve import Gate, LinkKeys
 

@@ -13,7 +13,7 @@ from syncvar.runtime.flight_recorder.call_stats import size_class
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from syncvar.servers.messages import Arrays, Message, Outgoing
+    from syncvar.parameter_server.messages import Arrays, Message, Outgoing
 
 __all__ = ["Served", "what_of"]
 

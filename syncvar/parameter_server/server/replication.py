@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar.parameter_server.messages import Outgoing
+from syncvar.parameter_server.server.replicated_state import Ledger
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.servers.ledger import Ledger
-from syncvar.servers.messages import Outgoing
 
 if TYPE_CHECKING:
-    from syncvar.servers.messages import Arrays, Message
-    from syncvar.servers.shard import Room
+    from syncvar.parameter_server.messages import Arrays, Message
+    from syncvar.parameter_server.server.shard import Room
 
 __all__ = ["PATIENCE", "Copying", "ledger_of", "seed_of"]
 

@@ -11,13 +11,13 @@ from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.core.lazy_import import unexpected
 from syncvar.core.settings import RuntimeConfig
+from syncvar.parameter_server.client.local_servers import LocalServers
+from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.request_client import Ticket
+from syncvar.parameter_server.server_access import ServerAccess, ServersHere, checked_staleness
+from syncvar.parameter_server.server_variables import Reads, ServerVariable
 from syncvar.runtime.timeouts import checked_timeout
-from syncvar.servers.asking import Asking
-from syncvar.servers.client import Ticket
-from syncvar.servers.local import LocalServers
 from syncvar.strategies.base import Strategy
-from syncvar.strategies.server_access import ServerAccess, ServersHere, checked_staleness
-from syncvar.strategies.server_variables import Reads, ServerVariable
 from syncvar.variables.policy import Context, VariableSynchronization
 from syncvar.variables.scope import Place, stacks_here, take_places_along
 
@@ -332,7 +332,7 @@ def _servers_here() -> ServersHere:
 
 def _of_job(environment: RankEnvironment | None) -> ServersHere:
     if environment is not None and environment.servers:
-        from syncvar.serving.edge import Edge
+        from syncvar.parameter_server.client.worker_session import Edge
 
         config = RuntimeConfig.from_mapping(os.environ).consistent()
         edge = Edge(environment, config, os.environ)

@@ -8,13 +8,13 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from syncvar.core.process_ids import heirs_of
-from syncvar.servers.client import Client
-from syncvar.servers.server import Server
-from syncvar.servers.session import Session
+from syncvar.parameter_server.client.pending_answers import Session
+from syncvar.parameter_server.client.request_client import Client
+from syncvar.parameter_server.server.server_machine import Server
 
 if TYPE_CHECKING:
-    from syncvar.servers.client import Ticket
-    from syncvar.servers.messages import Outgoing, Party
+    from syncvar.parameter_server.client.request_client import Ticket
+    from syncvar.parameter_server.messages import Outgoing, Party
 
 __all__ = ["LocalServers"]
 

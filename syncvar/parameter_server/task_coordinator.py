@@ -14,16 +14,16 @@ import numpy as np
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.core.lazy_import import object_named
+from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.strategy import ParameterServerStrategy
 from syncvar.protocol.exception_codec import pack_exception, unpack_exception
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.servers.asking import Asking
-from syncvar.strategies.parameter_server import ParameterServerStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
-    from syncvar.servers.client import Ticket
+    from syncvar.parameter_server.client.request_client import Ticket
 
 __all__ = ["ClusterCoordinator", "PerWorkerDataset", "RemoteValue"]
 
@@ -316,7 +316,7 @@ class ClusterCoordinator:
         try:
             function: Callable[..., Any] = object_named(*name)
         except (ImportError, AttributeError):
-            from syncvar.strategies.script_order import line_of
+            from syncvar.parameter_server.script_order import line_of
 
             module, path = name
             place = line_of(module, path.partition(".")[0])
@@ -338,7 +338,7 @@ def _checked_order(frame: FrameType) -> str:
     Raises:
         UsageError: It binds below this line what its scheduled functions need.
     """
-    from syncvar.strategies.script_order import RunningModule, late_names, running_modules
+    from syncvar.parameter_server.script_order import RunningModule, late_names, running_modules
 
     modules = running_modules(frame)
     for module in modules:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.servers.client import Part
+from syncvar.parameter_server.client.request_client import Part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
-    from syncvar.servers.shard import RuleKey, Slots, Spec
+    from syncvar.parameter_server.server.shard import RuleKey, Slots, Spec
 
 __all__ = ["Asking", "Place"]
 

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.servers.copying import ledger_of
-from syncvar.servers.ledger import Ledger
-from syncvar.servers.messages import Outgoing
-from syncvar.servers.primary import Primary
+from syncvar.parameter_server.messages import Outgoing
+from syncvar.parameter_server.server.primary import Primary
+from syncvar.parameter_server.server.replicated_state import Ledger
+from syncvar.parameter_server.server.replication import ledger_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.servers.messages import Arrays, Message, Party
-    from syncvar.servers.shard import Room
+    from syncvar.parameter_server.messages import Arrays, Message, Party
+    from syncvar.parameter_server.server.shard import Room
 
 __all__ = ["RESEND_S", "Server"]
 

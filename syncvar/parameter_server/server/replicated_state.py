@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, WireError
-from syncvar.servers.board import Board, Outcome
-from syncvar.servers.operations import push_of, rule_key_of, slots_of, spec_of
-from syncvar.servers.rules import rule_of
-from syncvar.servers.shard import Shard, check_slots
+from syncvar.parameter_server.operations import push_of, rule_key_of, slots_of, spec_of
+from syncvar.parameter_server.server.server_rules import rule_of
+from syncvar.parameter_server.server.shard import Shard, check_slots
+from syncvar.parameter_server.task_queue import Board, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
-    from syncvar.servers.messages import Arrays, Message
-    from syncvar.servers.shard import Position, Room, Spec
+    from syncvar.parameter_server.messages import Arrays, Message
+    from syncvar.parameter_server.server.shard import Position, Room, Spec
 
 __all__ = ["SHARED", "Ledger", "Reading", "Request", "Worker", "changes", "reads"]
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncvar.core.errors import SyncvarError
-    from syncvar.servers.client import Client, Part, Ticket
-    from syncvar.servers.messages import Arrays, Message, Outgoing, Party
+    from syncvar.parameter_server.client.request_client import Client, Part, Ticket
+    from syncvar.parameter_server.messages import Arrays, Message, Outgoing, Party
 
 __all__ = ["Session"]
 

@@ -1,6 +1,6 @@
 """A server: a process that holds variables for the workers, and runs nothing of theirs but registered update rules.
 
-It is started as `worker_entry.py syncvar.serving.process server 1 train.py`; the script is named so that what stands beside it can be
+It is started as `worker_entry.py syncvar.parameter_server.server.server_main server 1 train.py`; the script is named so that what stands beside it can be
 imported, and is not run. It ends when it is told to, after all workers have.
 """
 
@@ -32,22 +32,22 @@ from syncvar.core.process_ids import (
 )
 from syncvar.core.settings import RuntimeConfig
 from syncvar.core.stack_dump import frames_before
+from syncvar.parameter_server.discovery import Directory
+from syncvar.parameter_server.messages import frames_of, message_of
+from syncvar.parameter_server.server.server_machine import Server
+from syncvar.parameter_server.server.server_stats import Served, what_of
+from syncvar.parameter_server.transport.server_links import Links
+from syncvar.parameter_server.transport.shm_buffers import lender_of
 from syncvar.runtime.flight_recorder.call_record import Told
 from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.servers.messages import frames_of, message_of
-from syncvar.servers.server import Server
-from syncvar.serving.directory import Directory
-from syncvar.serving.lending import lender_of
-from syncvar.serving.links import Links
-from syncvar.serving.served import Served, what_of
 from syncvar.shm.segment_layout import bytes_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping
 
-    from syncvar.servers.messages import Outgoing, Party
-    from syncvar.serving.directory import Change
-    from syncvar.serving.links import Came, Route
+    from syncvar.parameter_server.discovery import Change
+    from syncvar.parameter_server.messages import Outgoing, Party
+    from syncvar.parameter_server.transport.server_links import Came, Route
 
 __all__ = ["Serving", "main", "number_of", "party_of"]
 

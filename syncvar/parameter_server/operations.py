@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.servers.shard import Push, Slots, Spec
+from syncvar.parameter_server.server.shard import Push, Slots, Spec
 
 if TYPE_CHECKING:
-    from syncvar.servers.messages import Arrays
-    from syncvar.servers.shard import RuleKey
+    from syncvar.parameter_server.messages import Arrays
+    from syncvar.parameter_server.server.shard import RuleKey
 
 __all__ = ["push_of", "rule_key_of", "slots_of", "spec_of"]
 

@@ -19,21 +19,21 @@ from syncvar.bootstrap.job_secret import keys_of
 from syncvar.core.errors import InternalError, SyncvarError, UsageError, WireError
 from syncvar.core.fork_cleanup import register_exit, unregister_exit
 from syncvar.core.process_ids import SERVER_0, heirs_of, is_server, server_hosts
-from syncvar.servers.client import Client
-from syncvar.servers.messages import frames_of, message_of
-from syncvar.servers.session import Session
-from syncvar.serving.directory import Directory
-from syncvar.serving.lending import lender_of
-from syncvar.serving.links import Links
-from syncvar.serving.tally import Tally, tally_path
+from syncvar.parameter_server.client.pending_answers import Session
+from syncvar.parameter_server.client.push_counter import Tally, tally_path
+from syncvar.parameter_server.client.request_client import Client
+from syncvar.parameter_server.discovery import Directory
+from syncvar.parameter_server.messages import frames_of, message_of
+from syncvar.parameter_server.transport.server_links import Links
+from syncvar.parameter_server.transport.shm_buffers import lender_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, MutableMapping
 
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.servers.client import Part, Ticket
-    from syncvar.servers.messages import Outgoing
+    from syncvar.parameter_server.client.request_client import Part, Ticket
+    from syncvar.parameter_server.messages import Outgoing
 
 __all__ = ["Edge", "settle_all"]
 

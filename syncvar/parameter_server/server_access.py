@@ -13,7 +13,7 @@ import numpy as np
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.optimizers.sparse_gradients import rows_of
-from syncvar.servers.asking import Asking
+from syncvar.parameter_server.client.request_builder import Asking
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.policy import Operation
 from syncvar.variables.row_updates import checked_rows
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.servers.client import Ticket
-    from syncvar.servers.session import Session
+    from syncvar.parameter_server.client.pending_answers import Session
+    from syncvar.parameter_server.client.request_client import Ticket
+    from syncvar.parameter_server.server_variables import ServerVariable
     from syncvar.strategies.base import Strategy
-    from syncvar.strategies.server_variables import ServerVariable
 
 __all__ = ["ServerAccess", "ServersHere", "checked_staleness"]
 

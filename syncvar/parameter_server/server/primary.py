@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import SyncvarError
-from syncvar.servers.copying import Copying
-from syncvar.servers.ledger import Ledger, Request, changes, reads
-from syncvar.servers.messages import Outgoing
+from syncvar.parameter_server.messages import Outgoing
+from syncvar.parameter_server.server.replicated_state import Ledger, Request, changes, reads
+from syncvar.parameter_server.server.replication import Copying
 
 if TYPE_CHECKING:
-    from syncvar.servers.ledger import Worker
-    from syncvar.servers.messages import Arrays, Message
+    from syncvar.parameter_server.messages import Arrays, Message
+    from syncvar.parameter_server.server.replicated_state import Worker
 
 __all__ = ["WINDOW", "Primary"]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.servers.asking import Asking
-from syncvar.servers.shard import Spec
-from syncvar.strategies.server_access import ServerAccess, checked_staleness
+from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.server.shard import Spec
+from syncvar.parameter_server.server_access import ServerAccess, checked_staleness
 from syncvar.variables.coercion import checked_dtype, plain_array
 from syncvar.variables.create import checked_name, checked_trainable, checked_value
 from syncvar.variables.mode_explanation import Explanation
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.servers.asking import Place
-    from syncvar.servers.client import Ticket
-    from syncvar.strategies.parameter_server import ParameterServerStrategy
+    from syncvar.parameter_server.client.request_builder import Place
+    from syncvar.parameter_server.client.request_client import Ticket
+    from syncvar.parameter_server.strategy import ParameterServerStrategy
 
 __all__ = ["Reads", "ServerVariable", "ShardedVariable"]
 

@@ -1,0 +1,1 @@
+"""Variables on servers: strategy, client, server and transport."""

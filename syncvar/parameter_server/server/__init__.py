@@ -1,0 +1,1 @@
+"""A parameter server: it stores variables and applies what workers push."""
