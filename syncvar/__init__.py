@@ -24,10 +24,10 @@ if TYPE_CHECKING:
         world_size,
     )
     from syncvar.bootstrap.process import init, is_initialized, shutdown
-    from syncvar.checkpoint.alone import load, save
+    from syncvar.checkpoint.async_save import PendingSave
     from syncvar.checkpoint.checkpoint import Checkpoint
     from syncvar.checkpoint.manager import CheckpointManager
-    from syncvar.checkpoint.pending import PendingSave
+    from syncvar.checkpoint.single_file import load, save
     from syncvar.collectives.all_gather import all_gather
     from syncvar.collectives.all_reduce import all_reduce
     from syncvar.collectives.all_to_all import all_to_all
@@ -113,10 +113,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "syncvar.checkpoint.alone": ("load", "save"),
+    "syncvar.checkpoint.single_file": ("load", "save"),
     "syncvar.checkpoint.checkpoint": ("Checkpoint",),
     "syncvar.checkpoint.manager": ("CheckpointManager",),
-    "syncvar.checkpoint.pending": ("PendingSave",),
+    "syncvar.checkpoint.async_save": ("PendingSave",),
     "syncvar.collectives.all_gather": ("all_gather",),
     "syncvar.collectives.all_reduce": ("all_reduce",),
     "syncvar.collectives.sharded_all_reduce": ("all_reduce_shards",),

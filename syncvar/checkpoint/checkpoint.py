@@ -6,28 +6,28 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from syncvar.checkpoint.async_save import PendingSave, write_now
+from syncvar.checkpoint.chief_restore import SavedElsewhere, restore_for_all
+from syncvar.checkpoint.file_names import checked_path
 from syncvar.checkpoint.manifest import Label
-from syncvar.checkpoint.naming import checked_path
-from syncvar.checkpoint.objects import (
-    VariableLeaf,
-    checked_object,
-    is_nested,
-    leaf_of,
-    outside,
-)
-from syncvar.checkpoint.on_servers import StepperThere, VariableThere, sorted_out
-from syncvar.checkpoint.one_for_all import SavedElsewhere, restore_for_all
 from syncvar.checkpoint.optimizer_state import SlotLeaf
-from syncvar.checkpoint.pending import PendingSave, write_now
-from syncvar.checkpoint.restoring import (
+from syncvar.checkpoint.participants import Alone
+from syncvar.checkpoint.restore import (
     Found,
     check_arguments,
     is_local,
     restore_leaves,
     stage_leaves,
 )
-from syncvar.checkpoint.saving import Saving
-from syncvar.checkpoint.together import Alone
+from syncvar.checkpoint.save import Saving
+from syncvar.checkpoint.server_leaves import StepperThere, VariableThere, sorted_out
+from syncvar.checkpoint.trackables import (
+    VariableLeaf,
+    checked_object,
+    is_nested,
+    leaf_of,
+    outside,
+)
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers import Optimizer
 from syncvar.parameter_server.server_variables import ServerVariable
@@ -36,9 +36,9 @@ from syncvar.strategies.contexts import get_strategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from syncvar.checkpoint.objects import Leaf
-    from syncvar.checkpoint.on_servers import Collected, Walked
-    from syncvar.checkpoint.together import Together
+    from syncvar.checkpoint.participants import Together
+    from syncvar.checkpoint.server_leaves import Collected, Walked
+    from syncvar.checkpoint.trackables import Leaf
     from syncvar.runtime.communicator import Communicator
 
 __all__ = ["Checkpoint"]

@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, overload
 import numpy as np
 
 from syncvar.bootstrap.process import joined, shutdown
-from syncvar.checkpoint.agreement import failure_of, raise_failures
 from syncvar.checkpoint.checkpoint import Checkpoint
-from syncvar.checkpoint.files import Folder, make_folder
-from syncvar.checkpoint.lock import Lock
+from syncvar.checkpoint.file_names import LOCK, MANIFEST, checked_path, step_name, step_of
+from syncvar.checkpoint.folder import Folder, make_folder
+from syncvar.checkpoint.folder_lock import Lock
 from syncvar.checkpoint.manifest import Label
-from syncvar.checkpoint.naming import LOCK, MANIFEST, checked_path, step_name, step_of
-from syncvar.checkpoint.objects import outside
+from syncvar.checkpoint.participants import Alone, gathered
 from syncvar.checkpoint.preemption import EXIT_CODE, Notice
 from syncvar.checkpoint.retention import best_of, superfluous
-from syncvar.checkpoint.saving import checked_metric
+from syncvar.checkpoint.save import checked_metric
+from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.step_folders import StepFolders
-from syncvar.checkpoint.together import Alone, gathered
+from syncvar.checkpoint.trackables import outside
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError
 from syncvar.core.lazy_import import Taught, unexpected
 
 if TYPE_CHECKING:
-    from syncvar.checkpoint.pending import PendingSave
-    from syncvar.checkpoint.together import Together
+    from syncvar.checkpoint.async_save import PendingSave
+    from syncvar.checkpoint.participants import Together
     from syncvar.runtime.communicator import Communicator
 
 __all__ = ["CheckpointManager"]

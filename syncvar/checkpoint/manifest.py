@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from syncvar.checkpoint.naming import shard_name
-from syncvar.checkpoint.tensors import CODES, itemsize_of, strict_json
+from syncvar.checkpoint.file_names import shard_name
+from syncvar.checkpoint.safetensors_header import CODES, itemsize_of, strict_json
 from syncvar.core.errors import CheckpointError, Corrupt
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.checkpoint.objects import KEEP, PlainLeaf, VariableLeaf
+from syncvar.checkpoint.trackables import KEEP, PlainLeaf, VariableLeaf
 from syncvar.core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import Entry, Stored
-    from syncvar.checkpoint.objects import Leaf
-    from syncvar.checkpoint.together import Together
+    from syncvar.checkpoint.participants import Together
+    from syncvar.checkpoint.trackables import Leaf
     from syncvar.optimizers import Optimizer
     from syncvar.optimizers.slots import SavedSlot
     from syncvar.variables.variable import Variable

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 
-from syncvar.checkpoint.files import Folder
-from syncvar.checkpoint.naming import MANIFEST, step_name, step_of
-from syncvar.checkpoint.reading import fault_of, read_manifest
+from syncvar.checkpoint.file_names import MANIFEST, step_name, step_of
+from syncvar.checkpoint.folder import Folder
 from syncvar.checkpoint.retention import Kept
+from syncvar.checkpoint.shard_reader import fault_of, read_manifest
 from syncvar.core.errors import CheckpointError, NotFound
 
 __all__ = ["StepFolders"]

@@ -673,7 +673,7 @@ def test_the_next_save_and_a_restore_commit_what_is_pending(tmp_path):
 
 
 def test_an_error_of_the_writer_reaches_wait_on_every_rank(tmp_path, monkeypatch):
-    from syncvar.checkpoint.files import Disk
+    from syncvar.checkpoint.folder import Disk
 
     def write(descriptor, data, original=Disk.write):
         if threading.current_thread().name == "syncvar-checkpoint-1":
@@ -834,7 +834,7 @@ def test_asking_whether_to_stop_commits_what_all_have_written(tmp_path):
             after = [manager.should_stop(), manager.latest == pending.path]
             return before, after, pending.wait() == pending.path
 
-    from syncvar.checkpoint.files import Disk
+    from syncvar.checkpoint.folder import Disk
 
     with pytest.MonkeyPatch.context() as patch:
 

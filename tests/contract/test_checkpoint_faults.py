@@ -14,7 +14,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.checkpoint.files import Disk
+from syncvar.checkpoint.folder import Disk
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 

@@ -7,8 +7,8 @@ import pytest
 from harness import caught
 
 import syncvar as sv
+from syncvar.checkpoint.file_names import MANIFEST
 from syncvar.checkpoint.manifest import Manifest
-from syncvar.checkpoint.naming import MANIFEST
 from syncvar.core.settings import RuntimeConfig
 from syncvar.parameter_server.client.local_servers import LocalServers
 from syncvar.testing import run_ranks

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.checkpoint import restoring
-from syncvar.checkpoint.naming import MANIFEST
+from syncvar.checkpoint import restore
+from syncvar.checkpoint.file_names import MANIFEST
 from syncvar.testing import run_ranks
 
 RANKS = 3
@@ -47,7 +47,7 @@ def folder(tmp_path):
 
 def meanwhile(monkeypatch, replace):
     """Let rank 0 read, then `replace(number of the reading)`, then the other ranks read; give a list of all readings."""
-    usual = restoring.stage_leaves
+    usual = restore.stage_leaves
     are_there = [threading.Event() for _ in range(20)]
     readings = [[] for _ in range(RANKS)]
 
@@ -65,7 +65,7 @@ def meanwhile(monkeypatch, replace):
             are_there[number].set()
         return made
 
-    monkeypatch.setattr(restoring, "stage_leaves", stage)
+    monkeypatch.setattr(restore, "stage_leaves", stage)
     return readings
 
 
@@ -90,7 +90,7 @@ def test_all_ranks_read_again(folder, monkeypatch):
 
 def test_they_give_up_where_it_is_replaced_each_time(folder, monkeypatch):
     path, replace = folder
-    monkeypatch.setattr(restoring, "_ROUNDS", 3)
+    monkeypatch.setattr(restore, "_ROUNDS", 3)
     meanwhile(monkeypatch, lambda number: replace(number + 1.0))
     for message, value in restored(path):
         assert "replaced again and again" in message

@@ -8,8 +8,8 @@ from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.checkpoint.files import Folder
-from syncvar.checkpoint.reading import read_manifest
+from syncvar.checkpoint.folder import Folder
+from syncvar.checkpoint.shard_reader import read_manifest
 from syncvar.core.settings import RuntimeConfig
 from syncvar.parameter_server.client.local_servers import LocalServers
 from syncvar.parameter_server.client.push_counter import (

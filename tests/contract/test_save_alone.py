@@ -8,7 +8,7 @@ import safetensors.numpy
 from harness import caught, everywhere
 
 import syncvar as sv
-from syncvar.checkpoint.files import Disk
+from syncvar.checkpoint.folder import Disk
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 
 

@@ -42,7 +42,7 @@ def body():
             sv.barrier(group=solo)
             time.sleep(0.01)
     if phase == "K":
-        from syncvar.checkpoint.files import Disk
+        from syncvar.checkpoint.folder import Disk
 
         checkpoint = sv.Checkpoint(n=1, own=sv.Variable(np.full(1000, float(rank)), name="own", synchronization="NONE"))
         checkpoint.save(folder)

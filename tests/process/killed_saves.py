@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import syncvar as sv
-from syncvar.checkpoint.files import Disk
+from syncvar.checkpoint.folder import Disk
 from syncvar.testing import run_ranks
 
 STEPS = ("create", "write", "sync", "close", "rename", "sync_folder")

@@ -46,7 +46,7 @@ TRAINING = """
     import hashlib, os, signal, sys
     import numpy as np
     import syncvar as sv
-    from syncvar.checkpoint.files import Disk
+    from syncvar.checkpoint.folder import Disk
 
     folder, kill = sys.argv[1], sys.argv[2].split(",")
     strategy = sv.MirroredStrategy()

@@ -46,7 +46,7 @@ def body():
         probe.note("ready")
         sv.all_reduce(np.ones(1000))
     if phase == "K":
-        from syncvar.checkpoint.files import Disk
+        from syncvar.checkpoint.folder import Disk
 
         own = sv.Variable(np.full(1000, float(probe.RANK)), name="own", synchronization="NONE")
         checkpoint = sv.Checkpoint(n=1, own=own)
@@ -179,7 +179,7 @@ probe.note("ready")
 if "X" in __import__("sys").argv and probe.RANK == 0:
     sv.all_reduce(1)
 if "K" in __import__("sys").argv:
-    from syncvar.checkpoint.files import Disk
+    from syncvar.checkpoint.folder import Disk
 
     def write(*_):
         probe.note("writing")

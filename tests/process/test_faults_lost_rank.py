@@ -98,7 +98,7 @@ def body():
                 time.sleep(0.01)
         sv.all_reduce(np.ones(1000))
     if phase == "K":
-        from syncvar.checkpoint.files import Disk
+        from syncvar.checkpoint.folder import Disk
 
         checkpoint = sv.Checkpoint(n=1, own=sv.Variable(np.full(1000, float(rank)), name="own", synchronization="NONE"))
         checkpoint.save(sys.argv[3])

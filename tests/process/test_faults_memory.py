@@ -45,7 +45,7 @@ try:
             signal.signal(signal.SIGALRM, hog)
             signal.setitimer(signal.ITIMER_REAL, 0.2)
         if phase == "K":
-            from syncvar.checkpoint.files import Disk
+            from syncvar.checkpoint.folder import Disk
             Disk.write = staticmethod(hog)
     if phase == "K":
         checkpoint.save(folder)

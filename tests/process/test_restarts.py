@@ -19,7 +19,7 @@ TRAINING = """
     import hashlib, json, os, signal, sys, time
     import numpy as np
     import probe, syncvar as sv
-    from syncvar.checkpoint.files import Disk
+    from syncvar.checkpoint.folder import Disk
 
     directory, faults, pause_s = sys.argv[1], json.loads(sys.argv[2]), float(sys.argv[3])
     restarts = os.environ["SYNCVAR_RESTARTS"]

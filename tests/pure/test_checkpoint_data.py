@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncvar.checkpoint.agreement import Brought, entries_of, failure_of, lay_out, raise_failures
-from syncvar.checkpoint.manifest import Entry, Label, Manifest, Piece, Shard, Stored, digest_of
-from syncvar.checkpoint.naming import (
+from syncvar.checkpoint.file_names import (
     checked_path,
     is_left_over,
     is_shard,
@@ -18,9 +16,17 @@ from syncvar.checkpoint.naming import (
     step_name,
     step_of,
 )
+from syncvar.checkpoint.manifest import Entry, Label, Manifest, Piece, Shard, Stored, digest_of
 from syncvar.checkpoint.retention import Kept, best_of, superfluous
-from syncvar.checkpoint.sharing import shares
-from syncvar.checkpoint.tensors import CODES, header_bytes, header_length, itemsize_of, parse_header
+from syncvar.checkpoint.safetensors_header import (
+    CODES,
+    header_bytes,
+    header_length,
+    itemsize_of,
+    parse_header,
+)
+from syncvar.checkpoint.save_plan import Brought, entries_of, failure_of, lay_out, raise_failures
+from syncvar.checkpoint.write_shares import shares
 from syncvar.core.dtypes import DTYPE_NAMES
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, MismatchError, NotFound
 

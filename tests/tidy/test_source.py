@@ -403,7 +403,7 @@ SHOWN_TIMES = {
     "launcher/output.py": {"datetime"},
     "launcher/running.py": {"time.time"},
     "syncvar/runtime/flight_recorder/recorder.py": {"time.time_ns"},
-    "syncvar/checkpoint/lock.py": {"time.strftime", "time.gmtime"},
+    "syncvar/checkpoint/folder_lock.py": {"time.strftime", "time.gmtime"},
     "syncvar/protocol/datetime_codec.py": {"datetime"},
 }
 

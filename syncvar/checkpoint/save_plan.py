@@ -6,8 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 from syncvar.checkpoint.manifest import Entry, Piece, Shard, Stored
-from syncvar.checkpoint.sharing import Part, shares
-from syncvar.checkpoint.tensors import itemsize_of
+from syncvar.checkpoint.safetensors_header import itemsize_of
+from syncvar.checkpoint.write_shares import Part, shares
 from syncvar.core.errors import CheckpointError, Corrupt, MismatchError, NotFound, SyncvarError
 
 __all__ = ["Brought", "Layout", "entries_of", "failure_of", "lay_out", "raise_failures"]

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.checkpoint.agreement import failure_of, raise_failures
-from syncvar.checkpoint.restoring import Found
+from syncvar.checkpoint.restore import Found
+from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.core.errors import CheckpointError, MismatchError, SyncvarError, TransportError
 from syncvar.parameter_server.snapshot import give_back, recall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.checkpoint.objects import Leaf
-    from syncvar.checkpoint.on_servers import OnServers
-    from syncvar.checkpoint.together import Alone
+    from syncvar.checkpoint.participants import Alone
+    from syncvar.checkpoint.server_leaves import OnServers
+    from syncvar.checkpoint.trackables import Leaf
 
 __all__ = ["SavedElsewhere", "restore_for_all"]
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from syncvar.checkpoint.files import Folder, read_into
+from syncvar.checkpoint.file_names import MANIFEST, is_left_over
+from syncvar.checkpoint.folder import Folder, read_into
 from syncvar.checkpoint.manifest import MANIFEST_BYTES_MAX, Manifest, digest_of
-from syncvar.checkpoint.naming import MANIFEST, is_left_over
-from syncvar.checkpoint.tensors import (
+from syncvar.checkpoint.safetensors_header import (
     CODES,
     Tensor,
     header_length,

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from syncvar.bootstrap.process import current
-from syncvar.checkpoint.agreement import Brought
 from syncvar.checkpoint.manifest import digest_of
-from syncvar.checkpoint.together import Alone
+from syncvar.checkpoint.participants import Alone
+from syncvar.checkpoint.save_plan import Brought
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
 from syncvar.variables.exact_split import share_of
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import Entry, Stored
-    from syncvar.checkpoint.together import Together
+    from syncvar.checkpoint.participants import Together
     from syncvar.runtime.communicator import Communicator
 
 __all__ = [

@@ -15,7 +15,7 @@ import os
 import stat
 from typing import TYPE_CHECKING, Self
 
-from syncvar.checkpoint.naming import is_left_over, temporary_name
+from syncvar.checkpoint.file_names import is_left_over, temporary_name
 from syncvar.core.errors import CheckpointError, NotFound
 from syncvar.core.private_files import REQUESTED, create_file, refuse_foreign_links
 

@@ -17,7 +17,13 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from syncvar.bootstrap.process import current
-from syncvar.checkpoint.agreement import (
+from syncvar.checkpoint.file_names import LOCK, MANIFEST, shard_name
+from syncvar.checkpoint.folder import Folder, make_folder
+from syncvar.checkpoint.folder_lock import Lock
+from syncvar.checkpoint.manifest import DIGEST_BYTES, Manifest, digest_of
+from syncvar.checkpoint.participants import Alone, gathered
+from syncvar.checkpoint.safetensors_header import header_bytes, itemsize_of
+from syncvar.checkpoint.save_plan import (
     Brought,
     Layout,
     entries_of,
@@ -26,13 +32,7 @@ from syncvar.checkpoint.agreement import (
     raise_failures,
     shard_of,
 )
-from syncvar.checkpoint.files import Folder, make_folder
-from syncvar.checkpoint.lock import Lock
-from syncvar.checkpoint.manifest import DIGEST_BYTES, Manifest, digest_of
-from syncvar.checkpoint.naming import LOCK, MANIFEST, shard_name
-from syncvar.checkpoint.reading import bytes_of, read_manifest
-from syncvar.checkpoint.tensors import header_bytes, itemsize_of
-from syncvar.checkpoint.together import Alone, gathered
+from syncvar.checkpoint.shard_reader import bytes_of, read_manifest
 from syncvar.core.errors import (
     CheckpointError,
     ConfigError,
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import Label
-    from syncvar.checkpoint.objects import Leaf
-    from syncvar.checkpoint.together import Together
+    from syncvar.checkpoint.participants import Together
+    from syncvar.checkpoint.trackables import Leaf
 
 __all__ = ["Saving"]
 

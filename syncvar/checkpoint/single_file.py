@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.checkpoint.checkpoint import Checkpoint
-from syncvar.checkpoint.files import Folder, make_folder, read_into
+from syncvar.checkpoint.file_names import MANIFEST, checked_path
+from syncvar.checkpoint.folder import Folder, make_folder, read_into
 from syncvar.checkpoint.manifest import DIGEST_BYTES
-from syncvar.checkpoint.naming import MANIFEST, checked_path
-from syncvar.checkpoint.on_servers import taken_alone
-from syncvar.checkpoint.reading import bytes_of
-from syncvar.checkpoint.tensors import (
+from syncvar.checkpoint.safetensors_header import (
     CODES,
     Tensor,
     header_bytes,
@@ -30,6 +28,8 @@ from syncvar.checkpoint.tensors import (
     parse_header,
     stored_shape,
 )
+from syncvar.checkpoint.server_leaves import taken_alone
+from syncvar.checkpoint.shard_reader import bytes_of
 from syncvar.core.array_arguments import as_array
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, NotFound, WireError

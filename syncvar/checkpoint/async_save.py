@@ -14,8 +14,8 @@ from syncvar.core.errors import CheckpointError, DeadlineExceeded
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.checkpoint.one_for_all import SavedElsewhere
-    from syncvar.checkpoint.saving import Saving
+    from syncvar.checkpoint.chief_restore import SavedElsewhere
+    from syncvar.checkpoint.save import Saving
 
 __all__ = ["PendingSave", "write_now"]
 

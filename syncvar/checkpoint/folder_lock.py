@@ -16,7 +16,7 @@ import socket
 import time
 import weakref
 
-from syncvar.checkpoint.naming import LOCK
+from syncvar.checkpoint.file_names import LOCK
 from syncvar.core.errors import CheckpointError
 from syncvar.core.private_files import REQUESTED
 

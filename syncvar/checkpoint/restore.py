@@ -12,24 +12,24 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.checkpoint.agreement import failure_of, raise_failures
-from syncvar.checkpoint.objects import KEEP, VariableLeaf
 from syncvar.checkpoint.optimizer_state import (
     RuleLeaf,
     SlotLeaf,
     ownerless_keys,
     refuse_ownerless,
 )
-from syncvar.checkpoint.reading import Source
-from syncvar.checkpoint.together import gathered
+from syncvar.checkpoint.participants import gathered
+from syncvar.checkpoint.save_plan import failure_of, raise_failures
+from syncvar.checkpoint.shard_reader import Source
+from syncvar.checkpoint.trackables import KEEP, VariableLeaf
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, NotFound
 from syncvar.variables.policy import VariableSynchronization
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.checkpoint.objects import Leaf
-    from syncvar.checkpoint.together import Together
+    from syncvar.checkpoint.participants import Together
+    from syncvar.checkpoint.trackables import Leaf
     from syncvar.runtime.communicator import Communicator
 
 __all__ = ["POLICIES", "Found", "check_arguments", "is_local", "restore_leaves", "stage_leaves"]

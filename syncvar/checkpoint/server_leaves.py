@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.checkpoint.agreement import Brought
-from syncvar.checkpoint.objects import (
+from syncvar.checkpoint.optimizer_state import RuleLeaf, local_leaves, require_saved_variables
+from syncvar.checkpoint.participants import Alone
+from syncvar.checkpoint.save_plan import Brought
+from syncvar.checkpoint.trackables import (
     KEEP,
     Leaf,
     VariableLeaf,
@@ -20,8 +22,6 @@ from syncvar.checkpoint.objects import (
     require_fit,
     require_kind,
 )
-from syncvar.checkpoint.optimizer_state import RuleLeaf, local_leaves, require_saved_variables
-from syncvar.checkpoint.together import Alone
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.parameter_server.server.server_rules import rule_of, slot_names
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import Entry, Stored
-    from syncvar.checkpoint.together import Together
+    from syncvar.checkpoint.participants import Together
     from syncvar.optimizers import Optimizer
     from syncvar.parameter_server.server.shard import RuleKey
     from syncvar.parameter_server.snapshot import ServerState
