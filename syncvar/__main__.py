@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from syncvar.cli.main import main
+from syncvar.cli.commands import main
 
 sys.exit(main())

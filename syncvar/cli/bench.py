@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.algorithms.builders import ALGORITHMS
 from syncvar.cli.bench_table import parse_size, sizes
-from syncvar.cli.registry import dtypes, find, ops_of
-from syncvar.cli.starting import is_launched, start_workers
+from syncvar.cli.collective_registry import dtypes, find, ops_of
+from syncvar.cli.start_workers import is_launched, start_workers
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import check_file
 from syncvar.core.settings import nearest
@@ -24,7 +24,7 @@ from syncvar.core.settings import nearest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.cli.registry import Collective
+    from syncvar.cli.collective_registry import Collective
 
 __all__ = ["Plan", "add_options", "planned", "run"]
 

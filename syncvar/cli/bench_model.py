@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.schedule import Plan
     from syncvar.algorithms.schedule_cost import CostModel
-    from syncvar.cli.contributions import Case
-    from syncvar.cli.registry import Collective
+    from syncvar.cli.collective_registry import Collective
+    from syncvar.cli.selftest_inputs import Case
 
 __all__ = ["Model", "fitted"]
 

@@ -21,8 +21,8 @@ from syncvar.cli.bench import parsed, planned
 from syncvar.cli.bench_model import Model
 from syncvar.cli.bench_record import SHOWN, Row, rated
 from syncvar.cli.bench_table import header, line, summary
-from syncvar.cli.contributions import Case, count_wrong, spoiled
-from syncvar.cli.registry import BUS_FACTORS, has_result_like_input
+from syncvar.cli.collective_registry import BUS_FACTORS, has_result_like_input
+from syncvar.cli.selftest_inputs import Case, count_wrong, spoiled
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.output_files import LostFile, report_lost_file, why_unwritten
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.cli.records import (
+from syncvar.cli.record_files import (
     Lost,
     Record,
     calls_of,

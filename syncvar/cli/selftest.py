@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncvar.cli.starting import is_launched, start_workers
+from syncvar.cli.start_workers import is_launched, start_workers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

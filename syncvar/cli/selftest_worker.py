@@ -16,9 +16,9 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.cli.contributions import FOLDED_OPS, Case, first_wrong, part
-from syncvar.cli.registry import available, dtypes, has_result_like_input, ops_of
+from syncvar.cli.collective_registry import available, dtypes, has_result_like_input, ops_of
 from syncvar.cli.selftest import Outcome, outcome_lines, parsed
+from syncvar.cli.selftest_inputs import FOLDED_OPS, Case, first_wrong, part
 from syncvar.core.errors import ConfigError, SyncvarError, TransportError
 from syncvar.core.settings import nearest
 from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from syncvar.cli.registry import Collective
+    from syncvar.cli.collective_registry import Collective
 
 __all__ = ["wanted", "work"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.cli.records import Record, calls_of, names_of, number_of
+from syncvar.cli.record_files import Record, calls_of, names_of, number_of
 from syncvar.core.process_ids import process_name
 
 if TYPE_CHECKING:

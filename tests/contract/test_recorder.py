@@ -12,7 +12,7 @@ import pytest
 import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.cli.explain import divergences
-from syncvar.cli.records import as_record, load
+from syncvar.cli.record_files import as_record, load
 from syncvar.core.errors import MismatchError, PeerLost, UsageError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.flight_recorder.call_record import UNRECORDED, Told

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from syncvar.cli.main import main
+from syncvar.cli.commands import main
 from syncvar.core.state_folder import (
     JOBS_KEPT,
     find_job,

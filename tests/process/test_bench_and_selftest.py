@@ -20,7 +20,7 @@ def syncvar(tmp_path):
         line = [
             sys.executable,
             "-c",
-            "import sys; from syncvar.cli.main import main; sys.exit(main())",
+            "import sys; from syncvar.cli.commands import main; sys.exit(main())",
             *arguments,
         ]
         return subprocess.run(
@@ -250,7 +250,11 @@ def test_a_rank_that_dies_fails_the_proof(syncvar, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_workers_end_with_the_command(tmp_path, number):
-    line = [sys.executable, "-c", "import sys; from syncvar.cli.main import main; sys.exit(main())"]
+    line = [
+        sys.executable,
+        "-c",
+        "import sys; from syncvar.cli.commands import main; sys.exit(main())",
+    ]
     line += ["bench", "barrier", "-n", "100000000", "--workers", "2"]
     process = subprocess.Popen(
         line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -206,7 +206,7 @@ def test_f11_a_rank_four_times_as_slow(launch, tmp_path, transport):
     line = [
         sys.executable,
         "-c",
-        "import sys; from syncvar.cli.main import main; sys.exit(main())",
+        "import sys; from syncvar.cli.commands import main; sys.exit(main())",
         "trace",
         "merge",
         str(tmp_path / "trace"),

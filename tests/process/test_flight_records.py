@@ -6,7 +6,7 @@ import signal
 import pytest
 from launching import await_true
 
-from syncvar.cli.main import main
+from syncvar.cli.commands import main
 
 
 @pytest.fixture

@@ -351,7 +351,7 @@ def test_a_reader_of_the_syncvar_command_may_leave(tmp_path, words):
     line = [
         sys.executable,
         "-c",
-        "import sys; from syncvar.cli.main import main; sys.exit(main())",
+        "import sys; from syncvar.cli.commands import main; sys.exit(main())",
         *words,
     ]
     ended = subprocess.run(

@@ -10,7 +10,7 @@ import pytest
 import server_faults
 from launching import PATIENT, await_true
 
-from syncvar.cli.main import main
+from syncvar.cli.commands import main
 from syncvar.core.process_ids import SERVER_0
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ import pytest
 from launching import await_true, line_of
 
 from syncvar.bootstrap.job_directory import MEETING, JobDirectory
-from syncvar.cli.main import main
+from syncvar.cli.commands import main
 from syncvar.core.parent_death import libc
 from syncvar.core.stack_dump import ALL_THREADS, END, MAIN_THREAD
 

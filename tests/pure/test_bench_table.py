@@ -11,7 +11,7 @@ from syncvar.cli.bench import add_options, planned
 from syncvar.cli.bench_model import fitted
 from syncvar.cli.bench_record import Half, Row, rated
 from syncvar.cli.bench_table import fixed, header, line, parse_size, sizes, summary
-from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES
+from syncvar.cli.collective_registry import BUS_FACTORS, COLLECTIVES
 from syncvar.core.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.cli.coming_from import LIBRARIES, TASKS, coming_from_text
-from syncvar.cli.main import main
+from syncvar.cli.commands import main
+from syncvar.cli.migration_table import LIBRARIES, TASKS, coming_from_text
 from syncvar_launcher.options import parse
 
 COMMANDS = [one.syncvar for one in TASKS if "syncvar-launch" in one.syncvar]

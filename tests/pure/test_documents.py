@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from syncvar.cli.coming_from import LIBRARIES
-from syncvar.cli.main import main
+from syncvar.cli.commands import main
+from syncvar.cli.migration_table import LIBRARIES
 from syncvar_launcher.options import parse
 
 REPOSITORY = Path(__file__).parents[2]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import syncvar
+from syncvar.cli.commands import main
 from syncvar.cli.explain import divergences, explained
-from syncvar.cli.main import main
-from syncvar.cli.records import as_record, calls_of, load
+from syncvar.cli.record_files import as_record, calls_of, load
 from syncvar.cli.trace import merged, unaligned
 from syncvar.core.errors import ConfigError
 from syncvar.core.process_ids import SERVER_0

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.cli.coming_from import LIBRARIES, SHORT, coming_from_text
-from syncvar.cli.main import main
+from syncvar.cli.commands import main
+from syncvar.cli.migration_table import LIBRARIES, SHORT, coming_from_text
 from syncvar.core.errors import ConfigError
 from syncvar.core.migration_hints import WORDS, explained, words_text
 from syncvar.core.settings import nearest

@@ -4,7 +4,7 @@ import pytest
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all
 from syncvar.algorithms.render import plan_text
-from syncvar.cli.main import main
+from syncvar.cli.commands import main
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,10 @@ import pytest
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS
-from syncvar.cli.contributions import (
+from syncvar.cli.collective_registry import BUS_FACTORS, COLLECTIVES, available, dtypes, ops_of
+from syncvar.cli.collectives_table import cost_of, signature_of
+from syncvar.cli.selftest import Outcome, outcome_lines
+from syncvar.cli.selftest_inputs import (
     FOLDED_OPS,
     PERIOD,
     Case,
@@ -22,9 +25,6 @@ from syncvar.cli.contributions import (
     part,
     spoiled,
 )
-from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES, available, dtypes, ops_of
-from syncvar.cli.selftest import Outcome, outcome_lines
-from syncvar.cli.table_of_collectives import cost_of, signature_of
 from syncvar.core.reduce_ops import OPS
 
 REPOSITORY = Path(__file__).parents[2]

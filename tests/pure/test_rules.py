@@ -1,4 +1,4 @@
-from syncvar.cli.rules import rules_text
+from syncvar.cli.variable_rules import rules_text
 from syncvar.variables.policy import (
     Context,
     Operation,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from syncvar.cli.registry import BUS_FACTORS, COLLECTIVES
+from syncvar.cli.collective_registry import BUS_FACTORS, COLLECTIVES
 from syncvar.core.bus_bandwidth import bus_factor
 from syncvar.runtime.flight_recorder.call_record import Told
 from syncvar.runtime.flight_recorder.call_stats import Totals, size_class, size_of

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncvar.cli.explain import explained
-from syncvar.cli.records import load
+from syncvar.cli.record_files import load
 from syncvar.cli.trace import merged, stragglers, unaligned
 from syncvar.core.errors import ConfigError
 from syncvar.core.process_ids import is_server

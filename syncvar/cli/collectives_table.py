@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS
-from syncvar.cli.registry import available, dtypes, ops_of
+from syncvar.cli.collective_registry import available, dtypes, ops_of
 from syncvar.core.reduce_ops import OPS
 
 if TYPE_CHECKING:
-    from syncvar.cli.registry import Collective
+    from syncvar.cli.collective_registry import Collective
 
 __all__ = ["collectives_text", "cost_of", "signature_of"]
 

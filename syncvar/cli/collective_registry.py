@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import syncvar as sv
-from syncvar.cli.contributions import Case, combined, cut, part
+from syncvar.cli.selftest_inputs import Case, combined, cut, part
 from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError

@@ -9,9 +9,9 @@ import sys
 from typing import TYPE_CHECKING
 
 import syncvar
-from syncvar.cli import bench, coming_from, flight, plan, selftest, stacks
-from syncvar.cli.rules import rules_text
-from syncvar.cli.table_of_collectives import collectives_text
+from syncvar.cli import bench, flight_commands, migration_table, plan, selftest, stacks
+from syncvar.cli.collectives_table import collectives_text
+from syncvar.cli.variable_rules import rules_text
 from syncvar.core.errors import ConfigError
 from syncvar.core.migration_hints import words_text
 from syncvar.core.settings import RuntimeConfig
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands.add_parser("rules", help="show what each operation on a variable does, as a table")
     commands.add_parser("collectives", help="show all collectives, as a table")
-    coming_from.add_options(
+    migration_table.add_options(
         commands.add_parser(
             "coming-from", help="show how syncvar spells what other libraries do, side by side"
         )
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser("test", help="prove all collectives on real processes")
     )
     commands.add_parser("settings", help="list every setting with unit, default and meaning")
-    flight.add_options(commands)
+    flight_commands.add_options(commands)
     stacks.add_options(
         commands.add_parser(
             "stacks", help="show where the ranks of a running job stand, equal stacks once"
@@ -86,8 +86,8 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
         elif chosen.command == "coming-from":
             print(
                 words_text()
-                if chosen.library == coming_from.WORDS
-                else coming_from.coming_from_text(chosen.library),
+                if chosen.library == migration_table.WORDS
+                else migration_table.coming_from_text(chosen.library),
                 end="",
             )
         elif chosen.command == "bench":
@@ -96,8 +96,8 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
             return selftest.run(chosen, arguments[1:])
         elif chosen.command == "stacks":
             return stacks.run(chosen)
-        elif chosen.command in flight.COMMANDS:
-            return flight.run(chosen)
+        elif chosen.command in flight_commands.COMMANDS:
+            return flight_commands.run(chosen)
         else:
             _settings()
     except ConfigError as error:
