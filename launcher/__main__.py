@@ -11,6 +11,6 @@ if not sys.flags.safe_path and sys.path[0] != os.path.dirname(
 ):
     del sys.path[0]
 
-from syncvar_launcher.run import program
+from syncvar_launcher.main import program
 
 program()

@@ -60,7 +60,7 @@ def start_workers(
     environ |= settings or {}
     environ |= {"SYNCVAR_PASS_FDS": str(report), "SYNCVAR_PARENT_FD": str(alive_read)}
     command = [
-        *command_of("syncvar_launcher.run"),
+        *command_of("syncvar_launcher.main"),
         *options,
         "-m",
         module,

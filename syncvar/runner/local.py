@@ -252,7 +252,7 @@ def _launch(call: bytes, options: RunOptions) -> list[bytes]:
             "SYNCVAR_RESULT_DIR": str(folder),
             "SYNCVAR_OUTCOME_FILE": str(folder / "outcome"),
         }
-        launcher = [*command_of("syncvar_launcher.run"), *options.command_line()]
+        launcher = [*command_of("syncvar_launcher.main"), *options.command_line()]
         process = subprocess.Popen(  # noqa: S603
             [*launcher, "-m", "syncvar.runner.remote_call"],
             env=environ,

@@ -9,8 +9,8 @@ import stat
 
 import pytest
 
-from syncvar_launcher import outlet as outlet_module
-from syncvar_launcher.outlet import QUEUE_NBYTES, Outlet, Outlets
+from syncvar_launcher.io import nonblocking_writer as outlet_module
+from syncvar_launcher.io.nonblocking_writer import QUEUE_NBYTES, Outlet, Outlets
 
 INFINITE = float("inf")
 

@@ -9,7 +9,7 @@ import time
 
 CLOCK = """
 import os, time
-from syncvar_launcher.watch import Watch
+from syncvar_launcher.io.signal_watch import Watch
 
 with Watch(os.environ) as watch:
     began, ours, begun = time.monotonic(), watch.now(), time.monotonic()

@@ -11,8 +11,8 @@ import zmq.utils.z85
 from test_several_hosts import at, start
 
 from syncvar.transports.curve import link_keys
-from syncvar_launcher.hostfile import Host
-from syncvar_launcher.login import remote_command, ssh_command
+from syncvar_launcher.hosts.ssh import remote_command, ssh_command
+from syncvar_launcher.options.hostfile import Host
 
 pytestmark = pytest.mark.slow
 

@@ -194,7 +194,7 @@ class Hosts:
         found = [
             pid
             for pid, words in self.processes(index).items()
-            if "syncvar_launcher.hostagent" in words
+            if "syncvar_launcher.hosts.agent_main" in words
             and not words.startswith(("ssh", "sh ", "bash"))
         ]
         assert len(found) == 1, self.processes(index)

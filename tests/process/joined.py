@@ -101,7 +101,7 @@ def agents(of):
                 fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
                 if (
                     int(fields[1]) == of.pid
-                    and b"hostagent" in Path(f"/proc/{entry}/cmdline").read_bytes()
+                    and b"agent_main" in Path(f"/proc/{entry}/cmdline").read_bytes()
                 ):
                     found.append(int(entry))
     return found

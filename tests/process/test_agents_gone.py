@@ -8,9 +8,10 @@ import pytest
 from launching import await_true, state
 
 from syncvar.core.errors import HostUnreachable
-from syncvar_launcher import fleet, options, staging
-from syncvar_launcher.hostfile import Host
-from syncvar_launcher.remote import RemoteHost, started
+from syncvar_launcher.hosts import provision, staging
+from syncvar_launcher.hosts.agent_connection import RemoteHost, started
+from syncvar_launcher.options import option_table
+from syncvar_launcher.options.hostfile import Host
 
 
 @pytest.fixture
@@ -31,13 +32,13 @@ def refuse(remotes, timeout_s, others=()):
 def chosen(folder, *arguments):
     (folder / "script.py").touch()
     words = ["-H", "node1:2", *arguments, str(folder / "script.py")]
-    return options.parse(words, os.environ, folder)
+    return option_table.parse(words, os.environ, folder)
 
 
 def test_no_answer_is_awaited_of_an_agent_that_is_gone(gone, monkeypatch, tmp_path):
-    monkeypatch.setattr(fleet, "polled", refuse)
-    job = fleet.Fleet(chosen(tmp_path), print)
-    job.sites = [fleet.Site(gone, "node1", 2, "127.0.0.1", {})]
+    monkeypatch.setattr(provision, "polled", refuse)
+    job = provision.Fleet(chosen(tmp_path), print)
+    job.sites = [provision.Site(gone, "node1", 2, "127.0.0.1", {})]
     with pytest.raises(HostUnreachable, match="node1"):
         job.free_port()
 
@@ -79,8 +80,8 @@ def test_the_next_launch_removes_what_a_killed_agent_and_its_guardian_have_left(
     env = {"XDG_RUNTIME_DIR": str(runtime)}
     job = launch(WAITS, options=("-H", "localhost:2"), env=env)
     ranks = [event["pid"] for event in job.await_events("there", 2)]
-    (agent,) = children(job.process.pid, b"hostagent")
-    (guardian,) = children(agent, b"guardian.py")
+    (agent,) = children(job.process.pid, b"agent_main")
+    (guardian,) = children(agent, b"cleanup_process.py")
     for pid in (guardian, agent):
         os.kill(pid, signal.SIGKILL)
     assert job.wait() == 70, str(job)

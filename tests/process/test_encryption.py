@@ -11,9 +11,9 @@ from launching import free_ports
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher import several
-from syncvar_launcher.job import Job
-from syncvar_launcher.options import parse
+from syncvar_launcher.hosts import multi_host
+from syncvar_launcher.job.job import Job
+from syncvar_launcher.options.option_table import parse
 
 SUM = """
 import numpy as np
@@ -86,12 +86,12 @@ def test_a_dry_run_says_the_mode(tmp_path, mode):
     (tmp_path / "it.py").touch()
     several_hosts = parse(["-H", "one:1,two:1", *options(mode)[2:], "it.py"], {}, tmp_path)
     posing = parse([*options(mode), "--workers", "2", "it.py"], {}, tmp_path)
-    for text in (several.dry_run(several_hosts), Job(posing, [], {}).dry_run()):
+    for text in (multi_host.dry_run(several_hosts), Job(posing, [], {}).dry_run()):
         assert WORDS[mode] in text, text
         assert [line.split() for line in text.splitlines() if line.split()[:1] == ["encryption"]][
             -1
         ][1] == mode
-    assert (OPENED in several.dry_run(several_hosts)) == (mode == "off")
+    assert (OPENED in multi_host.dry_run(several_hosts)) == (mode == "off")
 
 
 def test_a_rank_of_another_mode_is_refused_before_anything_starts(launch):

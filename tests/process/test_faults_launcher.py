@@ -111,7 +111,9 @@ def test_f12_launcher_killed(launch, phase, how, nothing_left_behind):
 def test_f12_launcher_and_guardian_killed(launch, nothing_left_behind):
     job = start(launch, "X")
     (guardian,) = [
-        pid for pid, words in nothing_left_behind.own_processes().items() if "guardian.py" in words
+        pid
+        for pid, words in nothing_left_behind.own_processes().items()
+        if "cleanup_process.py" in words
     ]
     (folder,) = runtime_folders()
     killed = time.monotonic()
@@ -132,7 +134,9 @@ def test_f12_guardian_killed(launch, nothing_left_behind):
     )
     job.await_events("ready", 2)
     (guardian,) = [
-        pid for pid, words in nothing_left_behind.own_processes().items() if "guardian.py" in words
+        pid
+        for pid, words in nothing_left_behind.own_processes().items()
+        if "cleanup_process.py" in words
     ]
     os.kill(guardian, signal.SIGKILL)
     time.sleep(0.1)

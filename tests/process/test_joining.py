@@ -242,7 +242,7 @@ def test_another_version_of_syncvar_is_refused_on_both_sides(start, tmp_path):
         import sys
         import syncvar
         syncvar.__version__ = "0.0.9"
-        from syncvar_launcher.run import main
+        from syncvar_launcher.main import main
         sys.exit(main())
     """)
     )

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from launching import await_true
 
-from syncvar_launcher.limits import needed_files
+from syncvar_launcher.job.resource_limits import needed_files
 
 MODULE = (sys.executable, "-m", "syncvar_launcher")
 ENTRY = (
     sys.executable,
     "-c",
-    "import sys; from syncvar_launcher.run import program; sys.exit(program())",
+    "import sys; from syncvar_launcher.main import program; sys.exit(program())",
 )  # as the installed command does
 
 
@@ -90,8 +90,8 @@ sys.meta_path.insert(0, Finder())
     [
         ("syncvar.core.errors", MODULE, signal.SIGINT),
         ("syncvar.core.errors", ENTRY, signal.SIGTERM),
-        ("syncvar_launcher.options", ENTRY, signal.SIGINT),
-        ("syncvar_launcher.running", MODULE, signal.SIGTERM),
+        ("syncvar_launcher.options.option_table", ENTRY, signal.SIGINT),
+        ("syncvar_launcher.job.restart_loop", MODULE, signal.SIGTERM),
         ("zmq", ENTRY, signal.SIGINT),
         ("syncvar.core.errors", ENTRY, signal.SIGHUP),
         ("zmq", MODULE, signal.SIGHUP),
@@ -253,12 +253,13 @@ def test_f41_too_few_processes_are_told(monkeypatch):
     """The system asks root for no limit, so that this limit is only said to be there."""
     import resource
 
-    from syncvar_launcher import limits, options
+    from syncvar_launcher.job import resource_limits
+    from syncvar_launcher.options import option_table as options
 
     chosen = options.parse(["-n", "16", "--no-python", "true"], {}, "/")
-    allowed = limits.needed_tasks(16)
+    allowed = resource_limits.needed_tasks(16)
     monkeypatch.setattr(os, "getuid", lambda: os.stat("/proc/self").st_uid or 1)
-    monkeypatch.setattr(limits, "_tasks_of_user", lambda: 7)
+    monkeypatch.setattr(resource_limits, "_tasks_of_user", lambda: 7)
     real = resource.getrlimit
     for soft, hard, words in (
         (allowed + 7, allowed + 7, ""),
@@ -273,20 +274,20 @@ def test_f41_too_few_processes_are_told(monkeypatch):
             ),
         )
         if not words:
-            limits.check_limits(chosen)
+            resource_limits.check_limits(chosen)
             continue
         with pytest.raises(
-            limits.LimitTooLow,
+            resource_limits.LimitTooLow,
             match=f"16 ranks need {allowed} processes and threads beside the 7 .* {soft} are allowed",
         ) as raised:
-            limits.check_limits(chosen)
+            resource_limits.check_limits(chosen)
         assert words in str(raised.value)
 
 
 def test_the_tasks_of_a_user_are_counted():
-    from syncvar_launcher import limits
+    from syncvar_launcher.job import resource_limits
 
-    before = limits._tasks_of_user()
+    before = resource_limits._tasks_of_user()
     with subprocess.Popen(
         [
             sys.executable,
@@ -298,7 +299,7 @@ def test_the_tasks_of_a_user_are_counted():
     ) as process:
         process.stdout.readline()
         assert os.stat(f"/proc/{process.pid}/task").st_nlink - 2 == 2
-        assert limits._tasks_of_user() >= 2
+        assert resource_limits._tasks_of_user() >= 2
         process.stdin.close()
     assert before >= 1
 

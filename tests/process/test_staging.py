@@ -11,10 +11,10 @@ from joined import Joined, agents
 from launching import Job, await_true
 
 from syncvar.core.errors import ConfigError, WireError
-from syncvar_launcher import staging
-from syncvar_launcher.hostcopy import HostCopy
-from syncvar_launcher.options import parse
-from syncvar_launcher.staging import collected
+from syncvar_launcher.hosts import staging
+from syncvar_launcher.hosts.staged_copy import HostCopy
+from syncvar_launcher.hosts.staging import collected
+from syncvar_launcher.options.option_table import parse
 
 SCRIPT = """
     import os, stat, sys

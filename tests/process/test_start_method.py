@@ -344,7 +344,7 @@ def test_the_end_comes_while_the_server_imports(launch, tmp_path, end, nothing_l
     await_true(ready.exists, what="a server that imports")
     await_true(
         lambda: any(
-            "guardian.py" in words for words in nothing_left_behind.own_processes().values()
+            "cleanup_process.py" in words for words in nothing_left_behind.own_processes().values()
         ),
         what="a guardian",
     )

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import WireError
-from syncvar_launcher.facts import facts_of
-from syncvar_launcher.messages import (
+from syncvar_launcher.hosts.agent_protocol import (
     GREETING,
     MESSAGE_NBYTES_MAX,
     OneRank,
@@ -17,6 +16,7 @@ from syncvar_launcher.messages import (
     checked_list,
     pack,
 )
+from syncvar_launcher.hosts.host_facts import facts_of
 
 ORDER = {
     "job": "1a2b",

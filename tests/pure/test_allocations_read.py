@@ -3,11 +3,11 @@
 import pytest
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher import several
-from syncvar_launcher.allocation import allocation, within
-from syncvar_launcher.hostfile import parse_hosts
-from syncvar_launcher.login import why_failed
-from syncvar_launcher.options import parse
+from syncvar_launcher.hosts import multi_host
+from syncvar_launcher.hosts.ssh import why_failed
+from syncvar_launcher.options.hostfile import parse_hosts
+from syncvar_launcher.options.option_table import parse
+from syncvar_launcher.schedulers.allocation import allocation, within
 
 SLURM = {  # of a batch script on n1, of sbatch --nodes=3 --ntasks=5
     "SLURM_JOB_ID": "7",
@@ -183,7 +183,7 @@ def test_what_others_have_started_in_the_job_takes_no_hosts(tmp_path):
 
 
 def test_the_dry_run_says_where_each_figure_came_from_and_the_command(tmp_path):
-    text = several.dry_run(chosen(SLURM, tmp_path, "--remote-python", "python3"))
+    text = multi_host.dry_run(chosen(SLURM, tmp_path, "--remote-python", "python3"))
     lines = {line.split()[0]: " ".join(line.split()) for line in text.splitlines() if line}
     line = "srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --nodelist=n2 --overlap --mem=0 --cpu-bind=none --mpi=none --unbuffered python3 -P -c "
     assert f"n2 2, at most 4 SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE {line}" in " ".join(
@@ -195,16 +195,16 @@ def test_the_dry_run_says_where_each_figure_came_from_and_the_command(tmp_path):
         in text
     )
     assert "n2: ranks 2, 3" in text
-    text = several.dry_run(chosen(LSF, tmp_path, "--remote-python", "python3"))
+    text = multi_host.dry_run(chosen(LSF, tmp_path, "--remote-python", "python3"))
     assert "blaunch b 'exec python3 -P -c " in text
     (tmp_path / "nodes").write_text(NODES)
-    text = several.dry_run(
+    text = multi_host.dry_run(
         chosen(
             PBS | {"PBS_NODEFILE": str(tmp_path / "nodes")}, tmp_path, "--remote-python", "python3"
         )
     )
     assert f"PBS_NODEFILE={tmp_path}/nodes  pbsdsh -n 2 -- python3 -P -c " in text
-    assert "syncvar_launcher.run --join ADDRESS:PORT --key-file KEYFILE --slots 1" in text
+    assert "syncvar_launcher.main --join ADDRESS:PORT --key-file KEYFILE --slots 1" in text
 
 
 def test_what_srun_says_of_a_failure_is_told():

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher import options as options_module
-from syncvar_launcher.agents import Agents
-from syncvar_launcher.fleet import Site
-from syncvar_launcher.hostfile import Host
-from syncvar_launcher.job import Job
-from syncvar_launcher.messages import Order, Reader, pack
-from syncvar_launcher.options import core_count, parse
-from syncvar_launcher.sharing import why_no_arena
+from syncvar_launcher.hosts.agent_protocol import Order, Reader, pack
+from syncvar_launcher.hosts.provision import Site
+from syncvar_launcher.hosts.remote_workers import Agents
+from syncvar_launcher.job.job import Job
+from syncvar_launcher.local.shm_service import why_no_arena
+from syncvar_launcher.options import option_table as options_module
+from syncvar_launcher.options.hostfile import Host
+from syncvar_launcher.options.option_table import core_count, parse
 
 
 def chosen(*argv, **environ):

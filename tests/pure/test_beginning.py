@@ -3,8 +3,8 @@
 import pytest
 
 from syncvar.bootstrap.prefork.preloaded_imports import READ_ONCE, blas_threads
-from syncvar_launcher.beginning import plan_beginning
-from syncvar_launcher.forking import started_ahead
+from syncvar_launcher.local.fork_client import started_ahead
+from syncvar_launcher.local.start_method import plan_beginning
 
 
 @pytest.fixture

@@ -1,7 +1,12 @@
 import pytest
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.binding import BLAS_VARIABLES, blas_environment, blas_threads, plan_binding
+from syncvar_launcher.local.affinity import (
+    BLAS_VARIABLES,
+    blas_environment,
+    blas_threads,
+    plan_binding,
+)
 
 
 def test_auto_gives_each_worker_cores_of_its_own():

@@ -10,7 +10,7 @@ import pytest
 import syncvar as sv
 from syncvar.cli.commands import main
 from syncvar.cli.migration_table import LIBRARIES, TASKS, coming_from_text
-from syncvar_launcher.options import parse
+from syncvar_launcher.options.option_table import parse
 
 COMMANDS = [one.syncvar for one in TASKS if "syncvar-launch" in one.syncvar]
 STARTING = "sv.run(fn, workers=4)"

@@ -13,7 +13,7 @@ from syncvar.cli.migration_table import LIBRARIES, SHORT, coming_from_text
 from syncvar.core.errors import ConfigError
 from syncvar.core.migration_hints import WORDS, explained, words_text
 from syncvar.core.settings import nearest
-from syncvar_launcher import options
+from syncvar_launcher.options import option_table
 
 OURS = {
     "sv": sv,
@@ -53,13 +53,13 @@ def test_a_word_stands_in_the_table_once_and_is_none_of_ours():
     assert len(set(seen)) == len(seen)
     for place, name in ATTRIBUTES:
         assert name not in vars(OURS[place]), f"{place} has {name} itself"
-    known = {flag for option in options._OPTIONS for flag in option.flags}
+    known = {flag for option in option_table._OPTIONS for flag in option.flags}
     assert not known & {name for place, name in seen if place == "option"}
 
 
 def test_what_a_word_is_told_is_there():
     """Names, methods, options and settings that the sentences speak of exist."""
-    flags = {*options._BY_FLAG, *options._OFF, *options._OTHER_FLAGS}
+    flags = {*option_table._BY_FLAG, *option_table._OFF, *option_table._OTHER_FLAGS}
     for word in WORDS:
         for dotted in re.findall(r"\bsv((?:\.[A-Za-z_]+)+)", word.text):
             value = sv
@@ -339,7 +339,7 @@ def test_near_words_are_guessed():
 
 def refused(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
-        options.parse(arguments, {}, "/")
+        option_table.parse(arguments, {}, "/")
     assert ended.value.code == 2
     return capsys.readouterr().err
 

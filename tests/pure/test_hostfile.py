@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hostfile import (
+from syncvar_launcher.hosts.ssh import remote_command, ssh_command
+from syncvar_launcher.options.hostfile import (
     Host,
     HostfileError,
     expanded,
@@ -15,7 +16,6 @@ from syncvar_launcher.hostfile import (
     parse_hosts,
     selected,
 )
-from syncvar_launcher.login import remote_command, ssh_command
 
 
 def read(text):

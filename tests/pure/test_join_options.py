@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError, WireError
-from syncvar_launcher.hello import Hello
-from syncvar_launcher.joinoptions import place_of
-from syncvar_launcher.options import parse
+from syncvar_launcher.join.join_handshake import Hello
+from syncvar_launcher.options.join_options import place_of
+from syncvar_launcher.options.option_table import parse
 
 HELLO = Hello("n1", "10.0.0.7", None, None, "0.1.0", 1, "3.11.7", "little")
 

@@ -1,9 +1,9 @@
 import pytest
 
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.command import server_command
-from syncvar_launcher.options import launch_keys, parse
-from syncvar_launcher.show import dry_run_text, settings_rows
+from syncvar_launcher.job.dry_run import dry_run_text, settings_rows
+from syncvar_launcher.local.worker_command import server_command
+from syncvar_launcher.options.option_table import launch_keys, parse
 
 
 @pytest.fixture

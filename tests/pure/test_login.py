@@ -6,11 +6,11 @@ import pytest
 
 import syncvar as sv
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.addresses import Interface, allowed
-from syncvar_launcher.fleet import is_here
-from syncvar_launcher.hostfile import Host, parse_hosts
-from syncvar_launcher.installing import remedy
-from syncvar_launcher.login import SSH_OPTIONS, remote_command, ssh_command, why_failed
+from syncvar_launcher.hosts.install_hint import remedy
+from syncvar_launcher.hosts.network_proof import Interface, allowed
+from syncvar_launcher.hosts.provision import is_here
+from syncvar_launcher.hosts.ssh import SSH_OPTIONS, remote_command, ssh_command, why_failed
+from syncvar_launcher.options.hostfile import Host, parse_hosts
 
 TWO = [
     Interface("eth0", "10.0.0.7"),
@@ -57,7 +57,7 @@ def test_the_remote_command_is_fixed_and_quoted(python):
     words = shlex.split(remote_command(python))
     assert words[:2] == ["exec", python]
     assert words[2:4] == ["-P", "-c"]
-    assert words[-1] == "syncvar_launcher.hostagent"
+    assert words[-1] == "syncvar_launcher.hosts.agent_main"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.transports.base import Control, Transport
-from syncvar_launcher.options import parse
+from syncvar_launcher.options.option_table import parse
 
 MPI = {"SYNCVAR_TRANSPORT": "mpi"}
 TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -10,11 +10,17 @@ import pytest
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher import options as options_module
-from syncvar_launcher.environment import inherited
-from syncvar_launcher.options import help_text, host_keys, hosts_help_text, launch_keys, parse
-from syncvar_launcher.placement import Room, placed
-from syncvar_launcher.signals import forwarded
+from syncvar_launcher.hosts.placement import Room, placed
+from syncvar_launcher.options import option_table as options_module
+from syncvar_launcher.options.forwarded_signals import forwarded
+from syncvar_launcher.options.option_table import (
+    help_text,
+    host_keys,
+    hosts_help_text,
+    launch_keys,
+    parse,
+)
+from syncvar_launcher.options.worker_environment import inherited
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
@@ -748,7 +754,7 @@ def test_ci_is_short_and_debug_is_endless():
 
 def test_the_launcher_imports_no_numpy():
     code = (
-        "import sys, syncvar_launcher.options, syncvar_launcher.output, syncvar_launcher.report, syncvar_launcher.show\n"
+        "import sys, syncvar_launcher.options.option_table, syncvar_launcher.io.output, syncvar_launcher.job.failure_report, syncvar_launcher.job.dry_run\n"
         "sys.exit('numpy' in sys.modules or 'zmq' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

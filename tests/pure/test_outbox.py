@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from syncvar_launcher.outbox import Outbox
+from syncvar_launcher.hosts.pipe_outbox import Outbox
 
 
 @pytest.fixture

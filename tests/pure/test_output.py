@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.output import IDLE_S, LINE_NBYTES, OutputForwarder, Sink, escape, shown_ranks
+from syncvar_launcher.io.output import (
+    IDLE_S,
+    LINE_NBYTES,
+    OutputForwarder,
+    Sink,
+    escape,
+    shown_ranks,
+)
 
 
 class Broken(io.RawIOBase):
@@ -387,7 +394,7 @@ def test_a_full_disk_is_told_once_and_the_job_goes_on(tmp_path, monkeypatch):
     def full(file, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("syncvar_launcher.output.os.write", full)
+    monkeypatch.setattr("syncvar_launcher.io.output.os.write", full)
     for _ in range(3):
         forwarder.feed(0, "out", b"a\n", 0)
         forwarder.feed(1, "err", b"b\n", 0)
@@ -476,7 +483,7 @@ def model(data, limit):
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_in_any_pieces_give_the_lines_of_each_rank(streams, pieces, limit):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("syncvar_launcher.output.LINE_NBYTES", limit)
+        patch.setattr("syncvar_launcher.io.output.LINE_NBYTES", limit)
         out, err, forwarder = pair()
         left = dict(streams)
         order = list(left)

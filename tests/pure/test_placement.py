@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.placement import MAP_BY, Room, placed
+from syncvar_launcher.hosts.placement import MAP_BY, Room, placed
 
 
 def rooms(*sizes):

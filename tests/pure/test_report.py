@@ -2,7 +2,7 @@ import pytest
 
 from syncvar.core import exit_codes
 from syncvar.core.rank_text import rank_spans, ranks_of
-from syncvar_launcher.report import (
+from syncvar_launcher.job.failure_report import (
     Failure,
     Other,
     Raised,

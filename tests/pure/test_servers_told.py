@@ -13,7 +13,7 @@ from syncvar.core.process_ids import (
 )
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.protocol.server_directory import ServerTable
-from syncvar_launcher.report import Failure, Other, failure_block
+from syncvar_launcher.job.failure_report import Failure, Other, failure_block
 
 
 def serve(server, job="job", generation=2, host_index=0):

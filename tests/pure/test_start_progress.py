@@ -1,7 +1,7 @@
 """When a start counts as standing still, and when it has failed; time is an argument."""
 
 from syncvar.core.process_ids import server_number
-from syncvar_launcher.start_progress import StartProgress
+from syncvar_launcher.job.start_progress import StartProgress
 
 
 def test_it_is_told_after_the_notice_then_after_twice_as_long_and_fails_at_the_limit():

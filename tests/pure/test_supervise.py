@@ -6,7 +6,14 @@ import pytest
 
 from syncvar.core.process_ids import SERVER_0
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.supervise import Announce, DoWithout, Kill, Restart, Supervisor, Terminate
+from syncvar_launcher.job.supervisor import (
+    Announce,
+    DoWithout,
+    Kill,
+    Restart,
+    Supervisor,
+    Terminate,
+)
 
 CONFIG = RuntimeConfig(abort_grace_s=2.0, term_grace_s=10.0)
 LOST = {"error": "PeerLost", "message": "rank 1 was lost", "traceback": "", "exit_code": 70}

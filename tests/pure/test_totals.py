@@ -9,7 +9,7 @@ from syncvar.core.bus_bandwidth import bus_factor
 from syncvar.runtime.flight_recorder.call_record import Told
 from syncvar.runtime.flight_recorder.call_stats import Totals, size_class, size_of
 from syncvar.runtime.flight_recorder.recorder import RING, Recorder
-from syncvar_launcher.totals import merged, read_totals, table
+from syncvar_launcher.job.job_stats import merged, read_totals, table
 
 
 def told(what, nbytes=0, members=(0, 1), path="arena", group=0):

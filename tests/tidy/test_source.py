@@ -292,8 +292,8 @@ FORMATS = {"fix"}  # of a rule in `syncvar.variables.policy`: texts of the sourc
 READERS = [
     path
     for path in SOURCES
-    if path.parts[-2] in ("wire", "transports", "runtime", "launcher")
-    or path.name in ("word.py", "files.py", "manifest.py")
+    if {"protocol", "transports", "runtime", "launcher"} & {*path.relative_to(REPOSITORY).parts}
+    or path.name in ("status_pipe.py", "folder.py", "manifest.py")
 ]
 RECEIVED = {
     "message",
@@ -399,9 +399,9 @@ WALL_CLOCK = {
 # What a person reads: the time beside a line of output, in a record and in a lock; and the user's own dates,
 # which are data. Nothing is decided by it.
 SHOWN_TIMES = {
-    "launcher/events.py": {"time.time"},
-    "launcher/output.py": {"datetime"},
-    "launcher/running.py": {"time.time"},
+    "launcher/job/event_log.py": {"time.time"},
+    "launcher/io/output.py": {"datetime"},
+    "launcher/job/restart_loop.py": {"time.time"},
     "syncvar/runtime/flight_recorder/recorder.py": {"time.time_ns"},
     "syncvar/checkpoint/folder_lock.py": {"time.strftime", "time.gmtime"},
     "syncvar/protocol/datetime_codec.py": {"datetime"},
@@ -518,32 +518,32 @@ SLOW = {
         ("import syncvar", {"numpy", "zmq", "msgpack", "threading", "argparse"}),
         ("import syncvar; syncvar.ConfigError; syncvar.PeerLost", {"numpy", "zmq"}),
         (
-            "import syncvar_launcher.job, syncvar_launcher.generation",
+            "import syncvar_launcher.job.job, syncvar_launcher.job.attempt",
             {"numpy", "syncvar.collectives", "syncvar.variables", "cloudpickle"},
         ),
         (
-            "import syncvar_launcher.agent, syncvar_launcher.supervise, syncvar_launcher.report",
+            "import syncvar_launcher.local.local_workers, syncvar_launcher.job.supervisor, syncvar_launcher.job.failure_report",
             {"numpy"},
         ),
-        ("import syncvar_launcher.options as o; o.help_text()", {"numpy", "zmq"}),
+        ("import syncvar_launcher.options.option_table as o; o.help_text()", {"numpy", "zmq"}),
         (
-            "import syncvar_launcher.job, syncvar_launcher.generation",
+            "import syncvar_launcher.job.job, syncvar_launcher.job.attempt",
             SLOW - {"argparse", "socket", "subprocess"},
         ),
         (
-            "import syncvar_launcher.job, syncvar_launcher.generation",
+            "import syncvar_launcher.job.job, syncvar_launcher.job.attempt",
             {"syncvar.transports.curve", "syncvar.algorithms"},
         ),
         (
-            "import syncvar_launcher.run",
+            "import syncvar_launcher.main",
             {"syncvar", "subprocess", "socket"},
         ),  # Ctrl-C is answered from here on
         (  # not before a fork server has been started
-            "import syncvar_launcher.job",
+            "import syncvar_launcher.job.job",
             {
                 "zmq",
                 "syncvar.bootstrap.rendezvous_server",
-                "syncvar_launcher.running",
+                "syncvar_launcher.job.restart_loop",
                 "dataclasses",
                 "inspect",
                 "shutil",
@@ -563,6 +563,7 @@ SLOW_ROOMS = {
         "data",
         "examples",
         "optimizers",
+        "parameter_server",
         "strategies",
         "testing",
         "variables",
@@ -600,14 +601,14 @@ def test_the_guardian_is_tiny():
         "-S",
         "-X",
         "importtime",
-        str(REPOSITORY / "launcher" / "guardian.py"),
+        str(REPOSITORY / "launcher" / "local" / "cleanup_process.py"),
         "/nonexistent",
     ]
     ended = subprocess.run(
         command, input=".\n", capture_output=True, text=True, check=True, timeout=30
     )
     modules = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
-    assert "sessions" in modules
+    assert "process_sessions" in modules
     assert not {
         name
         for name in modules
@@ -622,8 +623,10 @@ def test_every_package_is_installed():
         "packages"
     ]
     found = {
-        ".".join(path.parent.relative_to(REPOSITORY).parts)
+        ".".join(path.parent.relative_to(REPOSITORY).parts).replace(
+            "launcher", "syncvar_launcher", 1
+        )
         for path in SOURCES
         if path.name == "__init__.py"
     }
-    assert found - {"launcher"} == {name for name in named if name != "syncvar_launcher"}
+    assert found == set(named)

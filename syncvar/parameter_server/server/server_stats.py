@@ -79,7 +79,7 @@ class Served:
         row[3] += any(one.message.get("error") for one in answers)
 
     def rows(self, ahead: Mapping[int, int] | None = None) -> list[dict[str, Any]]:
-        """Return the totals, as `syncvar_launcher.totals` reads them.
+        """Return the totals, as `syncvar_launcher.job.job_stats` reads them.
 
         Args:
             ahead: By how many ticks readers were ahead of the slowest worker -> reads; a row for each.

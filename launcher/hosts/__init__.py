@@ -1,0 +1,1 @@
+"""Workers on other hosts, through one agent per host."""

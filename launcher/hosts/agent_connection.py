@@ -1,0 +1,262 @@
+"""One other host, seen from the launcher: what leads to its agent, and what goes through its pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import time
+from typing import IO, TYPE_CHECKING, Any, Protocol
+
+from syncvar.core.errors import WireError
+from syncvar_launcher.hosts.agent_protocol import Message, Reader, checked_facts, pack
+from syncvar_launcher.hosts.pipe_outbox import Outbox
+from syncvar_launcher.local.child_processes import child_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncvar_launcher.options.hostfile import Host
+
+__all__ = ["NOT_UNDERSTOOD", "Leading", "RemoteHost", "polled", "started"]
+
+NOT_UNDERSTOOD = "its agent is not understood"
+
+_CHUNK = 1 << 18
+_WORDS_MAX = 8192
+_TAKEN_AT_ONCE = (
+    8  # reads, so that a host that says much does not keep the launcher from the others
+)
+
+
+class Leading(Protocol):
+    """What leads to an agent: a process of ours with three pipes, or what looks like one."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """Takes what the launcher says."""
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Gives what the agent says."""
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """Gives what is written there beside."""
+
+    def poll(self) -> int | None:
+        """Return how it ended; None where it has not."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return how it ended, once it has."""
+
+    def kill(self) -> None:
+        """End it."""
+
+
+def started(
+    argv: Sequence[str], environ: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start what leads to an agent, or an agent.
+
+    Args:
+        argv: Its command line: ssh, or the agent itself on this machine.
+        environ: Its environment; None for our own.
+    """
+    return subprocess.Popen(
+        list(argv),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,  # Ctrl-C is the launcher's
+        env=None if environ is None else dict(environ),
+        preexec_fn=child_of(os.getpid()),  # noqa: PLW1509  (one that hangs before it reads its input ends with us too)
+    )
+
+
+class RemoteHost:
+    """The way to the agent of a host. It never blocks: its owner polls the descriptors.
+
+    Args:
+        host: Which one.
+        process: What leads there.
+        known: What is known of it better than its agent can: the addresses of one that has joined.
+
+    Attributes:
+        began: When it was begun to log in, in seconds of the monotonic clock.
+        facts: What its agent said of it; empty until then.
+        heard: When something came last, in seconds of the monotonic clock.
+        why_gone: Why nothing more will come, in words; empty while it may.
+        staged: The folder there to which the script's was copied; empty where it was not.
+        is_ended: It was the launcher that ended the way, so that the exit status of what led there says nothing.
+    """
+
+    def __init__(
+        self, host: Host, process: Leading, known: Mapping[str, Any] | None = None
+    ) -> None:
+        self.host = host
+        self.process = process
+        self.known = dict(known or {})
+        self.began = time.monotonic()
+        self.facts: dict[str, Any] = {}
+        self.heard = time.monotonic()
+        self.why_gone = ""
+        self.is_ended = False
+        self.staged = ""
+        self._words = bytearray()
+        self._reader = Reader(awaits_greeting=True)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        pipes = (self.process.stdin, self.process.stdout, self.process.stderr)
+        to_agent, self._out, self._err = (one.fileno() for one in pipes)
+        for descriptor in (to_agent, self._out, self._err):
+            os.set_blocking(descriptor, False)
+        self._outbox = Outbox(to_agent)
+        self._open = {self._out, self._err}
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for reading."""
+        return list(self._open)
+
+    def unsent(self) -> list[int]:
+        """Return the descriptors to poll for writing."""
+        return self._outbox.descriptors()
+
+    @property
+    def unsent_nbytes(self) -> int:
+        """How much is still to be sent."""
+        return self._outbox.nbytes
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Say something to the agent; nothing where it is gone."""
+        if not self.why_gone:
+            self._outbox.add(pack(kind, **fields))
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what has not been sent, as far as it goes; who reads no more says why by the end of its output."""
+        self._outbox.flush()
+
+    def readable(self, descriptor: int) -> list[Message]:
+        """Handle a descriptor that poll reported; others are not looked at."""
+        if descriptor not in self._open:
+            return []
+        messages: list[Message] = []
+        for _ in range(_TAKEN_AT_ONCE):
+            try:
+                data = os.read(descriptor, _CHUNK)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if descriptor == self._err:
+                self._words += data
+                del self._words[:-_WORDS_MAX]
+            if not data:
+                self._open.discard(descriptor)
+                if descriptor == self._out:
+                    self._lose("its agent has ended")
+                break
+            if descriptor == self._out:
+                self.heard = time.monotonic()
+                try:
+                    messages += self._reader.feed(data)
+                except WireError as error:
+                    self.end(f"{NOT_UNDERSTOOD}: {error}")
+                    break
+        return messages
+
+    def learn(self, facts: Message) -> None:
+        """Keep what the agent says of its host.
+
+        Raises:
+            WireError: It has another form than it should.
+        """
+        self.facts = {**checked_facts(facts), **self.known}
+
+    def words(self) -> str:
+        """Return the last of what ssh, the remote shell and the agent wrote on their standard error."""
+        for _ in range(_TAKEN_AT_ONCE):
+            if self._err in self._open:
+                self.readable(self._err)
+        before = self._reader.before if not self._reader.has_greeted else b""
+        return (before + bytes(self._words)).decode("utf-8", "replace").strip()
+
+    def end(self, why: str) -> None:
+        """End the way to the agent, and so the agent: nothing more is to be heard of it.
+
+        Args:
+            why: In words, of the host.
+        """
+        self._lose(why)
+        self.is_ended = True
+        self.kill()
+
+    def drain(self) -> None:
+        """Read what has come while nobody looked: the end of the agent perhaps."""
+        for descriptor in list(self._open):
+            self.readable(descriptor)
+
+    def end_input(self) -> None:
+        """Let the agent end, by the end of its input."""
+        with contextlib.suppress(OSError):
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+
+    def kill(self) -> None:
+        """End the process that leads to the agent; the end of its input is the agent's end."""
+        if self.process.poll() is None:
+            self.process.kill()
+
+    def close(self) -> None:
+        """Let go: the agent ends when its input does."""
+        for one in (self.process.stdin, self.process.stdout, self.process.stderr):
+            with contextlib.suppress(OSError):
+                if one is not None:
+                    one.close()
+        self._open.clear()
+        self._outbox.clear()
+        try:
+            self.process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def status(self, timeout_s: float = 1.0) -> int | None:
+        """Return how the process that leads to the agent ended, waiting a moment for it; None where it has not."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(timeout_s)
+        return None
+
+    def _lose(self, why: str) -> None:
+        self.why_gone = self.why_gone or why
+        self._outbox.clear()
+
+
+def polled(
+    remotes: Sequence[RemoteHost], timeout_s: float, others: Sequence[int] = ()
+) -> tuple[list[list[Message]], list[int]]:
+    """Wait until a host says something or takes what is to be sent to it; return what each has said, in their order.
+
+    Args:
+        remotes: The hosts.
+        timeout_s: The longest wait, in seconds.
+        others: More descriptors to wait for, for reading; those that are ready are returned too.
+    """
+    poller = select.poll()
+    for one in remotes:
+        for descriptor in one.descriptors():
+            poller.register(descriptor, select.POLLIN)
+        for descriptor in one.unsent():
+            poller.register(descriptor, select.POLLOUT)
+    for descriptor in others:
+        poller.register(descriptor, select.POLLIN)
+    ready = [descriptor for descriptor, _ in poller.poll(timeout_s * 1000)]
+    said: list[list[Message]] = []
+    for one in remotes:
+        one.flush()
+        said.append([message for descriptor in ready for message in one.readable(descriptor)])
+    return said, [descriptor for descriptor in others if descriptor in ready]

@@ -1,0 +1,379 @@
+"""The agent of one host of several: started by ssh, it starts the workers there, and speaks for them over its two pipes.
+
+Nothing of the job is on its command line: all it is told comes on standard input, and the end of that input is the end of
+its workers. If the launcher is silent for longer than `lost_after_s` while they run, this host or that one is cut off: they
+are ended as the launcher ends the others, and may raise PeerLost before. Whoever kills the agent leaves its guardian, which
+kills the workers' sessions and removes the private folder.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from syncvar.core.errors import ConfigError, SyncvarError, WireError
+from syncvar.core.exit_codes import CONFIGURATION, LIMITS
+from syncvar_launcher.hosts.agent_protocol import (
+    GREETING,
+    Message,
+    OneRank,
+    Order,
+    Reader,
+    checked_list,
+    pack,
+)
+from syncvar_launcher.hosts.agent_workers import CannotFork, HostRanks
+from syncvar_launcher.hosts.host_facts import facts_of
+from syncvar_launcher.hosts.network_proof import Listeners, reachable
+from syncvar_launcher.hosts.pipe_outbox import Outbox
+from syncvar_launcher.hosts.staged_copy import HostCopy
+from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow
+from syncvar_launcher.local.local_workers import Ended, Event, Output, Spoke
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["main"]
+
+_CHUNK = 1 << 18
+_UNSENT_MAX = 8 << 20
+_PAUSE_S = 0.005
+_IDLE_S = 300.0  # without workers: the launcher logs in elsewhere, or pauses before a restart
+
+
+def main() -> int:
+    """Serve one launcher, on standard input and output, until it has gone."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # whatever a library prints is no message
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, lambda *_: None)  # not ignored: workers would inherit that
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    agent = HostAgent(0, out)
+    signal.signal(signal.SIGTERM, lambda *_: agent.heed())
+    try:
+        return agent.serve()
+    finally:
+        agent.close()
+
+
+class HostAgent:
+    """What one launcher has asked for on this host.
+
+    Args:
+        source: Descriptor on which messages come.
+        sink: Descriptor to which they go.
+    """
+
+    def __init__(self, source: int, sink: int) -> None:
+        self._source = source
+        os.set_blocking(source, False)
+        os.set_blocking(sink, False)
+        self._reader = Reader()
+        self._outbox = Outbox(sink)
+        self._outbox.add(GREETING)
+        self._is_over = False
+        self._heard = time.monotonic()
+        self._beat_s, self._silence_s, self._abort_grace_s, self._term_grace_s = (
+            1.0,
+            60.0,
+            2.0,
+            10.0,
+        )
+        self._cut_at: float | None = None  # when the launcher was given up
+        self._has_told = False
+        self._looked = 0.0
+        self._listeners: Listeners | None = None
+        self._start: HostRanks | None = None
+        self._tallies: dict[str, bytes] = {}
+        self._copy = HostCopy()
+        self._call = bytearray()
+        self._is_stopped = False
+        self._notices, self._is_heeded = 0, False  # that somebody wants this host back
+        self._answers: dict[str, Callable[[Message], None]] = {
+            "ask": self._asked,
+            "listen": self._listen,
+            "reach": self._reach,
+            "begin": self._begin,
+            "begin_again": self._begin_again,
+            "call": self._called,
+            "signal": self._signal,
+            "signal_groups": self._signal_groups,
+            "note": self._note,
+            "inquire": self._inquire,
+            "kill": self._kill,
+            "stop": self._stop,
+            "resume": self._resume,
+            "abort": self._abort,
+            "credit": self._credit,
+            "input": self._input,
+            "window": self._window,
+            "end": self._end,
+            "beat": self._beat,
+            "stage": self._copied,
+            "stage_data": self._copied,
+            "stage_end": self._copied,
+        }
+
+    def heed(self) -> None:
+        """Note that somebody wants this host back: the workers are told, and may save; the second time, or without any, end."""
+        self._notices += 1
+
+    def serve(self) -> int:
+        """Do what is asked until the input ends; return the exit code."""
+        while not self._is_over:
+            poller = select.poll()
+            poller.register(self._source, select.POLLIN)
+            start = self._start
+            for descriptor in (
+                *self._outbox.descriptors(),
+                *(start.writable() if start is not None else ()),
+            ):
+                poller.register(descriptor, select.POLLOUT)
+            watched = [*(self._listeners.descriptors() if self._listeners else ())]
+            if start is not None:
+                watched += start.descriptors(is_full=self._outbox.nbytes > _UNSENT_MAX)
+            for descriptor in watched:
+                poller.register(descriptor, select.POLLIN)
+            wait_s = _PAUSE_S if start is not None and start.asked else self._beat_s
+            ready = [descriptor for descriptor, _ in poller.poll(wait_s * 1000)]
+            if self._source in ready:
+                self._take()
+            for descriptor in ready:
+                if self._listeners is not None:
+                    self._listeners.readable(descriptor)
+                if start is not None and start is self._start:
+                    try:
+                        for event in start.readable(descriptor):
+                            self._tell(event)
+                    except ConfigError as error:  # the workers cannot be forked
+                        self._refuse(error)
+            self._look(time.monotonic())
+            self._flush()
+            if self._notices:
+                self._give_back()
+        return 0
+
+    def close(self) -> None:
+        """Kill what runs, and let go of everything. Idempotent."""
+        start, self._start = self._start, None
+        if start is not None:
+            start.close()
+        if self._listeners is not None:
+            self._listeners.close()
+        self._copy.close()
+
+    # -- what the launcher says --------------------------------------------------------------------
+
+    def _take(self) -> None:
+        try:
+            data = os.read(self._source, _CHUNK)
+        except BlockingIOError:
+            return
+        if not data:
+            self._is_over = True
+            return
+        self._heard = time.monotonic()
+        try:
+            for message in self._reader.feed(data):
+                answer = self._answers.get(message["kind"])
+                if answer is None:
+                    raise WireError(f"a message {message['kind']!r} is for the launcher")
+                answer(message)
+        except WireError as error:
+            sys.stderr.write(f"syncvar: the launcher is not understood: {error}\n")
+            self._is_over = True
+
+    def _asked(self, message: Message) -> None:
+        self._beat_s, self._silence_s = max(0.05, message["beat_s"]), message["silence_s"]
+        self._abort_grace_s, self._term_grace_s = message["abort_grace_s"], message["term_grace_s"]
+        self._send(
+            "facts", facts=facts_of(message["kind_of_target"], message["target"], message["cwd"])
+        )
+
+    def _listen(self, message: Message) -> None:
+        if self._listeners is not None:
+            self._listeners.close()
+        self._listeners = Listeners([str(one) for one in message["addresses"]], message["token"])
+        self._send("listening", ports=self._listeners.ports)
+
+    def _reach(self, message: Message) -> None:
+        targets = [(str(address), int(port)) for address, port in message["targets"]]
+        self._send(
+            "reached",
+            answers=reachable(targets, message["token"], message["timeout_s"], self._listeners),
+        )
+
+    def _called(self, message: Message) -> None:
+        self._call += message["data"]
+
+    def _begin(self, message: Message) -> None:
+        if self._listeners is not None:
+            self._listeners.close()
+            self._listeners = None
+        call, self._call = bytes(self._call), bytearray()
+        try:
+            self._start = HostRanks(Order.read(message["start"]), self._tallies, call)
+        except WireError:
+            raise
+        except (SyncvarError, OSError) as error:
+            self._refuse(error)
+
+    def _begin_again(self, message: Message) -> None:
+        if self._start is None:
+            return
+        try:
+            self._start.begin_again(OneRank.read(message["one"]))
+        except WireError:
+            raise
+        except (SyncvarError, OSError) as error:
+            self._refuse(error)
+
+    def _refuse(self, error: Exception) -> None:
+        is_limit = isinstance(error, LimitTooLow) or getattr(error, "errno", 0) in OF_LIMITS
+        code = LIMITS if is_limit else CONFIGURATION
+        self._send(
+            "refused",
+            reason=str(error),
+            code=error.exit_code if isinstance(error, CannotFork) else code,
+        )
+
+    def _signal(self, message: Message) -> None:
+        if self._start is not None:
+            self._start.agent.send(message["ranks"], message["number"])
+
+    def _signal_groups(self, message: Message) -> None:
+        if self._start is not None:
+            spared = self._start.agent.send_groups(message["number"])
+            if spared:
+                self._send("spared", number=message["number"], ranks=spared)
+
+    def _note(self, message: Message) -> None:
+        if self._start is not None:
+            self._send("placed", places=self._start.note(message["ranks"]))
+
+    def _inquire(self, message: Message) -> None:
+        if self._start is not None:
+            self._start.ask(message["number"], message["rank"], all_threads=message["all_threads"])
+
+    def _kill(self, message: Message) -> None:
+        if self._start is not None:
+            self._start.agent.kill(message["ranks"])
+
+    def _stop(self, _: Message) -> None:
+        self._is_stopped = True
+        if self._start is not None:
+            self._start.stop()
+
+    def _resume(self, _: Message) -> None:
+        self._is_stopped = False
+        if self._start is not None:
+            self._start.resume()
+
+    def _abort(self, message: Message) -> None:
+        if self._start is not None:
+            self._start.sharing.abort(message["generation"])
+
+    def _credit(self, message: Message) -> None:
+        if self._start is not None:
+            self._start.credit[message["rank"], message["stream"]] += message["count"]
+
+    def _input(self, message: Message) -> None:
+        if self._start is not None:
+            self._start.feed(message["data"])
+
+    def _window(self, message: Message) -> None:
+        if self._start is not None:
+            self._start.resize(checked_list(message["size"], int, 2))
+            self._start.agent.send([message["rank"]], signal.SIGWINCH)
+
+    def _end(self, _: Message) -> None:
+        start, self._start = self._start, None
+        if start is not None:
+            for event in start.finish():
+                self._tell(event)
+            for name, data in start.records():
+                self._send("record", name=name, data=data)
+            self._tallies = start.tallies()
+            start.close()
+        self._send("closed")
+
+    def _copied(self, message: Message) -> None:
+        answer = self._copy.take(message)
+        if answer is not None:
+            self._send("staged", **answer)
+
+    def _beat(self, _: Message) -> None:
+        pass
+
+    # -- what this host says -----------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        limit_s = self._silence_s if self._start is not None else max(self._silence_s, _IDLE_S)
+        if self._cut_at is None and not self._is_stopped and now - self._heard > limit_s:
+            sys.stderr.write(
+                f"syncvar: the launcher is silent since {now - self._heard:.1f} s; its workers here are ended\n"
+            )
+            self._cut_at = now
+            if self._start is not None:
+                self._start.sharing.abort()
+        if self._cut_at is not None:
+            self._end_by_steps(now - self._cut_at)
+        if self._start is not None:
+            for sentence in self._start.sharing.take_said():
+                self._send("said", sentence=sentence)
+            if pids := self._start.take_begun():
+                self._send("began", pids=pids)
+            for number, instead, threads in self._start.stood(now):
+                self._send("stood", number=number, instead=instead, threads=threads)
+            if count := self._start.feed_on():
+                self._send("fed", count=count)
+        if now - self._looked >= self._beat_s:
+            self._looked = now
+            self._send("states", states={} if self._start is None else self._start.look())
+
+    def _give_back(self) -> None:
+        """Pass the notice on to the workers; when they have ended and that has been said, or at the next notice, end."""
+        workers = self._start.agent.workers if self._start is not None else {}
+        if self._notices == 1 and workers:
+            if not self._is_heeded:
+                self._is_heeded = True
+                self._signal({"ranks": list(workers), "number": int(signal.SIGTERM)})
+        elif self._notices > 1 or not self._outbox.nbytes:
+            self._is_over = True
+
+    def _end_by_steps(self, since_s: float) -> None:
+        """Let the workers end by themselves, tell them to, and kill them, each in its time; then end."""
+        running = [] if self._start is None else self._start.running()
+        if (
+            self._start is None
+            or not running
+            or since_s >= self._abort_grace_s + self._term_grace_s
+        ):
+            self._is_over = True
+        elif since_s >= self._abort_grace_s and not self._has_told:
+            self._has_told = True
+            self._start.agent.send(running, signal.SIGTERM)
+
+    def _tell(self, event: Event) -> None:
+        if isinstance(event, Output):
+            self._send("output", rank=event.rank, stream=event.stream, data=event.data)
+        elif isinstance(event, Spoke):
+            self._send("spoke", rank=event.rank, record=event.record)
+        elif isinstance(event, Ended):
+            if self._start is not None:
+                for name, data, is_last in self._start.results():
+                    self._send("result", name=name, data=data, is_last=is_last)
+            self._send("ended", rank=event.rank, status=event.status, beyond=event.beyond)
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        self._outbox.add(pack(kind, **fields))
+        if not self._is_over:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._outbox.flush():  # the launcher, or the way to it, is gone
+            self._is_over = True

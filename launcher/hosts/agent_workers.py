@@ -1,0 +1,398 @@
+"""The ranks of one host in one start, as its agent has them: their processes, memory, stacks, input and records."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from syncvar.bootstrap.job_directory import JobDirectory
+from syncvar.core.environment import PREFIX
+from syncvar.core.errors import ConfigError
+from syncvar.core.exit_codes import INTERNAL, exit_code_of
+from syncvar.core.process_ids import SERVER_0, is_server
+from syncvar.core.state_folder import RECORDS, TOTALS
+from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
+from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
+from syncvar_launcher.hosts.call_transfer import result_parts
+from syncvar_launcher.io.terminal import open_terminal, resize
+from syncvar_launcher.job.resource_limits import cannot_start
+from syncvar_launcher.job.status_socket import ANSWER_S
+from syncvar_launcher.local.fork_client import ForkServer, Refusal, ServerEnded
+from syncvar_launcher.local.local_workers import Agent, Event, Output
+from syncvar_launcher.local.secret_fd import KEY_FD, KEY_FILE, secret_descriptor, write_secret
+from syncvar_launcher.local.shm_service import Sharing
+from syncvar_launcher.local.stack_requests import Asked, Stacks
+from syncvar_launcher.local.start_method import Beginning, plan_beginning
+from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
+from syncvar_launcher.options.worker_environment import inherited
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from syncvar_launcher.hosts.agent_protocol import OneRank, Order
+
+__all__ = ["CannotFork", "HostRanks"]
+
+_RECORD_MAX = 8 << 20
+_FLIGHT = "flight"
+_STACKS_S = 0.25
+
+
+class CannotFork(ConfigError):
+    """Ranks cannot be forked.
+
+    Args:
+        refusal: Why.
+    """
+
+    def __init__(self, refusal: Refusal) -> None:
+        self.exit_code = exit_code_of(refusal.status or INTERNAL)
+        super().__init__(f"{refusal.why}; --start-method spawn does without it")
+
+
+class HostRanks:
+    """The ranks of this host in one start: begun, asked, fed, ended.
+
+    Args:
+        order: What the launcher wants.
+        tallies: What the start before has left of its workers' counts of pushes.
+        call: The call of `sv.run` that they make, with its path; empty where there is none.
+    """
+
+    def __init__(self, order: Order, tallies: dict[str, bytes], call: bytes) -> None:
+        self.credit = {
+            (one.rank, stream): FIRST_CREDIT for one in order.ranks for stream in ("out", "err")
+        }
+        self._order = order
+        base = self._base()
+        self._beginning = plan_beginning(
+            order.start_method,
+            order.kind_of_target,
+            order.target,
+            len(order.ranks) - order.servers,
+            order.cwd,
+            base,
+        )
+        self._stopped: set[int] = set()
+        self._begun: dict[int, int] = {}
+        self.asked: dict[int, tuple[Asked, float]] = {}
+        self._input = self._input_end = -1
+        self._unfed = bytearray()
+        self._has_all = self._is_finished = False
+        self._stack = contextlib.ExitStack()
+        try:
+            with _private():
+                directory = JobDirectory(os.environ)
+            self._stack.callback(directory.remove)
+            self._folder = directory.path
+            put_tallies(tallies, directory.path)
+            self._results: Path | None = None
+            self._call: list[int] = []  # the descriptor that all ranks inherit, where there is one
+            if call:
+                self._keep_call(call)
+            self._server: ForkServer | None = None
+            if self._beginning.is_forked:
+                self._server = ForkServer(self._command(), base, order.cwd, self._call)
+                self._stack.callback(self._server.close)
+                limit_s = order.ranks[0].environ.get(f"{PREFIX}RENDEZVOUS_TIMEOUT_S")
+                self._server.limit_s = float(limit_s or self._server.limit_s)
+                self._server.order(
+                    worker_arguments(order.kind_of_target, order.target, order.args), base
+                )
+            self.agent = Agent(directory.path, directory.lock, self._server)
+            self._stack.callback(self.finish)
+            with _private():
+                self.sharing = self._share(order, directory.path)
+            self._stack.callback(self.sharing.close)
+            self._stacks = Stacks(
+                self.agent,
+                lambda _: str(directory.path),
+                order.cwd,
+                is_command=order.kind_of_target == "command",
+            )
+            if self._server is None:
+                self._start_all()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    @staticmethod
+    def _share(order: Order, folder: Path) -> Sharing:
+        return Sharing(
+            order.job,
+            order.arena_bytes,
+            [len(order.ranks) - order.servers],
+            [order.core_count],
+            [folder],
+            why_not=order.why_no_arena,
+            generation=order.generation,
+            hands_over=order.hands_over,
+            servers=[order.servers],
+            first_host=int(order.ranks[0].environ[f"{PREFIX}HOST_INDEX"]),
+        )
+
+    def writable(self) -> list[int]:
+        """Return the descriptors to poll for writing: rank 0's standard input, while there is something for it."""
+        return [self._input_end] if self._unfed and self._input_end >= 0 else []
+
+    def descriptors(self, *, is_full: bool) -> list[int]:
+        """Return the descriptors to poll for reading."""
+        spoken = self.agent.descriptors(
+            lambda rank, stream: not is_full and self.credit[rank, stream] > 0
+        )
+        watched = [*spoken, *self.sharing.descriptors()]
+        return watched if self._server is None else [self._server.descriptor(), *watched]
+
+    def readable(self, descriptor: int) -> list[Event]:
+        """Handle a descriptor that poll reported."""
+        if self._server is not None and descriptor == self._server.descriptor():
+            return self._server_speaks(self._server)
+        self.sharing.readable(descriptor)
+        events = list(self.agent.readable(descriptor))
+        for event in events:
+            if isinstance(event, Output):
+                self.credit[event.rank, event.stream] -= len(event.data)
+        return events
+
+    def look(self) -> dict[int, list[Any]]:
+        """Return the state and the seconds of work of each worker that runs."""
+        self.agent.look()
+        return {
+            rank: [self.agent.state(rank), self.agent.busy_s(rank), self._stacks.pid(rank)]
+            for rank in self.running()
+        }
+
+    def running(self) -> list[int]:
+        """Return the ranks whose processes have not ended."""
+        return [rank for rank, worker in self.agent.workers.items() if worker.status is None]
+
+    def take_begun(self) -> dict[int, int]:
+        """Return, once, the process of each rank that has been started."""
+        begun, self._begun = self._begun, {}
+        return begun
+
+    def ask(self, number: int, rank: int, *, all_threads: bool) -> None:
+        """Ask a rank where it stands."""
+        self.asked[number] = (
+            self._stacks.ask(rank, all_threads=all_threads),
+            time.monotonic() + ANSWER_S,
+        )
+
+    def stood(self, now: float) -> Iterator[tuple[int, str, list[Any]]]:
+        """Yield the answers that are there, each with its number; who does not answer in time is asked no more."""
+        for number, (asked, until) in list(self.asked.items()):
+            threads = self._stacks.answer(asked, is_last=now >= until)
+            if threads is not None:
+                told = [
+                    [one.ident, one.is_main, [list(frame) for frame in one.frames]]
+                    for one in threads
+                ]
+                yield number, asked.instead, told
+            if threads is not None or now >= until:
+                del self.asked[number]
+
+    def feed(self, data: bytes) -> None:
+        """Pass on what came on the launcher's standard input; empty bytes are its end."""
+        self._unfed += data
+        self._has_all = not data
+
+    def resize(self, size: list[int]) -> None:
+        """Give the terminal of the rank that has one so many rows and columns."""
+        if self._input_end >= 0:
+            resize(self._input_end, size)
+
+    def feed_on(self) -> int:
+        """Write what the pipe of rank 0 takes of its standard input; return how much of it is done with."""
+        count = 0
+        while self._unfed and self._input_end >= 0:
+            try:
+                written = os.write(self._input_end, self._unfed[:65536])
+            except BlockingIOError:
+                break
+            except OSError:  # it reads no more
+                written = len(self._unfed)
+            del self._unfed[:written]
+            count += written
+        if self._has_all and not self._unfed and self._input_end >= 0:
+            os.close(self._input_end)
+            self._input_end = -1
+        return count
+
+    def note(self, ranks: list[int]) -> dict[int, str]:
+        """Return where ranks stand, those that tell it within a moment."""
+        self._stacks.note(ranks)
+        self._stacks.await_noted(_STACKS_S)
+        self._stacks.read_noted()
+        return {rank: line for rank, line in self._stacks.places.items() if rank in ranks}
+
+    def stop(self) -> None:
+        """Stop the sessions of all workers."""
+        self._stopped |= self.agent.stop()
+
+    def resume(self) -> None:
+        """Let those go on that `stop` has stopped."""
+        for pid in self._stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._stopped.clear()
+
+    def finish(self) -> list[Event]:
+        """Kill what is left, and return what was written; nothing the second time."""
+        if self._is_finished:
+            return []
+        self._is_finished = True
+        events = list(self.agent.close())
+        for descriptor in (self._input, self._input_end):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._input = self._input_end = -1
+        return events
+
+    def records(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the flight records and the totals of calls that the ranks have left, each with its name."""
+        for path in (
+            *sorted((self._folder / _FLIGHT).glob(RECORDS)),
+            *sorted(self._folder.glob(TOTALS)),
+        ):
+            with contextlib.suppress(OSError):
+                data = path.read_bytes()
+                if len(data) <= _RECORD_MAX:
+                    yield path.name, data
+
+    def results(self) -> Iterator[tuple[str, bytes, bool]]:
+        """Yield what ranks have returned to the caller of `sv.run`; see `result_parts`."""
+        return iter(()) if self._results is None else result_parts(self._results)
+
+    def _keep_call(self, call: bytes) -> None:
+        """Put a call where ranks read it, and make the folder for what they return."""
+        descriptor = os.memfd_create("syncvar-call", os.MFD_CLOEXEC)
+        self._stack.callback(os.close, descriptor)
+        with open(descriptor, "wb", closefd=False) as file:  # noqa: PTH123
+            file.write(call)
+        self._call = [descriptor]
+        self._results = self._folder / "results"
+        self._results.mkdir(mode=0o700)
+
+    def tallies(self) -> dict[str, bytes]:
+        """Return the workers' counts of pushes, for those that are started in their place."""
+        return take_tallies(self._folder)
+
+    def close(self) -> None:
+        """Let go of the private folder."""
+        self._stack.close()
+
+    def _base(self) -> dict[str, str]:
+        """Return the variables of all ranks: this login's without settings of another job, and what was asked for."""
+        own = inherited(os.environ, is_clear=self._order.is_clear)
+        return {
+            **{name: value for name, value in own.items() if not name.startswith(PREFIX)},
+            **self._order.environ,
+        }
+
+    def _command(self) -> list[str]:
+        order = self._order
+        return self._beginning.command(order.kind_of_target, order.target, order.args)
+
+    def begin_again(self, one: OneRank) -> None:
+        """Start one rank again, alone."""
+        self._start([one], is_fresh=True)
+
+    def _start_all(self) -> None:
+        if not self._beginning.is_forked:
+            self.agent.start_fresh()
+        self._start(self._order.ranks)
+
+    def _start(self, ranks: Sequence[OneRank], *, is_fresh: bool = False) -> None:
+        order, base = self._order, self._base()
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        secret = secret_descriptor(order.secret, self._folder)
+        argv = self._command()
+        try:
+            for one in ranks:
+                serves = is_server(one.rank)
+                argv = self._command()
+                if serves:
+                    argv = server_command(order.kind_of_target, order.target, one.rank - SERVER_0)
+                elif is_fresh:
+                    argv = worker_command(
+                        order.kind_of_target, order.target, order.args, is_forked=False
+                    )
+                stdin, outputs, source = null, None, -1
+                if one.terminal is not None:
+                    source, self._input = open_terminal(one.terminal)
+                    self._input_end, outputs = os.dup(source), (self._input, self._input)
+                elif one.has_input:
+                    self._input, self._input_end = os.pipe2(os.O_CLOEXEC)
+                if one.has_input:
+                    os.set_blocking(self._input_end, False)
+                    stdin = self._input
+                own = {
+                    **base,
+                    **one.environ,
+                    "SYNCVAR_HOST_DIRECTORY": str(self._folder),
+                    "SYNCVAR_FLIGHT_DIR": str(self._folder / _FLIGHT),
+                }
+                if self._results is not None:
+                    own |= {
+                        "SYNCVAR_CALL_FD": str(self._call[0]),
+                        "SYNCVAR_RESULT_DIR": str(self._results),
+                    }
+                if order.has_totals:
+                    own["SYNCVAR_STATS_DIR"] = str(self._folder)
+                is_program = order.kind_of_target == "command" and not serves
+                if is_program:
+                    own[KEY_FILE] = write_secret(order.secret, self._folder)
+                self.agent.start(
+                    one.rank,
+                    argv,
+                    own,
+                    Path(order.cwd),
+                    one.cores,
+                    stdin=stdin,
+                    outputs=outputs,
+                    source=source,
+                    pass_fds=self._call,
+                    named={} if is_program else {KEY_FD: secret},
+                    is_fresh=is_fresh or serves,
+                )
+                self._begun[one.rank] = self.agent.workers[one.rank].process.pid
+        except OSError as error:
+            raise cannot_start(argv[0], error) from error
+        finally:
+            os.close(null)
+            os.close(secret)
+            if self._input >= 0:
+                os.close(self._input)
+                self._input = -1
+
+    def _server_speaks(self, server: ForkServer) -> list[Event]:
+        self._server = None
+        with server:
+            refusal = server.refusal()
+            if refusal is not None and self._beginning.may_change:
+                server.close()
+                self._beginning = Beginning(is_forked=False, reason=refusal.why)
+                refusal = None
+            if refusal is None or not refusal.is_certain:
+                try:
+                    self._start_all()
+                    server.release()
+                except ServerEnded as ended:
+                    refusal = Refusal(ended.sentence, is_certain=True, status=ended.status)
+                else:
+                    return []
+        raise CannotFork(refusal)
+
+
+@contextlib.contextmanager
+def _private() -> Iterator[None]:
+    """Make what is made meanwhile this user's alone; workers keep the mask of the login."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)

@@ -1,0 +1,76 @@
+"""Whether a job could run on a host, by what is known of it; if not, why, and what to do. Data in, sentence out."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import syncvar
+from syncvar.protocol.frame import PROTOCOL_VERSION
+from syncvar_launcher.job.resource_limits import needed_tasks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from syncvar_launcher.options.hostfile import Host
+    from syncvar_launcher.options.option_table import LaunchOptions
+
+__all__ = ["why_unfit", "why_unlike"]
+
+
+def why_unlike(version: str, protocol: int, byte_order: str, python: str, remedy: str) -> str:
+    """Return why ranks there and here would not understand each other; nothing where they do.
+
+    Args:
+        version: That of syncvar there.
+        protocol: That of its wire.
+        byte_order: "little" or "big".
+        python: The version there.
+        remedy: How to get another Python there.
+
+    Example:
+        >>> why_unlike(syncvar.__version__, PROTOCOL_VERSION, sys.byteorder, "2.7.18", "use another")[:26]
+        'it has Python 2.7.18, and '
+    """
+    if protocol != PROTOCOL_VERSION or version != syncvar.__version__:
+        return (
+            f"it has syncvar {version} (protocol {protocol}), and here is {syncvar.__version__} (protocol {PROTOCOL_VERSION}); "
+            f"install the same on all"
+        )
+    if byte_order != sys.byteorder:
+        return f"its numbers are {byte_order}-endian, and here they are {sys.byteorder}-endian"
+    own_python = ".".join(map(str, sys.version_info[:3]))
+    if python.split(".")[:2] != own_python.split(".")[:2]:
+        return f"it has Python {python}, and here is {own_python}; {remedy}"
+    return ""
+
+
+def why_unfit(facts: Mapping[str, Any], host: Host, options: LaunchOptions) -> str:
+    """Return why a job cannot run on a host, and what to do; nothing where it can.
+
+    Args:
+        facts: What its agent said of it.
+        host: Which one.
+        options: What is to run there.
+    """
+    joins = options.listen is not None
+    other_python = "join by the same Python" if joins else "give python=PATH or --remote-python"
+    why = why_unlike(
+        facts["syncvar"], facts["protocol"], facts["byte_order"], facts["python"], other_python
+    )
+    cwd = host.cwd or options.cwd
+    if why:
+        return why
+    if not facts["numpy"]:
+        python = "python" if joins else host.python or options.remote_python or sys.executable
+        return f"NumPy is not installed there; {python} -m pip install numpy"
+    if 0 <= facts["tasks_left"] < needed_tasks(1):
+        return (
+            f"its control group allows {facts['tasks_left']} more processes and threads (pids.max), and one rank needs {needed_tasks(1)}; "
+            f"ask for a higher limit there, or leave the host out"
+        )
+    if not facts["has_folder"] and (host.cwd or not options.stage):
+        return f"there is no folder {cwd} there; give --cwd{' to its --join' if joins else ', or cwd= in the host file'}"
+    if not facts["has_target"] and not options.stage:
+        return f"there is no script {options.target} in {cwd} there; --stage copies it, or use a shared folder"
+    return ""

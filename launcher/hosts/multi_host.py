@@ -1,0 +1,178 @@
+"""A job on several hosts, from the command line to the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shlex
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from syncvar.core.rank_text import rank_list
+from syncvar_launcher.hosts.placement import Room, placed
+from syncvar_launcher.hosts.provision import Fleet
+from syncvar_launcher.hosts.staging import collected
+from syncvar_launcher.io import output
+from syncvar_launcher.io.output import escape
+from syncvar_launcher.job.dry_run import columns, settings_rows
+from syncvar_launcher.job.job import Job
+from syncvar_launcher.job.resource_limits import LimitTooLow
+from syncvar_launcher.local.start_method import ON_HOSTS
+from syncvar_launcher.options.option_table import check_debugged
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from syncvar_launcher.options.option_table import LaunchOptions
+
+__all__ = ["dry_run", "launch"]
+
+_FILES, _FILES_OF_A_HOST = 32, 4
+
+
+def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
+    """Start a job on the hosts that were named; return the exit code.
+
+    Args:
+        chosen: The options, with at least one host.
+        arguments: The command line as it was given.
+
+    Raises:
+        HostUnreachable: Some hosts cannot be used.
+        ConfigError: The workers have no place there.
+    """
+    for sentence in chosen.notices:
+        _say(sentence)
+    _check_files(chosen)
+    # In the background reading a terminal fails, and does not stop us and with us all ranks.
+    signal.signal(signal.SIGTTIN, signal.SIG_IGN)
+    with contextlib.closing(Fleet(chosen, _say)) as fleet:
+        fleet.open(_import_the_rest)
+        workers = sum(one.workers for one in fleet.sites)
+        output.shown_ranks(chosen.output, workers)
+        check_debugged(chosen.debug, workers)
+        fleet.exit_code = Job(
+            chosen._replace(workers=workers, fake_hosts=1), arguments, os.environ, fleet
+        ).run()
+        return fleet.exit_code
+
+
+def _import_the_rest() -> None:
+    """Import what a job needs when its hosts are there: a login takes longer."""
+    from syncvar_launcher.job import restart_loop  # noqa: F401
+
+
+def _check_files(chosen: LaunchOptions) -> None:
+    hosts = len(chosen.hosts) or chosen.host_count or chosen.workers
+    needed = (
+        _FILES
+        + hosts * _FILES_OF_A_HOST * (1 + (chosen.listen is not None))
+        + 2 * (chosen.workers or hosts) * (chosen.log_dir is not None)
+    )
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise LimitTooLow(
+            f"the launcher needs {needed} open files for {hosts} hosts, and {soft} are allowed: ulimit -n {needed}"
+        )
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"syncvar-launch: {sentence}\n")
+    sys.stderr.flush()
+
+
+def dry_run(chosen: LaunchOptions) -> str:
+    """Return what a launch on these hosts would do, as text; nobody is asked and nothing is started."""
+    if chosen.listen is not None:
+        return _dry_run_joined(chosen)
+    rows = [("host", "slots", "named in", "reached by")]
+    with contextlib.closing(Fleet(chosen, _say)) as fleet:
+        for host in chosen.hosts:
+            slots = "as many as cores" if host.slots is None else str(host.slots)
+            slots += f", at most {host.max_slots}" if host.max_slots is not None else ""
+            rows.append((host.name, slots, host.origin, shlex.join(fleet.command(host))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    if chosen.stage:
+        lines += ["", f"--stage copies to each host {collected(chosen).describe()}"]
+    known = [Room(one.name, one.slots or 1, one.max_slots) for one in chosen.hosts]
+    if all(one.slots is not None for one in chosen.hosts):
+        sizes = placed(known, chosen.workers or None, chosen.map_by)
+        lines += [
+            "",
+            *(
+                f"{one.name}: {rank_list(range(first, first + size))}"
+                for one, first, size in _spans(known, sizes)
+            ),
+        ]
+    else:
+        lines += [
+            "",
+            f"workers: {chosen.workers or 'one for each core'}, placed by {chosen.map_by} when the hosts have told their cores",
+        ]
+    if chosen.servers:
+        copies = (
+            f", {chosen.server_replicas} cop{'ies' if chosen.server_replicas > 1 else 'y'} of each on others"
+            if chosen.server_replicas
+            else ""
+        )
+        lines += [f"servers: {chosen.servers}, in turns on the hosts that have workers{copies}"]
+    job = chosen.scheduled
+    if job is not None:
+        others = f"all hosts but {job.here}" if job.here else "all hosts"
+        lines += [
+            f"{job.name}: {job.starter.program} starts the agents on {others}; --ssh CMD does it otherwise, --allocation off takes no host from the job"
+        ]
+    network = (
+        "by which all reach each other" if job is not None else "of the network by which ssh goes"
+    )
+    lines += [
+        f"addresses: asked for when the job starts, {'by --iface ' + chosen.iface if chosen.iface else network}"
+    ]
+    lines += [f"workers are {ON_HOSTS[chosen.start_method]}"]
+    lines += [f"links: {chosen.runtime.between_hosts} (encryption {chosen.runtime.encryption})"]
+    lines += [chosen.runtime.opened] if chosen.runtime.opened else []
+    return "".join(
+        f"{escape(line)}\n"
+        for line in (*chosen.notices, *lines, "", "settings:", *columns(settings_rows(chosen)))
+    )
+
+
+def _dry_run_joined(chosen: LaunchOptions) -> str:
+    """Return what a launch on hosts that join would do; nothing listens."""
+    from syncvar_launcher.join.join_rendezvous import (
+        join_command,
+        listen_address,
+    )  # brings sockets for hosts that join
+
+    address, port = listen_address(chosen.listen or "")
+    whom = (
+        f"{chosen.host_count} hosts"
+        if chosen.host_count is not None
+        else f"as many hosts as have {chosen.workers} slots together"
+    )
+    is_there = chosen.key_file.exists()
+    lines = [
+        f"waits at {address}, port {port or 'chosen by the system'}, for {whom}, up to {chosen.runtime.rendezvous_timeout_s:g} s; each runs:",
+        f"  {join_command(address, port or 'PORT', chosen)}",
+        f"key: {'read from' if is_there else 'to be made in'} {chosen.key_file}",
+        *([f"--stage copies to each host {collected(chosen).describe()}"] if chosen.stage else []),
+        f"workers: {chosen.workers or 'one for each slot that is offered'}, placed by {chosen.map_by} when all have joined",
+        f"workers are {ON_HOSTS[chosen.start_method]}",
+    ]
+    return "".join(
+        f"{escape(line)}\n" for line in (*lines, "", "settings:", *columns(settings_rows(chosen)))
+    )
+
+
+def _spans(rooms: Sequence[Room], sizes: Sequence[int]) -> Iterator[tuple[Room, int, int]]:
+    first = 0
+    for one, size in zip(rooms, sizes, strict=True):
+        if size:
+            yield one, first, size
+        first += size

@@ -1,0 +1,569 @@
+"""The hosts of a job: logged in to at once, asked what they are, checked, given workers, proven to reach each other.
+
+Nothing is started anywhere before every host has answered: whatever is wrong with any of them is told in one message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from syncvar.bootstrap.worker_entry import command_of
+from syncvar.core import exit_codes
+from syncvar.core.errors import HostUnreachable, WireError
+from syncvar.protocol.auth_keys import KEY_BYTES
+from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, RemoteHost, polled, started
+from syncvar_launcher.hosts.agent_protocol import checked_list
+from syncvar_launcher.hosts.call_transfer import without_call
+from syncvar_launcher.hosts.host_checks import why_unfit
+from syncvar_launcher.hosts.network_proof import Interface, Listeners, allowed, interfaces
+from syncvar_launcher.hosts.placement import Room, placed
+from syncvar_launcher.hosts.ssh import AGENT, agent_words, ssh_command, why_failed
+from syncvar_launcher.hosts.staging import Collection, collected, stage
+from syncvar_launcher.io.output import escape
+from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow, TimePassed
+from syncvar_launcher.options.worker_environment import inherited
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from syncvar_launcher.join.join_rendezvous import Party
+    from syncvar_launcher.options.hostfile import Host
+    from syncvar_launcher.options.option_table import LaunchOptions
+    from syncvar_launcher.schedulers.start_on_hosts import Calling
+
+__all__ = ["Fleet", "Site", "is_here"]
+
+_LOGINS_AT_ONCE = 16
+_LOGIN_S = 30.0
+_ANSWER_S = 15.0
+_REACH_S = 5.0
+_ADDRESSES_MAX = 4  # of each host that are tried
+
+
+class Site(NamedTuple):
+    """A host that has workers.
+
+    Args:
+        remote: The way to its agent.
+        name: For messages.
+        workers: How many it gets, at least 1.
+        address: Where its ranks listen for other hosts.
+        facts: What its agent said of it.
+    """
+
+    remote: RemoteHost
+    name: str
+    workers: int
+    address: str
+    facts: dict[str, Any]
+
+
+def is_here(host: Host, own: Sequence[Interface]) -> bool:
+    """Return whether a host is this machine, by its name or address: then no ssh is needed."""
+    if host.user or host.port:
+        return False
+    names = {"localhost", "ip6-localhost", socket.gethostname()}
+    if host.name in names:
+        return True
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host.name)
+        return address.is_loopback or host.name in {one.address for one in own}
+    return False
+
+
+class Fleet:
+    """The hosts of one job.
+
+    Args:
+        options: What was asked for, with at least one host.
+        say: Shows a sentence.
+
+    Attributes:
+        began: When the job began, in seconds of the monotonic clock; its time limit counts from then.
+        sites: The hosts that have workers, in the order of their ranks.
+        address: Where the launcher listens.
+        secret: The job's.
+        exit_code: Of the job, for the hosts that have joined.
+    """
+
+    def __init__(self, options: LaunchOptions, say: Callable[[str], None]) -> None:
+        self.began = time.monotonic()
+        self._until = self.began + options.timeout_s
+        self._options = options
+        self._say = say
+        self.secret = os.urandom(KEY_BYTES)
+        self.sites: list[Site] = []
+        self.address = ""
+        self._remotes: list[RemoteHost] = []
+        self._own_interfaces = interfaces()
+        self._party: Party | None = None
+        self._calling: Calling | None = None
+        self._collection: Collection | None = None
+        self.exit_code = exit_codes.RENDEZVOUS
+
+    def open(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Log in everywhere, or wait until hosts have joined; check, place the workers, and find addresses by which all reach each other.
+
+        Args:
+            meanwhile: Called once, while the first logins are under way.
+
+        Raises:
+            HostUnreachable: Some hosts cannot be used; all of them are named, each with the reason and the remedy.
+            TimePassed: The time limit of the job passed before all hosts had answered.
+            ConfigError: There is no place for so many workers.
+        """
+        if self._options.stage:
+            self._collection = collected(self._options)
+            self._say(f"--stage copies to each host {self._collection.describe()}")
+        if self._options.listen is not None:
+            from syncvar_launcher.join.join_rendezvous import (
+                Party,  # sockets for hosts that join, which the others do not need
+            )
+
+            self._party = Party(self._options, self._say, self._ask)
+            meanwhile()
+            self._remotes = self._party.gather()
+            self.began = time.monotonic()  # who waits for others to join has not begun
+            self._until = self.began + self._options.timeout_s
+        elif self._options.scheduled is not None and self._options.scheduled.starter.joins:
+            from syncvar_launcher.schedulers.start_on_hosts import Calling  # likewise
+
+            self._calling = Calling(self._options, self._say, self._ask)
+            self._party = self._calling.party
+            meanwhile()
+            self._remotes = self._party.gather()
+        else:
+            self._log_in(meanwhile)
+            self._check(self._remotes)
+            self._put_together()
+        rooms = [
+            Room(one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots)
+            for one in self._remotes
+        ]
+        workers = self._options.workers or None
+        sizes = placed(rooms, workers, self._options.map_by)
+        used = [(one, size) for one, size in zip(self._remotes, sizes, strict=True) if size]
+        for one, size in zip(self._remotes, sizes, strict=True):
+            if not size:
+                one.close()
+        self._remotes = [one for one, _ in used]
+        self._stage(self._remotes)
+        addresses = self._prove()
+        self.sites = [
+            Site(one, one.host.name, size, address, one.facts)
+            for (one, size), address in zip(used, addresses, strict=True)
+        ]
+
+    def free_port(self) -> int:
+        """Return a port that nobody uses now at the first host's address, by which all others reach it.
+
+        Raises:
+            HostUnreachable: Its agent does not answer.
+        """
+        first, found = self.sites[0], list[int]()
+        first.remote.send("listen", addresses=[first.address], token=os.urandom(KEY_BYTES))
+        self._await(
+            [first.remote],
+            "listening",
+            lambda _, said: found.extend(checked_list(said["ports"], int, 1)),
+            _ANSWER_S,
+        )
+        self._refuse_silent([] if found else [first.remote])
+        return found[0]
+
+    def close(self) -> None:
+        """Let all agents end. Idempotent."""
+        for one in self._remotes:
+            one.end_input()
+        for one in self._remotes:
+            one.close()
+        self._remotes.clear()
+        if self._party is not None:
+            self._party.close(self.exit_code)
+        if self._calling is not None:
+            self._calling.close()
+
+    def take_said(self) -> list[str]:
+        """Return the sentences to show since the last call."""
+        return self._party.take_said() if self._party is not None else []
+
+    def command(self, host: Host) -> list[str]:
+        """Return what leads to the agent of a host."""
+        joins = self._options.scheduled is not None and self._options.scheduled.starter.joins
+        if self._is_without_ssh(host) and not joins:
+            python = host.python or self._options.remote_python
+            return command_of(AGENT) if python is None else agent_words(python)
+        options = self._options
+        if options.scheduled is not None and options.scheduled.starter.joins:
+            from syncvar_launcher.schedulers.start_on_hosts import join_words  # likewise
+
+            return join_words(options, host, "ADDRESS:PORT", "KEYFILE")
+        if options.scheduled is not None:
+            return options.scheduled.agent_command(host, options.remote_python or sys.executable)
+        return ssh_command(
+            options.ssh, host, options.ssh_port, options.remote_python or sys.executable
+        )
+
+    def renew(self, left_s: float) -> None:
+        """Log in again where the agent of an earlier start is gone.
+
+        Args:
+            left_s: Of the time limit of the job, in seconds; infinite where there is none.
+
+        Raises:
+            HostUnreachable: It does not answer, or is another machine now.
+            TimePassed: The time limit of the job passed before it had answered.
+        """
+        self._until = time.monotonic() + left_s
+        for one in self.sites:
+            one.remote.drain()  # nobody has looked since the last start ended
+        gone = [place for place, one in enumerate(self.sites) if one.remote.why_gone]
+        if not gone:
+            return
+        for place in gone:
+            one = self.sites[place]
+            one.remote.close()
+            again = (
+                self._start(one.remote.host)
+                if self._party is None
+                else self._party.again(one.remote.host, one.facts["machine"])
+            )
+            self.sites[place] = one._replace(remote=again)
+        self._remotes = [one.remote for one in self.sites]
+        renewed = [self.sites[place].remote for place in gone]
+        self._await([one for one in renewed if not one.facts], "facts", self._keep_facts, _LOGIN_S)
+        self._refuse_silent(one for one in renewed if not one.facts)
+        self._check(renewed)
+        self._stage(renewed)
+        for place in gone:
+            one = self.sites[place]
+            listed = [address for _, address in one.remote.facts["interfaces"]]
+            if one.remote.facts["machine"] != one.facts["machine"] and one.address not in listed:
+                why = f"it is another machine now, without the address {one.address}; start the job again"
+                self._refuse({one.remote.host: why})
+            self.sites[place] = one._replace(facts=one.remote.facts)
+
+    # -- one after another -------------------------------------------------------------------------
+
+    def _log_in(self, meanwhile: Callable[[], object]) -> None:
+        waiting = deque(self._options.hosts)
+        under_way: list[RemoteHost] = []
+        while waiting or under_way:
+            while waiting and len(under_way) < _LOGINS_AT_ONCE:
+                one = self._start(waiting.popleft())
+                self._remotes.append(one)
+                under_way.append(one)
+            if len(self._remotes) == len(under_way):
+                meanwhile()
+            left_s = min(one.began for one in under_way) + _LOGIN_S - time.monotonic()
+            self._await(
+                under_way, "facts", self._keep_facts, max(0.0, left_s), is_one_enough=bool(waiting)
+            )
+            now = time.monotonic()
+            for one in under_way:
+                if (
+                    not one.facts
+                    and not one.why_gone
+                    and now >= min(one.began + _LOGIN_S, self._until)
+                ):
+                    one.end("it does not answer in time")
+            if now >= self._until:
+                waiting.clear()
+            under_way = [one for one in under_way if not one.facts and not one.why_gone]
+        self._refuse_silent(one for one in self._remotes if not one.facts)
+
+    def _is_without_ssh(self, host: Host) -> bool:
+        job = self._options.scheduled
+        return not self._options.ssh_always and (
+            is_here(host, self._own_interfaces) if job is None else host.name == job.here
+        )
+
+    def _is_near(self, one: RemoteHost) -> bool:
+        """Return whether an agent, and so what it listens at, is on this machine."""
+        if (
+            self._options.scheduled is not None and self._party is None
+        ):  # it does not say from where it was started
+            return self._is_without_ssh(one.host)
+        return one.facts["launcher_at"] in ("", "127.0.0.1", "::1")
+
+    def _environment_for(self, host: Host) -> dict[str, str] | None:
+        """Return the environment of what leads to a host; None for our own."""
+        if self._is_without_ssh(host):
+            return inherited(os.environ, is_clear=True)
+        if self._options.scheduled is None:
+            return None
+        unset = self._options.scheduled.starter.unset
+        return {
+            name: value
+            for name, value in inherited(os.environ, is_clear=False).items()
+            if name not in unset
+        }
+
+    def _start(self, host: Host) -> RemoteHost:
+        try:
+            environ = self._environment_for(host)
+            one = RemoteHost(host, started(self.command(host), without_call(environ)))
+        except OSError as error:
+            if error.errno in OF_LIMITS:
+                count = len(self._options.hosts)
+                raise LimitTooLow(
+                    f"a limit of the system is too low to log in to {count} hosts: {error.strerror}"
+                ) from error
+            job = self._options.scheduled
+            program = self._options.ssh[0] if job is None else job.starter.program
+            raise HostUnreachable(
+                f"{program} cannot be started: {error.strerror}; give --ssh"
+            ) from error
+        self._ask(one)
+        return one
+
+    def _ask(self, one: RemoteHost) -> None:
+        options, runtime = self._options, self._options.runtime
+        one.send(
+            "ask",
+            kind_of_target=options.kind,
+            target=options.target,
+            cwd=one.host.cwd or str(options.cwd),
+            beat_s=runtime.heartbeat_interval_s,
+            silence_s=runtime.host_silence_s,
+            abort_grace_s=runtime.abort_grace_s,
+            term_grace_s=runtime.term_grace_s,
+        )
+
+    def _stage(self, remotes: Sequence[RemoteHost]) -> None:
+        if self._collection is not None and (why := stage(remotes, self._collection)):
+            self._refuse({one.host: why[one.host.name] for one in remotes if one.host.name in why})
+
+    @staticmethod
+    def _keep_facts(one: RemoteHost, message: dict[str, Any]) -> None:
+        one.learn(message["facts"])
+
+    def _refuse_silent(self, silent: Iterable[RemoteHost]) -> None:
+        reasons = {one.host: self._why_silent(one) for one in silent}
+        if reasons:
+            self._refuse(reasons)
+
+    def _why_silent(self, one: RemoteHost) -> str:
+        python = self._options.remote_python or sys.executable
+        if self._party is not None:
+            return one.words() or one.why_gone or "it does not answer in time"
+        if one.why_gone.startswith(NOT_UNDERSTOOD):
+            return f"{one.why_gone}; install the same syncvar on all"
+        job = self._options.scheduled
+        program = (
+            "ssh"
+            if job is None
+            else "the agent here"
+            if self._is_without_ssh(one.host)
+            else job.starter.program
+        )
+        return why_failed(
+            one.host,
+            one.status() if one.why_gone and not one.is_ended else None,
+            one.words(),
+            python,
+            program,
+        )
+
+    def _refuse(self, reasons: dict[Host, str]) -> None:
+        count = len(reasons)
+        named = {
+            f"{host.name} ({host.origin})" if host.origin else host.name: why
+            for host, why in reasons.items()
+        }
+        what = "1 host cannot be used" if count == 1 else f"{count} hosts cannot be used"
+        lines = "\n".join(
+            [
+                f"{what}; nothing was started:",
+                *(escape(f"  {who}: {why}") for who, why in named.items()),
+            ]
+        )
+        if time.monotonic() >= self._until:
+            raise TimePassed(f"the time limit of {self._options.timeout_s:g} s passed; {lines}")
+        raise HostUnreachable(lines)
+
+    def _check(self, remotes: Iterable[RemoteHost]) -> None:
+        """Refuse hosts on which the job could not run."""
+        wrong = {
+            one.host: why
+            for one in remotes
+            if (why := why_unfit(one.facts, one.host, self._options))
+        }
+        if wrong:
+            self._refuse(wrong)
+
+    def _put_together(self) -> None:
+        """Let those count as one that are one machine."""
+        first: dict[str, RemoteHost] = {}
+        for one in list(self._remotes):
+            known = first.setdefault(one.facts["machine"], one)
+            if known is one:
+                continue
+            slots = [each.host.slots or each.facts["core_count"] for each in (known, one)]
+            total = (
+                max(slots) if known.host.slots is None and one.host.slots is None else sum(slots)
+            )
+            known.host = known.host._replace(slots=total)
+            self._say(
+                f"{one.host.name} and {known.host.name} are one machine: it counts once, with {total} slots"
+            )
+            one.close()
+            self._remotes.remove(one)
+
+    def _prove(self) -> list[str]:
+        """Return for each host an address at which all others reach it; set the launcher's own."""
+        candidates = [self._candidates(one) for one in self._remotes]
+        own = self._own_candidates()
+        token = os.urandom(KEY_BYTES)
+        listeners = Listeners(own, token)
+        ports: dict[int, list[int]] = {}
+        answers: dict[int, list[bool]] = {}
+        places = {id(one): place for place, one in enumerate(self._remotes)}
+        try:
+            for one, addresses in zip(self._remotes, candidates, strict=True):
+                one.send("listen", addresses=addresses, token=token)
+            counts = {
+                id(one): len(addresses)
+                for one, addresses in zip(self._remotes, candidates, strict=True)
+            }
+
+            def keep_ports(one: RemoteHost, said: dict[str, Any]) -> None:
+                ports[places[id(one)]] = checked_list(said["ports"], int, counts[id(one)])
+
+            self._await(self._remotes, "listening", keep_ports, _ANSWER_S)
+            self._refuse_silent(
+                one for place, one in enumerate(self._remotes) if place not in ports
+            )
+            targets = [*zip(own, listeners.ports, strict=True)]
+            for place, addresses in enumerate(candidates):
+                targets += zip(addresses, ports[place], strict=True)
+            for one in self._remotes:
+                one.send("reach", targets=targets, token=token, timeout_s=_REACH_S)
+
+            def keep_answers(one: RemoteHost, said: dict[str, Any]) -> None:
+                answers[places[id(one)]] = checked_list(said["answers"], bool, len(targets))
+
+            self._await(self._remotes, "reached", keep_answers, _ANSWER_S, listeners=listeners)
+            self._refuse_silent(
+                one for place, one in enumerate(self._remotes) if place not in answers
+            )
+        finally:
+            listeners.close()
+        return self._chosen(own, candidates, answers)
+
+    def _chosen(
+        self,
+        own: Sequence[str],
+        candidates: Sequence[Sequence[str]],
+        answers: dict[int, list[bool]],
+    ) -> list[str]:
+        """Return for each host the first of its addresses that all others reach; set the launcher's own."""
+        names = [one.host.name for one in self._remotes]
+        position = 0
+        found: list[str] = []
+        unreachable = []
+        for owner, addresses in enumerate([own, *candidates], -1):
+            chosen = ""
+            missing: dict[str, list[str]] = {}
+            for offset, address in enumerate(addresses):
+                index = position + offset
+                blind = [
+                    names[other]
+                    for other, said in answers.items()
+                    if other != owner and not said[index]
+                ]
+                if not blind:
+                    chosen = address
+                    break
+                missing[address] = blind
+            position += len(addresses)
+            found.append(chosen)
+            if not chosen:
+                who = names[owner] if owner >= 0 else "this machine"
+                tried = "; ".join(
+                    f"{address} not by {', '.join(blind)}" for address, blind in missing.items()
+                )
+                unreachable.append(
+                    f"  {who} is not reached by all others: {tried or 'it has no address'}"
+                )
+        if unreachable:
+            raise HostUnreachable(
+                "hosts do not reach each other; nothing was started. Open the ports above 1023 between them, or "
+                "name the network by --iface or addr=:\n" + "\n".join(unreachable)
+            )
+        self.address = found[0]
+        return found[1:]
+
+    def _candidates(self, one: RemoteHost) -> list[str]:
+        if one.host.addr is not None:
+            return [one.host.addr]
+        found = [Interface(name, address) for name, address in one.facts["interfaces"]]
+        near = all(map(self._is_near, self._remotes))
+        named = (
+            one.host.name if any(each.address == one.host.name for each in found) else ""
+        )  # without ssh
+        reached_at = _for_links(one.facts["reached_at"]) or named or ("127.0.0.1" if near else None)
+        return allowed(found, self._options.iface, reached_at)[:_ADDRESSES_MAX]
+
+    def _own_candidates(self) -> list[str]:
+        seen = list(
+            dict.fromkeys(
+                at for one in self._remotes if (at := _for_links(one.facts["launcher_at"]))
+            )
+        )
+        found = self._own_interfaces
+        all_here = all(self._is_near(one) and not one.facts["launcher_at"] for one in self._remotes)
+        first = "127.0.0.1" if all_here else None
+        if seen and any(one.address == seen[0] for one in found):
+            first = seen[0]
+        more = seen if self._options.iface is None else []
+        return list(dict.fromkeys([*allowed(found, self._options.iface, first), *more]))[
+            : 2 * _ADDRESSES_MAX
+        ]
+
+    def _await(
+        self,
+        remotes: Sequence[RemoteHost],
+        kind: str,
+        take: Callable[[RemoteHost, dict[str, Any]], None],
+        limit_s: float,
+        *,
+        is_one_enough: bool = False,
+        listeners: Listeners | None = None,
+    ) -> None:
+        """Wait until each agent has said something, or is gone, or the time has passed."""
+        until = min(time.monotonic() + limit_s, self._until)
+        missing = [one for one in remotes if not one.why_gone]  # `polled` waits in vain for these
+        while missing and (left_s := until - time.monotonic()) > 0:
+            said, ready = polled(missing, left_s, listeners.descriptors() if listeners else ())
+            heard = []
+            for one, messages in zip(missing, said, strict=True):
+                for message in messages:
+                    if message["kind"] == kind:
+                        heard.append(one)
+                        try:
+                            take(one, message)
+                        except WireError as error:
+                            one.end(f"{NOT_UNDERSTOOD}: {error}")
+            for descriptor in ready:
+                if listeners is not None:
+                    listeners.readable(descriptor)
+            missing = [one for one in missing if one not in heard and not one.why_gone]
+            if is_one_enough and len(missing) < len(remotes):
+                return
+
+
+def _for_links(address: str) -> str:
+    """Return an address by which ssh went if links can go there: one that means something on one interface only is none."""
+    return (
+        ""
+        if "%" in address or (address and ipaddress.ip_address(address).is_link_local)
+        else address
+    )

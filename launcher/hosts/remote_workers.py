@@ -1,0 +1,574 @@
+"""The workers of all hosts of a job, through the agents there: one face to the loop of a start, as of one agent here.
+
+What an `Agent` does for the ranks of one host, with the memory that they share and the stacks that they tell, this does
+by messages. Output is taken on credit: a host sends no more than was used here, so that who writes much stops itself.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from syncvar.core.errors import WireError
+from syncvar.core.exit_codes import INTERNAL
+from syncvar.core.output_files import EVIDENCE, LostFile, why_unwritten
+from syncvar.core.process_ids import SERVER_0
+from syncvar.core.stack_dump import Frame, Thread, where
+from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, polled
+from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
+from syncvar_launcher.hosts.call_transfer import call_parts, forget_results, keep_result
+from syncvar_launcher.hosts.staging import place_there
+from syncvar_launcher.io.output import escape
+from syncvar_launcher.io.terminal import Input
+from syncvar_launcher.local.local_workers import Ended, Event, Gone, Output, Spared, Spoke, Started
+from syncvar_launcher.local.shm_service import why_no_arena
+from syncvar_launcher.local.stack_requests import ENDED, NOT_STARTED, Asked
+from syncvar_launcher.options.worker_environment import carried
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from syncvar_launcher.hosts.agent_protocol import Message
+    from syncvar_launcher.hosts.provision import Fleet, Site
+    from syncvar_launcher.job.job import Job
+    from syncvar_launcher.local.local_workers import Agent
+
+__all__ = ["Agents"]
+
+_CLOSE_S = 10.0
+_GRANT = 1 << 18  # bytes that have been used before more are asked for
+_MOMENT_S = 0.3
+_CODE_MAX = 255
+_BEATS_MISSED = 3
+_BEYOND = 1 << 18  # one read more than there was credit for
+_WORDS_SHOWN = 10
+_WORDS_OF_A_FAILURE = {"error", "message", "traceback", "exit_code"}
+
+
+class _Process(NamedTuple):
+    """What was heard last of a rank's process.
+
+    Args:
+        letter: Its state.
+        busy_s: For how long it has used a core, in seconds.
+        pid: Its number on its host; -1 where it is not known.
+    """
+
+    letter: str = ""
+    busy_s: float = 0.0
+    pid: int = -1
+
+
+_UNHEARD = _Process()
+
+
+class Agents:
+    """The agents of one start.
+
+    Args:
+        fleet: The hosts.
+        job: What is started.
+        here: The agent of this machine, which has no workers: its guardian removes `folder` if this process is killed.
+        folder: Private, for the totals of calls that ranks leave.
+        rendezvous: Where the ranks meet.
+        generation: The first that they may join.
+        restarts: How often they have been started again before.
+
+    Attributes:
+        workers: The ranks that have been started.
+        places: Where each rank that has told it stood when it was noted, in one line.
+        is_complete: All ranks share one memory.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        job: Job,
+        here: Agent,
+        folder: Path,
+        rendezvous: str,
+        generation: int,
+        restarts: int,
+    ) -> None:
+        self._fleet = fleet
+        self._job = job
+        self._here = here
+        self._folder = folder
+        self._rendezvous = rendezvous
+        self._generation = generation
+        self._restarts = restarts
+        self.workers: dict[int, Site] = {}
+        self.places: dict[int, str] = {}
+        self._why_no_arena = [
+            why_no_arena(job.options, job.processor_of(host), site.workers)
+            for host, site in enumerate(fleet.sites)
+        ]
+        self.is_complete = self._why_no_arena == [""]
+        self._running: set[int] = set()
+        self._owed: dict[tuple[int, str], int] = {}
+        self._allowed: dict[tuple[int, str], int] = {}
+        self._received: dict[tuple[int, str], int] = {}
+        self._unanswered: dict[int, tuple[Site, Asked]] = {}
+        self._processes: dict[int, _Process] = {}
+        self._noted: set[int] = set()
+        self._asked = 0
+        self._late: list[Event] = []  # came while something else was waited for
+        self._stood: dict[int, list[Thread]] = {}
+        self._said: list[str] = []
+        self._lost_results: set[str] = set()
+        self._reader = job.options.debug or 0  # the rank that gets the standard input
+        self._input = Input(0, 1, is_debugged=job.options.debug is not None)
+        self._is_closing = False
+
+    def begin(self) -> None:
+        """Start all ranks."""
+        chosen, config = self._job.options, self._job.config
+        forget_results(self._job.environ)
+        # For all hosts before the first one is told: what does not fit is refused before anything is started.
+        bindings = [self._job.binding_of(index) for index in range(len(self._fleet.sites))]
+        torch = {}
+        if chosen.torch_env:
+            torch = {
+                "MASTER_ADDR": self._fleet.sites[0].address,
+                "MASTER_PORT": str(self._fleet.free_port()),
+            }
+        first = 0
+        for index, site in enumerate(self._fleet.sites):
+            ranks = range(first, first + site.workers)
+            first += site.workers
+            servers = [number for number in self._job.servers if self._job.host_of(number) == index]
+            told = [
+                *(self._told(number, {}, None) for number in servers),
+                *(
+                    self._told(
+                        rank,
+                        torch,
+                        bindings[index].cores[rank - ranks[0]],
+                        has_input=rank == self._reader,
+                    )
+                    for rank in ranks
+                ),
+            ]
+            cwd, target = place_there(site.remote, chosen)
+            start = {
+                "job": self._job.job_id,
+                "generation": self._generation,
+                "secret": self._fleet.secret,
+                "ranks": told,
+                "arena_bytes": config.arena_bytes,
+                "core_count": site.facts["core_count"],
+                "why_no_arena": self._why_no_arena[index],
+                "hands_over": config.transport != "zmq",
+                "is_clear": chosen.env_clear,
+                "has_totals": bool(chosen.stats),
+                "start_method": chosen.start_method,
+                "cwd": cwd,
+                "kind_of_target": chosen.kind,
+                "target": target,
+                "args": list(chosen.args),
+                "environ": {**carried(self._job.environ), **chosen.env},
+                "servers": len(servers),
+            }
+            self.workers |= dict.fromkeys((*servers, *ranks), site)
+            self._running |= {*servers, *ranks}
+            site.remote.heard = time.monotonic()
+            for part in call_parts(self._job.environ):
+                site.remote.send("call", data=part)
+            site.remote.send("begin", start=start)
+        self._input.take()
+
+    def start_again(self, rank: int, incarnation: int) -> None:
+        """Start a rank again, alone; it gets no input."""
+        site = self.workers[rank]
+        host = self._job.host_of(rank)
+        cores = self._job.binding_of(host).cores[self._job.hosts.local_rank(rank)]
+        self._running.add(rank)
+        site.remote.send("begin_again", one=self._told(rank, {}, cores, incarnation=incarnation))
+
+    def _told(
+        self,
+        number: int,
+        torch: dict[str, str],
+        cores: Any,
+        *,
+        has_input: bool = False,
+        incarnation: int = 0,
+    ) -> dict[str, Any]:
+        environ = self._job.own_environment(
+            number, self._rendezvous, "", torch, self._generation, self._restarts, incarnation
+        )
+        terminal = list(self._input.size) if has_input and self._input.size is not None else None
+        return {
+            "rank": number,
+            "environ": environ,
+            "cores": cores,
+            "has_input": has_input,
+            "terminal": terminal,
+        }
+
+    def describe(self) -> tuple[str, str]:
+        """Return what serves, in few words and as a whole line."""
+        within = "shared memory" if "" in self._why_no_arena else "unix sockets"
+        hosts, way = len(self._fleet.sites), self._job.config.between_hosts
+        between = f" on each host; {way} between {hosts} hosts" if hosts > 1 else ""
+        if hosts > 1 and all(site.workers == 1 for site in self._fleet.sites):
+            within, between = "", f"{way} between {hosts} hosts"
+        return f"{within}{between}", f"transport: {within}{between}"
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def descriptors(self, takes: Callable[[int, Literal["out", "err"]], bool]) -> list[int]:
+        """Return the descriptors to poll for reading, and let ranks whose output can be used write on."""
+        for (rank, stream), count in list(self._owed.items()):
+            if count >= _GRANT and takes(rank, stream):  # type: ignore[arg-type]
+                self._owed[rank, stream] = 0
+                self._allowed[rank, stream] = (
+                    self._allowed.get((rank, stream), FIRST_CREDIT) + count
+                )
+                self.workers[rank].remote.send("credit", rank=rank, stream=stream, count=count)
+        watched = [
+            descriptor for site in self._fleet.sites for descriptor in site.remote.descriptors()
+        ]
+        return [*watched, *self._input.descriptors()] if self._reader in self.workers else watched
+
+    def unsent(self) -> list[int]:
+        """Return the descriptors to poll for writing."""
+        return [descriptor for site in self._fleet.sites for descriptor in site.remote.unsent()]
+
+    def readable(self, descriptor: int) -> Iterator[Event]:
+        """Handle a descriptor that poll reported."""
+        late, self._late = self._late, []
+        yield from late
+        if self._input.is_at(descriptor):
+            data = self._input.read()
+            if data is not None:
+                self.workers[self._reader].remote.send("input", data=data)
+            return
+        for site in self._fleet.sites:
+            site.remote.flush()
+            for message in site.remote.readable(descriptor):
+                yield from self._understood(message, site)
+            if site.remote.why_gone:
+                yield from self._lose(site)
+
+    def look(self) -> None:
+        """Give a sign of life to all hosts, and look for theirs."""
+        now = time.monotonic()
+        for site in self._fleet.sites:
+            site.remote.send("beat")
+            silent_s = now - site.remote.heard
+            if silent_s > self._job.config.host_silence_s and not site.remote.why_gone:
+                site.remote.end(
+                    f"nothing has come from it for {silent_s:.1f} s; "
+                    "its ranks may run on until its agent continues or ends"
+                )
+        if self._reader not in self._running:
+            self._input.let_go()
+        elif (size := self._input.take()) is not None:
+            self.workers[self._reader].remote.send("window", rank=self._reader, size=list(size))
+
+    def state(self, rank: int) -> str:
+        """Return the last known state letter of a worker's process, or an empty text when it has ended."""
+        return self._processes.get(rank, _UNHEARD).letter if rank in self._running else ""
+
+    def busy_s(self, rank: int) -> float:
+        """Return for how long a worker's process has used a core, in seconds, as far as it is known."""
+        return self._processes.get(rank, _UNHEARD).busy_s
+
+    def send(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to workers, and wake those that are stopped if it ends them."""
+        for site, own in self._by_site(ranks):
+            site.remote.send("signal", ranks=own, number=number)
+
+    def send_groups(self, number: int) -> list[int]:
+        """Send a signal to the process groups of all ranks.
+
+        Ranks that do not expect it come later, as an event `Spared`.
+        """
+        for site in self._fleet.sites:
+            site.remote.send("signal_groups", number=number)
+        return []
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kill the whole sessions of workers, grandchildren included."""
+        for site, own in self._by_site(ranks):
+            site.remote.send("kill", ranks=own)
+
+    def stop(self) -> set[int]:
+        """Stop the sessions of all workers."""
+        self._input.let_go()
+        for site in self._fleet.sites:
+            site.remote.send("stop")
+        return set()
+
+    def resume(self) -> None:
+        """Let those go on that `stop` has stopped."""
+        for site in self._fleet.sites:
+            site.remote.heard = time.monotonic()
+            site.remote.send("resume")
+
+    def abort(self, generation: int | None = None) -> None:
+        """Let every rank that waits in shared memory look up."""
+        for site in self._fleet.sites:
+            site.remote.send("abort", generation=generation)
+
+    def take_said(self) -> list[str]:
+        """Return the sentences to show since the last call."""
+        said, self._said = self._said, []
+        return [*said, *self._fleet.take_said()]
+
+    # -- where ranks stand -------------------------------------------------------------------------
+
+    def note(self, ranks: Iterable[int]) -> None:
+        """Ask ranks where they stand; who has been asked before stood there when it mattered."""
+        new = [rank for rank in ranks if rank not in self._noted and rank in self._running]
+        self._noted |= set(new)
+        for site, own in self._by_site(new):
+            site.remote.send("note", ranks=own)
+
+    def await_noted(self, limit_s: float) -> None:
+        """Do nothing: an agent answers before it hands on the next signal."""
+
+    def read_noted(self) -> None:
+        """Do nothing: the answers have come by themselves."""
+
+    def ask(self, rank: int, *, all_threads: bool = False) -> Asked:
+        """Ask a rank where it stands; its answer comes a little later."""
+        if rank not in self._running:
+            return Asked(rank, -1, ENDED if rank in self.workers else NOT_STARTED)
+        self._asked += 1
+        site, asked = self.workers[rank], Asked(rank, self._asked, "", all_threads)
+        self._unanswered[self._asked] = site, asked
+        site.remote.send("inquire", number=self._asked, rank=rank, all_threads=all_threads)
+        return asked
+
+    def answer(self, asked: Asked, *, is_last: bool = False) -> list[Thread] | None:
+        """Return what a rank has answered; None where it has not (yet), empty where it was not asked."""
+        if asked.start < 0:
+            return []
+        if is_last:
+            self._unanswered.pop(asked.start, None)
+            return self._stood.pop(asked.start, None)
+        return self._stood.get(asked.start)
+
+    def place_now(self, rank: int) -> str:
+        """Ask a rank where it stands, and wait a moment for the answer; empty where there is none, or its host is silent."""
+        silent_s = time.monotonic() - self.workers[rank].remote.heard
+        if (
+            silent_s > _BEATS_MISSED * self._job.config.heartbeat_interval_s
+        ):  # to wait for each of its ranks would delay its loss
+            return ""
+        asked = self.ask(rank)
+        if asked.start < 0:
+            return ""
+        site, until = self.workers[rank], time.monotonic() + _MOMENT_S
+        while (threads := self.answer(asked)) is None and not site.remote.why_gone:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                break
+            (said,), _ = polled([site.remote], left_s)
+            for message in said:
+                self._late += self._understood(message, site)
+        return where(threads[0].frames, str(self._job.options.cwd)) if threads else ""
+
+    def pid(self, rank: int) -> int:
+        """Return the number of a rank's process on its host; -1 where it is not known."""
+        return self._processes.get(rank, _UNHEARD).pid
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self) -> Iterator[Event]:
+        """Kill what is left, and hear what was written."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._input.close()
+        yield from self._here.close()
+        waiting = [site for site in self._fleet.sites if not site.remote.why_gone]
+        for site in waiting:
+            for rank, own in self.workers.items():
+                if own is site:
+                    for stream in ("out", "err"):
+                        site.remote.send("credit", rank=rank, stream=stream, count=1 << 40)
+                        self._allowed[rank, stream] = 1 << 60
+            site.remote.send("end")
+        idle_s = dict.fromkeys(
+            (site.name for site in waiting), 0.0
+        )  # of waiting for it, and not for our reader
+        while waiting:
+            began = time.monotonic()
+            said, _ = polled([site.remote for site in waiting], 1.0)
+            waited_s = time.monotonic() - began
+            have_ended = set()
+            for site, messages in zip(waiting, said, strict=True):
+                idle_s[site.name] = 0.0 if messages else idle_s[site.name] + waited_s
+                for message in messages:
+                    if message["kind"] == "closed":
+                        have_ended.add(site.name)
+                    yield from self._understood(message, site)
+                if idle_s[site.name] > _CLOSE_S:
+                    self._said.append(
+                        f"{site.name}: its agent does not end; what its ranks wrote last may be missing"
+                    )
+                    site.remote.end("it does not answer in time")
+            waiting = [
+                site for site in waiting if site.name not in have_ended and not site.remote.why_gone
+            ]
+        for site in self._fleet.sites:
+            if site.remote.why_gone:
+                yield from self._lose(site)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _by_site(self, ranks: Iterable[int]) -> list[tuple[Site, list[int]]]:
+        found: dict[int, tuple[Site, list[int]]] = {}
+        for rank in ranks:
+            if rank in self._running:
+                site = self.workers[rank]
+                found.setdefault(id(site), (site, []))[1].append(rank)
+        return list(found.values())
+
+    def _understood(self, message: Message, site: Site) -> list[Event]:
+        """Return what a message means; what means nothing ends the way to its agent."""
+        try:
+            return list(self._events(message, site))
+        except (WireError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            site.remote.end(f"{NOT_UNDERSTOOD}: {message['kind']}: {error}")
+            return []
+
+    def _events(self, message: Message, site: Site) -> Iterator[Event]:
+        kind = message["kind"]
+        rank: Any = message.get("rank")
+        if rank is not None and self.workers.get(rank) is not site:
+            return  # no rank of this host
+        if kind == "output" and message["stream"] in ("out", "err"):
+            key = (rank, message["stream"])
+            self._owed[key] = self._owed.get(key, 0) + len(message["data"])
+            self._received[key] = self._received.get(key, 0) + len(message["data"])
+            if self._received[key] > self._allowed.get(key, FIRST_CREDIT) + _BEYOND:
+                raise WireError("it sends more output than it was asked for")
+            yield Output(rank, message["stream"], message["data"])
+        elif kind == "began":
+            for each, pid in message["pids"].items():
+                if self.workers.get(each) is site:
+                    self._processes[each] = _Process(pid=int(pid))
+                    yield Started(each, int(pid))
+        elif kind == "spoke":
+            record = message["record"]
+            if all(
+                isinstance(name, str) and isinstance(value, str | int)
+                for name, value in record.items()
+            ):
+                if record.get("event") == "failed" and not record.keys() >= _WORDS_OF_A_FAILURE:
+                    raise WireError("a failure without its words")
+                yield Spoke(rank, record)
+        elif kind == "ended":
+            self._running.discard(rank)
+            yield Ended(rank, message["status"], message["beyond"])
+        elif kind == "states":
+            for each, (letter, busy_s, pid) in message["states"].items():
+                if self.workers.get(each) is site:
+                    self._processes[each] = _Process(str(letter)[:1], float(busy_s), int(pid))
+        elif kind == "stood" and message["number"] in self._unanswered:
+            asked_of, asked = self._unanswered[message["number"]]
+            if asked_of is not site:
+                return
+            del self._unanswered[message["number"]]
+            asked.instead = escape(message["instead"])
+            self._stood[message["number"]] = [
+                Thread(str(ident), bool(is_main), tuple(_frame(*one) for one in frames))
+                for ident, is_main, frames in message["threads"]
+            ]
+        elif kind == "placed":
+            for each, line in message["places"].items():
+                if self.workers.get(each) is site:
+                    self.places[each] = escape(str(line))
+        elif kind == "result":
+            self._keep_result(message, site)
+        elif kind == "record":
+            self._keep(message["name"], message["data"], site)
+        elif kind == "fed":
+            self._input.fed(message["count"])
+        elif kind == "spared":
+            named = [each for each in message["ranks"] if isinstance(each, int)]
+            ranks = [each for each in named if self.workers.get(each) is site]
+            if ranks:
+                yield Spared(message["number"], ranks)
+        elif kind == "said":
+            self._said.append(escape(f"{site.name}: {message['sentence']}"))
+        elif kind == "refused":
+            self._said += [
+                escape(f"{site.name}: {line}")
+                for line in site.remote.words().splitlines()[-_WORDS_SHOWN:]
+            ]
+            code = message["code"] if 0 < message["code"] <= _CODE_MAX else INTERNAL
+            for each in self._running_on(site):
+                self._running.discard(each)
+                yield Gone(each, escape(f"it cannot be started: {message['reason']}"), code)
+
+    def _keep(self, name: str, data: bytes, site: Site) -> None:
+        """Write a flight record, or the totals of calls, that a rank or server has left on its host."""
+        from syncvar.core.state_folder import (  # only a job that went wrong needs it
+            is_record,
+            write_record,
+        )
+
+        found = re.fullmatch(r"(?:flight-rank|flight-(server)|stats-)(\d+)\..*", name)
+        if (
+            found is None
+            or self.workers.get(int(found[2]) + (SERVER_0 if found[1] else 0)) is not site
+        ):
+            return
+        folder = (
+            self._job.records.folder
+            if is_record(name)
+            else self._folder
+            if re.fullmatch(r"stats-\d+\.\d+\.json", name)
+            else None
+        )
+        if folder is not None:
+            try:
+                write_record(str(folder), name, data.decode("utf-8", "backslashreplace"))
+            except OSError as error:
+                origin = EVIDENCE if is_record(name) else "--stats"
+                lost = LostFile(str(folder / name), origin, why_unwritten(error))
+                self._job.lost_files.add([lost], site.name)
+
+    def _keep_result(self, message: Message, site: Site) -> None:
+        """Write a part of a result; if that fails, drop the rest and name the result at the end."""
+        name = message["name"]
+        if name in self._lost_results:
+            return
+        try:
+            keep_result(self._job.environ, name, message["data"], is_last=message["is_last"])
+        except OSError as error:
+            self._lost_results.add(name)
+            lost = LostFile(name, "sv.run", why_unwritten(error))
+            self._job.lost_files.add([lost], site.name)
+
+    def _running_on(self, site: Site) -> list[int]:
+        """Return the ranks and servers that run on a host, ranks first: servers whose ranks are gone serve nobody."""
+        return sorted(
+            one for one, own in self.workers.items() if own is site and one in self._running
+        )
+
+    def _lose(self, site: Site) -> Iterator[Event]:
+        """Give up the ranks of a host that is gone."""
+        ranks = self._running_on(site)
+        if not ranks:
+            return
+        words = site.remote.words().splitlines()
+        status = None if site.remote.is_ended else site.remote.status(0.2)
+        ended = f"; its connection ended with {status}" if status is not None else ""
+        last = f" ({words[-1].strip()})" if words else ""
+        for rank in ranks:
+            self._running.discard(rank)
+            yield Gone(
+                rank, escape(f"its host {site.name} is gone: {site.remote.why_gone}{ended}{last}")
+            )
+
+
+def _frame(file: Any, line: Any, name: Any) -> Frame:
+    return Frame(str(file), int(line), str(name))

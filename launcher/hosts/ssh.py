@@ -1,0 +1,168 @@
+"""How the launcher gets onto another host: the command line of ssh, and what its failure means.
+
+The remote command is fixed; what a job is made of travels on its standard input. The user's own policy for ssh stands:
+nothing here weakens the check of host keys, and nothing is forwarded.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+from syncvar_launcher.hosts.install_hint import describe_installation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from syncvar_launcher.options.hostfile import Host
+
+__all__ = [
+    "AGENT",
+    "SSH_OPTIONS",
+    "agent_words",
+    "remote_command",
+    "ssh_command",
+    "why_failed",
+    "words_for",
+]
+
+AGENT = "syncvar_launcher.hosts.agent_main"
+"""The module that serves a host."""
+
+SSH_OPTIONS = (
+    "-T",
+    "-x",
+    "-a",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=10",
+    "-o",
+    "ClearAllForwardings=yes",
+)
+"""No terminal, no question, no long wait; no display and no agent, whatever `--ssh` or the user's own file say."""
+
+_BEGIN = "from syncvar.bootstrap.worker_entry import main; main()"
+_SSH_FAILED = 255
+_NOT_FOUND = (126, 127)
+_LINES_SHOWN = 3
+
+_INSTALL = "install"  # `describe_installation` has the words
+_MEANINGS = (
+    (
+        r"could not resolve|name or service not known|temporary failure in name",
+        "its name is unknown",
+        "check the spelling, or name it in /etc/hosts or ~/.ssh/config",
+    ),
+    (
+        r"connection refused",
+        "nobody listens for ssh there",
+        "start sshd, or give its port (port=N, --ssh-port)",
+    ),
+    (
+        r"host key verification failed|no matching host key|host key is known",
+        "its host key is not known, or has changed",
+        "compare the key with what its administrator says, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
+    ),
+    (
+        r"permission denied|too many authentication failures|no more authentication methods",
+        "the login is refused",
+        "`ssh {host} true` must work without a password: ssh-copy-id {host}, or user= and a key in ssh-agent",
+    ),
+    (
+        r"timed out|no route to host|network is unreachable|host is down",
+        "it cannot be reached",
+        "check the network and `ssh {host} true`",
+    ),
+    (r"no module named '?syncvar", "syncvar is not installed for {python} there", _INSTALL),
+    (
+        r"no such file or directory|not found",
+        "there is no {python} there",
+        "give python=PATH in the host file, or --remote-python",
+    ),
+)
+
+
+def remote_command(python: str) -> str:
+    """Return what the remote shell runs; it holds nothing of the job.
+
+    Args:
+        python: The interpreter there.
+
+    Example:
+        >>> remote_command("/opt/my env/bin/python")
+        "exec '/opt/my env/bin/python' -P -c 'from syncvar.bootstrap.worker_entry import main; main()' syncvar_launcher.hosts.agent_main"
+    """
+    return "exec " + shlex.join(agent_words(python))
+
+
+def agent_words(python: str) -> list[str]:
+    """Return the command line of an agent by an interpreter of its own."""
+    return words_for(python, AGENT)
+
+
+def words_for(python: str, module: str) -> list[str]:
+    """Return the command line of a module of ours by an interpreter of its own."""
+    return [python, "-P", "-c", _BEGIN, module]
+
+
+def ssh_command(ssh: Sequence[str], host: Host, port: int | None, python: str) -> list[str]:
+    """Return the command line of ssh for a host.
+
+    Args:
+        ssh: The program and its own options, such as ("ssh",).
+        host: Where to.
+        port: Its port where the host names none; None for ssh's own choice.
+        python: The interpreter there where the host names none.
+
+    Example:
+        >>> from syncvar_launcher.options.hostfile import Host
+        >>> ssh_command(("ssh",), Host("n1", user="ann", port=2222), None, "python3")[-5:-1]
+        ['-p', '2222', '--', 'ann@n1']
+    """
+    number = host.port or port
+    chosen = ["-p", str(number)] if number else []
+    return [*ssh, *SSH_OPTIONS, *chosen, "--", host.login(), remote_command(host.python or python)]
+
+
+def why_failed(
+    host: Host, status: int | None, words: str, python: str, program: str = "ssh"
+) -> str:
+    """Return in a sentence why no agent answers on a host, and what to do.
+
+    Args:
+        host: Which one.
+        status: How what leads there ended; None where it has not.
+        words: What it, or the remote shell, wrote on its standard error.
+        python: The interpreter that was to run there.
+        program: What leads there.
+
+    Example:
+        >>> from syncvar_launcher.options.hostfile import Host
+        >>> why_failed(Host("n1"), 255, "ssh: connect to host n1 port 22: Connection refused", "python3")
+        'nobody listens for ssh there; start sshd, or give its port (port=N, --ssh-port)'
+    """
+    is_ssh = program == "ssh"
+    if status is None:
+        return "it does not answer in time; " + (
+            f"check the network and `ssh {host.login()} true`"
+            if is_ssh
+            else f"does {program} start anything there?"
+        )
+    for pattern, what, remedy in _MEANINGS:
+        is_of_remote = "python" in what
+        if (
+            is_of_remote if not is_ssh else (status == _SSH_FAILED) is not is_of_remote
+        ) and re.search(pattern, words, re.IGNORECASE):
+            there = host.python or python
+            is_missing = remedy is _INSTALL
+            advice = describe_installation(there, host.login()) if is_missing else remedy
+            return f"{what}; {advice}".replace("{host}", host.login()).replace("{python}", there)
+    if status in _NOT_FOUND:
+        return f"there is no {host.python or python} there; give python=PATH in the host file, or --remote-python"
+    last = [line.strip() for line in words.splitlines() if line.strip()][-_LINES_SHOWN:]
+    who = program if status == _SSH_FAILED or not is_ssh else "the agent"
+    return f"{who} ended with {status}" + (
+        f": {' | '.join(last)}" if last else ", and said nothing"
+    )

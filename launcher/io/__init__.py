@@ -1,0 +1,1 @@
+"""Standard streams and signals of the launcher."""

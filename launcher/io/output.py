@@ -1,0 +1,692 @@
+"""Forwarding of what the ranks write: whole lines, each with its rank, never mixed.
+
+Bytes of the ranks are data, not commands for the reader's terminal: control characters and marks that change the
+direction of text are shown as escapes. A terminal still gets colours, progress lines and prompts.
+
+A line ends with a line feed, a carriage return, or both. Text that ends with a carriage return alone is progress: it
+is shown at once on a terminal, where the next text replaces it. Elsewhere the forwarder shows its last state, and
+before that one state every 10 s.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections import deque
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from syncvar.core.output_files import LostFile, check_folder, why_unwritten
+from syncvar.core.private_files import REQUESTED
+from syncvar.core.process_ids import SERVER_0, is_server, process_name, short_name
+from syncvar.core.rank_text import ranks_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+    from pathlib import Path
+
+__all__ = [
+    "IDLE_S",
+    "LINE_NBYTES",
+    "MODES",
+    "PROGRESS_S",
+    "TAIL_LINES",
+    "OutputForwarder",
+    "Sink",
+    "Stream",
+    "escape",
+    "shown_ranks",
+]
+
+Stream = Literal["out", "err"]
+
+MODES = ("all", "first", "failed", "none")
+LINE_NBYTES = 16 << 10
+TAIL_LINES = 40
+IDLE_S = 0.2
+PROGRESS_S = 10.0  # between two states of one progress line where no terminal replaces the first
+
+# Memory of the tail stays below 40 x 2 000 bytes for each rank, whatever the ranks write.
+_TAIL_NBYTES = 2_000
+_CLEAR = b"\r\x1b[K"
+# Red and black are left out: red reads as an error, black cannot be read at all.
+_COLORS = ("36", "33", "32", "35", "34", "96", "93", "92", "95", "94")
+
+_PLAIN = re.compile(rb"[\x20-\x7e\t]*")
+_END = re.compile(rb"\r\n|\n|\r")
+# Colours and "erase to the end of the line" are the only sequences a forwarded line can use sensibly; moving the
+# cursor, setting the title or writing to the clipboard would reach beyond the line.
+_SEQUENCE = r"\x1b\[[0-9;:]*[mK]"
+_UNSAFE = r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+_FOR_FILE = re.compile(_UNSAFE)
+_FOR_TERMINAL = re.compile(f"{_SEQUENCE}|{_UNSAFE}")
+_SEQUENCES = re.compile(_SEQUENCE)
+_LOG = re.compile(r"(rank|server)-(0|[1-9][0-9]{0,8})\.(?:out|err)")
+
+
+class Writable(Protocol):
+    """What a sink needs; `syncvar_launcher.io.nonblocking_writer.Outlet` is one, and so is a buffered binary file."""
+
+    def write(self, data: bytes, /) -> int:
+        """Take all of `data`."""
+        ...
+
+    def flush(self) -> None:
+        """Write as much as can be written now."""
+        ...
+
+
+class Sink(NamedTuple):
+    """Where forwarded lines go.
+
+    Args:
+        file: What takes the bytes; it is flushed after each write.
+        is_terminal: A person reads it: progress and prompts stay alive, colours of the programs pass.
+        color: Our own prefixes are coloured.
+    """
+
+    file: Writable
+    is_terminal: bool = False
+    color: bool = False
+
+
+_Tail = deque[tuple[Stream, bytes, bool]]
+"""The last lines of a rank: stream, text, and whether it is progress."""
+
+
+class _Source:
+    """One stream of one rank.
+
+    Attributes:
+        pending: What has come of a line that has not ended.
+        continued: The start of this line was forwarded already, because the line is too long.
+        returned: Progress that ended the last piece: a line feed that follows belongs to it.
+        held: Progress that was not forwarded, because it may be replaced soon.
+        progressed: When progress was forwarded last, or held first; None before.
+        shown: The part of `pending` that stands on the terminal as a prompt.
+        changed: When something came last.
+        closed: Nothing follows.
+    """
+
+    __slots__ = (
+        "changed",
+        "closed",
+        "continued",
+        "held",
+        "pending",
+        "progressed",
+        "rank",
+        "returned",
+        "shown",
+        "stream",
+    )
+
+    def __init__(self, rank: int, stream: Stream) -> None:
+        self.rank = rank
+        self.stream: Stream = stream
+        self.pending = b""
+        self.continued = False
+        self.returned: bytes | None = None
+        self.held = b""
+        self.progressed: float | None = None
+        self.shown = b""
+        self.changed = 0.0
+        self.closed = False
+
+
+def shown_ranks(which: str, workers: int) -> frozenset[int] | None:
+    """Return the ranks whose lines are shown while a job runs, or None for all.
+
+    Args:
+        which: "all"; "first" (rank 0); "failed" and "none" (nobody's); or ranks such as "0,3-5".
+        workers: How many ranks there are.
+
+    Raises:
+        ConfigError: It is none of these, or there is no such rank.
+
+    Example:
+        >>> sorted(shown_ranks("0,3-5", 8))
+        [0, 3, 4, 5]
+    """
+    if which == "all":
+        return None
+    if which == "first":
+        return frozenset({0})
+    return frozenset() if which in MODES else ranks_of(which, workers)
+
+
+def escape(text: str) -> str:
+    r"""Write control characters, and marks that change the direction of text, as escapes. Tabs stay.
+
+    Example:
+        >>> print(escape("a\x1b[31mb\x07"))
+        a\x1b[31mb\x07
+    """
+    return _FOR_FILE.sub(_escaped, text)
+
+
+class OutputForwarder:
+    r"""Forwards the output of the ranks of one host, and remembers the last lines of each.
+
+    Every write to a sink holds whole lines of one rank, so that lines of different ranks are never mixed. It knows no
+    process and no descriptor to wait for; the caller reads the pipes, calls `feed` with what came, and `tick` at the
+    instant that `tick` asked for.
+
+    Args:
+        stdout: Where the standard output of the ranks goes.
+        stderr: Where their standard error goes, and our warnings.
+        shown: The ranks whose lines are forwarded, None for all; of the others the last lines are remembered.
+        clock: The wall clock, in seconds since the epoch, to put the local time before each line; None for no time.
+        log_dir: A folder for the raw bytes, one file for each rank and stream; it is made if it is missing.
+        ranks: Ranks whose files are made at once, so that none of an earlier job stays; others follow with their
+            first byte.
+        is_one: Both sinks lead to the same place, where who reads sees the lines of both in their order.
+
+    Attributes:
+        broken: Nobody reads the standard output any more.
+
+    Raises:
+        ConfigError: The folder cannot be made.
+
+    Example:
+        >>> import io
+        >>> out = io.BytesIO()
+        >>> forwarder = OutputForwarder(Sink(out), Sink(io.BytesIO()))
+        >>> forwarder.feed(1, "out", b"one\ntw", 0.0)
+        >>> forwarder.feed(0, "out", b"zero\n", 0.1)
+        >>> forwarder.close(1, "out")
+        >>> print(out.getvalue().decode(), end="")
+        [1] one
+        [0] zero
+        [1] tw
+    """
+
+    def __init__(
+        self,
+        stdout: Sink,
+        stderr: Sink,
+        *,
+        shown: frozenset[int] | None = None,
+        clock: Callable[[], float] | None = None,
+        log_dir: Path | None = None,
+        ranks: tuple[int, ...] = (),
+        is_one: bool = False,
+    ) -> None:
+        self.broken = False
+        self._is_one = is_one
+        self._recent: deque[tuple[int, Stream]] = deque(
+            maxlen=TAIL_LINES
+        )  # whose lines went to the sinks last
+        self._sinks: dict[Stream, Sink] = {"out": stdout, "err": stderr}
+        self._dead: set[Stream] = set()
+        self._shown = shown
+        self._clock = clock
+        self._sources: dict[tuple[int, Stream], _Source] = {}
+        self._tails: dict[int, _Tail] = {}
+        self._concealed: dict[tuple[int, Stream], deque[bytes]] = {}
+        self._live: _Source | None = None  # whose unfinished line stands on the terminal
+        self._now = 0.0
+        self._lost_output: list[LostFile] = []
+        self._logs = _Logs(log_dir, self._warn) if log_dir is not None else None
+        if self._logs is not None:
+            self._logs.remove_others(ranks)
+        for rank in ranks:
+            self._source(rank, "out")
+            self._source(rank, "err")
+
+    def feed(self, rank: int, stream: Stream, data: bytes, now: float) -> None:
+        """Take bytes that a rank wrote and forward every line they complete.
+
+        Args:
+            rank: Who wrote.
+            stream: "out" or "err".
+            data: Any piece of the stream; lines may be cut anywhere.
+            now: The monotonic clock, in seconds.
+        """
+        if not data:
+            return
+        source = self._source(rank, stream)
+        source.closed = False
+        self._now = source.changed = now
+        if self._logs is not None:
+            self._logs.write(rank, stream, data)
+        self._consume(source, data)
+
+    def lost_files(self) -> list[LostFile]:
+        """Return the files that the forwarder could not write whole: logs, and the standard output."""
+        return [*self._lost_output, *([] if self._logs is None else self._logs.lost_files())]
+
+    def pass_raw(self, stream: Stream, data: bytes) -> None:
+        """Forward bytes of a rank that has the terminal as they are."""
+        self._write(stream, data)
+
+    def close(self, rank: int, stream: Stream) -> None:
+        """End a stream: a line without an end is forwarded as it is, and its file is closed. Repeating is harmless."""
+        source = self._source(rank, stream)
+        if source.closed:
+            return
+        source.closed = True
+        if source.pending:
+            text, source.pending = source.pending, b""
+            self._forward(source, [(text, b"\n")])
+        elif self._live is source:
+            self._end_live()
+        self._show_held(source)
+        source.shown = b""
+        source.returned = None
+        if self._logs is not None:
+            self._logs.close(rank, stream)
+
+    def conceal(self, rank: int, stream: Stream, text: str) -> None:
+        """Keep from the sinks lines that a rank is about to write; its files hold them.
+
+        Args:
+            rank: Who writes.
+            stream: Where.
+            text: Whole lines. Others may come between them.
+        """
+        self._concealed[rank, stream] = deque(
+            text.encode("utf-8", "backslashreplace").split(b"\n")[:-1]
+        )
+
+    def tick(self, now: float) -> float | None:
+        """Show unfinished lines that have been idle for 0.2 s, such as prompts, on a terminal.
+
+        Args:
+            now: The monotonic clock, in seconds.
+
+        Returns:
+            When to call again at the latest, on the same clock, or None where nothing is waiting.
+        """
+        self._now = now
+        following: float | None = None
+        for source in list(self._sources.values()):
+            if not source.pending or source.shown == source.pending:
+                continue
+            if not self._sinks[source.stream].is_terminal or not self.is_forwarded(source.rank):
+                continue
+            due = source.changed + IDLE_S
+            if now < due:
+                following = due if following is None else min(following, due)
+            elif self._live is None or self._live is source or not self._live.shown:
+                # A prompt is not pushed away by another one: the first stays until its line ends.
+                self._show_prompt(source)
+        return following
+
+    def last_lines(self, rank: int) -> tuple[str, ...]:
+        """Return the last 40 lines that a rank wrote on both streams, in order, without colours and escaped."""
+        lines = [text for _, text, _ in self._tails.get(rank, ())]
+        for stream in ("out", "err"):
+            source = self._sources.get((rank, stream))
+            if source is not None and source.pending:
+                lines.append(source.pending[:_TAIL_NBYTES])
+        return tuple(escape(_SEQUENCES.sub("", _decode(line))) for line in lines[-TAIL_LINES:])
+
+    def stands_above(self, rank: int) -> bool:
+        """Return whether what `last_lines` returns is what was shown last, where `say` goes on."""
+        lines = self._tails.get(rank, ())
+        recent = [one for one in self._recent if self._is_one or one[1] == "err"][-len(lines) :]
+        is_all = len(recent) == len(lines) > 0 and all(who == rank for who, _ in recent)
+        is_seen = self._is_one or all(stream == "err" for stream, _, _ in lines)
+        return (
+            is_all
+            and is_seen
+            and not any(source.pending for source in self._sources.values() if source.rank == rank)
+        )
+
+    def begin(self, mark: str) -> None:
+        """Begin anew: the ranks have ended, and are started again with the same names.
+
+        What they wrote last is forgotten. Their files go on, with a line that marks where.
+
+        Args:
+            mark: One line.
+        """
+        for source in list(self._sources.values()):
+            start = "\n" if source.pending else ""
+            self.close(source.rank, source.stream)
+            source.closed = False
+            if self._logs is not None:
+                self._logs.open(source.rank, source.stream, f"{start}=== {mark} ===\n".encode())
+        self._tails.clear()
+        self._concealed.clear()
+        self._recent.clear()
+
+    def say(self, text: str) -> None:
+        """Write text of the launcher itself, such as the failure block, to the standard error.
+
+        Args:
+            text: Whole lines; they are written as they are, at once.
+        """
+        self._recent.append((-1, "err"))
+        self._write("err", self._head(None, "err") + text.encode(errors="backslashreplace"))
+
+    def flush(self) -> None:
+        """Write what the sinks have not taken yet, as far as they take it now."""
+        for stream in self._sinks:
+            self._attempt(stream, b"")
+
+    def is_forwarded(self, rank: int) -> bool:
+        """Return whether what a rank writes goes to a sink; of servers, which write nothing unless something is wrong, all does."""
+        return self._shown is None or rank in self._shown or (is_server(rank) and bool(self._shown))
+
+    def finish(self) -> None:
+        """Close every stream, so that nothing is lost and the shell's prompt starts on a line of its own."""
+        for source in list(self._sources.values()):
+            self.close(source.rank, source.stream)
+
+    def _source(self, rank: int, stream: Stream) -> _Source:
+        source = self._sources.get((rank, stream))
+        if source is None:
+            source = self._sources[rank, stream] = _Source(rank, stream)
+            if self._logs is not None:
+                self._logs.open(rank, stream)
+        return source
+
+    def _consume(self, source: _Source, data: bytes) -> None:
+        segments: list[tuple[bytes, bytes]] = []
+        if source.returned is not None:
+            # The carriage return at the end of the last piece may have been the first half of a line end.
+            if data.startswith(b"\n"):
+                self._finish_progress(source)
+                data = data[1:]
+            source.returned = None
+        data = source.pending + data
+        start = 0
+        for match in _END.finditer(data):
+            segments.append((data[start : match.start()], match.group()))
+            start = match.end()
+        rest = data[start:]
+        while len(rest) > LINE_NBYTES:
+            cut = _cut(rest)
+            segments.append((rest[:cut], b""))
+            rest = rest[cut:]
+        source.pending = rest
+        if segments:
+            self._forward(source, segments)
+        if rest:
+            source.returned = None
+
+    def _forward(self, source: _Source, segments: list[tuple[bytes, bytes]]) -> None:
+        """Forward texts of one stream in one write; each is given with its line end, empty for a first part."""
+        is_forwarded = self.is_forwarded(source.rank)
+        concealed = self._concealed.get((source.rank, source.stream))
+        sink = self._sinks[source.stream]
+        body = bytearray()
+        kept: _Source | None = None
+        for text, end in segments:
+            live = is_forwarded
+            if concealed and text == concealed[0] and end.endswith(b"\n") and not source.continued:
+                concealed.popleft()
+                live = False
+            rest = text
+            while len(rest) > LINE_NBYTES:
+                cut = _cut(rest)
+                body += self._line(source, sink, rest[:cut], b"\n", live)
+                source.continued, rest = True, rest[cut:]
+            source.returned = rest if end == b"\r" else None
+            if end == b"\r":
+                if not rest:
+                    continue  # a bare carriage return holds nothing to show
+                is_now = live and (sink.is_terminal or self._is_due(source))
+                source.held = b"" if is_now else rest
+                line_end = b"\r" if sink.is_terminal else b"\n"
+                body += self._line(source, sink, rest, line_end, is_now, progress=True)
+                kept = source if sink.is_terminal else None
+            else:
+                held, source.held = source.held, b""  # a text has replaced it; without one it stays
+                body += self._line(source, sink, rest or held, b"\n", live)
+                kept = None
+            source.continued = not end
+        if body:
+            head = self._head(source, source.stream)
+            if sink.is_terminal:
+                self._live = kept
+            self._write(source.stream, head + body)
+
+    def _is_due(self, source: _Source) -> bool:
+        """Return whether progress of a stream is forwarded now, where nothing replaces it."""
+        if source.progressed is not None and self._now - source.progressed < PROGRESS_S:
+            return False
+        is_first, source.progressed = source.progressed is None, self._now
+        return not is_first
+
+    def _show_held(self, source: _Source) -> None:
+        """Forward the last state of a progress line, which nothing will replace."""
+        text, source.held = source.held, b""
+        if text and self.is_forwarded(source.rank):
+            sink = self._sinks[source.stream]
+            self._recent.append((source.rank, source.stream))
+            line = self._prefix(source, sink) + _safe(text, sink.is_terminal) + b"\n"
+            self._write(source.stream, self._head(source, source.stream) + line)
+
+    def _line(
+        self,
+        source: _Source,
+        sink: Sink,
+        text: bytes,
+        end: bytes,
+        live: bool,
+        *,
+        progress: bool = False,
+    ) -> bytes:
+        lines = self._tails.setdefault(source.rank, deque(maxlen=TAIL_LINES))
+        if lines and lines[-1][0] == source.stream and lines[-1][2]:
+            lines.pop()  # progress is replaced by what follows it
+        lines.append((source.stream, text[:_TAIL_NBYTES], progress))
+        if live:
+            self._recent.append((source.rank, source.stream))
+        return self._prefix(source, sink) + _safe(text, sink.is_terminal) + end if live else b""
+
+    def _prefix(self, source: _Source, sink: Sink) -> bytes:
+        label = f"[{short_name(source.rank)}{'+' if source.continued else ''}]"
+        if sink.color:
+            label = f"\x1b[{_COLORS[source.rank % len(_COLORS)]}m{label}\x1b[0m"
+        if self._clock is not None:
+            from datetime import datetime  # only timestamps need it
+
+            # The reader's own time, as on a wall clock: no offset.
+            moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="milliseconds")  # noqa: DTZ006
+            label += f" {moment}"
+        return f"{label} ".encode()
+
+    def _finish_progress(self, source: _Source) -> None:
+        """A line feed came after progress that was shown already: make it a line that stays."""
+        text = source.returned
+        sink = self._sinks[source.stream]
+        lines = self._tails.setdefault(source.rank, deque(maxlen=TAIL_LINES))
+        if not text:
+            self._forward(source, [(b"", b"\n")])
+            return
+        if lines and lines[-1][0] == source.stream and lines[-1][2]:
+            lines[-1] = (*lines[-1][:2], False)
+        if not sink.is_terminal or not self.is_forwarded(source.rank):
+            self._show_held(source)
+            return
+        if self._live is source:
+            self._end_live()
+        else:  # another rank's line has wiped it off
+            self._write(
+                source.stream,
+                self._head(source, source.stream)
+                + self._prefix(source, sink)
+                + _safe(text, True)
+                + b"\n",
+            )
+
+    def _show_prompt(self, source: _Source) -> None:
+        sink = self._sinks[source.stream]
+        head = self._head(source, source.stream)
+        source.shown = source.pending
+        self._live = source
+        self._write(source.stream, head + self._prefix(source, sink) + _safe(source.pending, True))
+
+    def _head(self, source: _Source | None, stream: Stream) -> bytes:
+        """Return what must be written before a line: it clears an unfinished line of somebody else, or a prompt."""
+        if not self._sinks[stream].is_terminal:
+            return b""
+        live, self._live = self._live, None
+        if live is None or (live is source and not live.shown):
+            return b""
+        if live.shown:
+            # The whole line will be written again: when it ends, or when it has been idle once more.
+            live.shown = b""
+            live.changed = self._now
+        if live.stream == stream:
+            return _CLEAR
+        self._write(live.stream, _CLEAR)
+        return b""
+
+    def _end_live(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            self._write(live.stream, b"\n")
+
+    def _write(self, stream: Stream, data: bytes) -> None:
+        if data:
+            self._attempt(stream, data)
+
+    def _attempt(self, stream: Stream, data: bytes) -> None:
+        if stream in self._dead:
+            return
+        file = self._sinks[stream].file
+        try:
+            if data:
+                file.write(data)
+            file.flush()
+        except (OSError, ValueError) as error:  # a closed Python file raises ValueError
+            self._dead.add(stream)
+            if stream == "out":
+                self.broken = getattr(error, "errno", None) == errno.EPIPE
+                if not self.broken:
+                    self._lost_output.append(
+                        LostFile("the standard output", "the launcher", why_unwritten(error))
+                    )
+                    self._warn(
+                        f"cannot write to the standard output: {why_unwritten(error)}; the job goes on without it"
+                    )
+
+    def _warn(self, text: str) -> None:
+        self.say(f"syncvar: {text}\n")
+
+
+class _Logs:
+    """The files of `log_dir`. A warning names the first one that cannot be written, and the job goes on."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        check_folder(str(folder), "--log-dir")
+        self._folder = folder
+        self._warn = warn
+        self._warned = False
+        self._files: dict[tuple[int, Stream], int] = {}
+        self._lost: dict[tuple[int, Stream], LostFile] = {}
+
+    def remove_others(self, ranks: Container[int]) -> None:
+        """Remove the files of an earlier job for ranks and servers that this one has not.
+
+        Args:
+            ranks: The numbers of this job's ranks and servers.
+        """
+        for path in self._folder.iterdir():
+            match = _LOG.fullmatch(path.name)
+            if match is None or path.is_symlink() or not path.is_file():  # we make regular files
+                continue
+            if int(match[2]) + (0 if match[1] == "rank" else SERVER_0) in ranks:
+                continue
+            try:
+                path.unlink()
+            except OSError as error:
+                why = why_unwritten(error)
+                self._warn(f"cannot remove {path} of an earlier job: {why}; it is not of this job")
+
+    def open(self, rank: int, stream: Stream, mark: bytes = b"") -> None:
+        """Open a file: a fresh one, or with a mark that is written after what is there."""
+        flags = (
+            os.O_WRONLY
+            | os.O_CREAT
+            | (os.O_APPEND if mark else os.O_TRUNC)
+            | os.O_NOFOLLOW
+            | os.O_CLOEXEC
+        )
+        flags |= (
+            os.O_NONBLOCK
+        )  # nothing to a file; a pipe that stands there under this name must not block us
+        try:
+            self._files[rank, stream] = os.open(self._path(rank, stream), flags, REQUESTED)
+        except OSError as error:
+            self._failed(rank, stream, error)
+            return
+        self.write(rank, stream, mark)
+
+    def write(self, rank: int, stream: Stream, data: bytes) -> None:
+        file = self._files.get((rank, stream))
+        if file is None:
+            self._count_lost(rank, stream, len(data))
+            return
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(file, view) :]
+        except OSError as error:
+            self._failed(rank, stream, error)
+            self._count_lost(rank, stream, len(view))
+            self.close(rank, stream)  # a log with a hole would mislead
+
+    def close(self, rank: int, stream: Stream) -> None:
+        file = self._files.pop((rank, stream), None)
+        if file is not None:
+            try:
+                os.close(file)
+            except OSError as error:  # some file systems tell a full disk only here
+                self._failed(rank, stream, error)
+
+    def lost_files(self) -> list[LostFile]:
+        return [self._lost[key] for key in sorted(self._lost)]
+
+    def _count_lost(self, rank: int, stream: Stream, nbytes: int) -> None:
+        lost = self._lost.get((rank, stream))
+        if lost is not None:
+            self._lost[rank, stream] = lost._replace(
+                missing_nbytes=max(0, lost.missing_nbytes) + nbytes
+            )
+
+    def _path(self, rank: int, stream: Stream) -> Path:
+        return self._folder / f"{process_name(rank).replace(' ', '-')}.{stream}"
+
+    def _failed(self, rank: int, stream: Stream, error: OSError) -> None:
+        lost = LostFile(str(self._path(rank, stream)), "--log-dir", why_unwritten(error))
+        self._lost.setdefault((rank, stream), lost)
+        if not self._warned:
+            self._warned = True
+            self._warn(
+                f"cannot write {self._path(rank, stream)}: {why_unwritten(error)}; the job goes on without this log"
+            )
+
+
+def _cut(text: bytes) -> int:
+    """Return where to cut a text that is too long: at most 16 KiB, and not inside a character."""
+    for back in range(4):
+        if text[LINE_NBYTES - back] & 0xC0 != 0x80:
+            return LINE_NBYTES - back
+    return LINE_NBYTES
+
+
+def _decode(text: bytes) -> str:
+    return text.decode("utf-8", "backslashreplace")
+
+
+def _safe(text: bytes, is_terminal: bool) -> bytes:
+    if _PLAIN.fullmatch(text):
+        return text
+    if not is_terminal:
+        return _FOR_FILE.sub(_escaped, _decode(text)).encode()
+    shown = _FOR_TERMINAL.sub(_escaped, _decode(text))
+    # A colour that the program left on must not reach the prefix of the next line.
+    return (shown + "\x1b[0m" if "\x1b" in shown else shown).encode()
+
+
+def _escaped(match: re.Match[str]) -> str:
+    text = match.group()
+    if len(text) > 1:
+        return text
+    return f"\\x{ord(text):02x}" if ord(text) < 0x100 else f"\\u{ord(text):04x}"

@@ -1,0 +1,1 @@
+"""Run one job: attempts, restarts, failure reports and statistics."""

@@ -1,0 +1,407 @@
+"""The words of a failure: what happened, the evidence, the others, what to try. Text in, text out.
+
+One block tells one failure, whatever the number of ranks. Everything that came out of a rank is escaped, and values
+of variables that look like secrets are masked.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING, NamedTuple
+
+from syncvar.core.exit_codes import describe_exit, exit_code_of, signal_name
+from syncvar.core.process_ids import is_server, process_name
+from syncvar.core.rank_text import process_list
+from syncvar_launcher.io.output import escape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "Failure",
+    "Other",
+    "Raised",
+    "describe_exit",
+    "ending_sentence",
+    "exit_code_of",
+    "failure_block",
+    "failure_sentence",
+    "interrupted_block",
+    "mask_arguments",
+    "mask_environment",
+    "spared_block",
+]
+
+_CTRL_C = 2
+_EVIDENCE_LINES = 40
+_HEAD_LINES = 6
+_OTHER_LINES = 8
+_WHOLE_LINES = 1000
+_TRACEBACK = "Traceback (most recent call last):"
+_FURTHER = 2  # errors that are not the first one's, each with a traceback
+_FURTHER_LINES = 12
+_MESSAGES = 3
+_COMMANDS = 2
+_OF_TORCH = ("MASTER_ADDR", "MASTER_PORT")  # what torch.distributed misses without --torch-env
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|COOKIE", re.IGNORECASE)
+
+
+class Failure(NamedTuple):
+    """The first failure of a job.
+
+    Args:
+        rank: The rank that failed, or -1 where the job failed as a whole.
+        status: Its exit code, or minus the number of the signal that ended it, or None where it has not ended.
+        host: Its host; empty is not shown.
+        reason: What is known beyond the status, for instance "out of memory (kernel)"; may be empty.
+        call: What it was doing, for instance "all_reduce #12 at train.py:40"; may be empty.
+        elapsed_s: Time since the start of the job, or None.
+        traceback: The traceback of its exception; empty where there was none.
+        last_lines: The last lines that it wrote, shown where there is no traceback.
+        stands_above: These lines have just been shown.
+    """
+
+    rank: int
+    status: int | None
+    host: str = ""
+    reason: str = ""
+    call: str = ""
+    elapsed_s: float | None = None
+    traceback: str = ""
+    last_lines: Sequence[str] = ()
+    stands_above: bool = False
+
+
+class Raised(NamedTuple):
+    """An exception that ended a rank, the first one of the job or another.
+
+    Args:
+        rank: Its rank.
+        traceback: Its traceback, or the text that it left with.
+        is_own: It is no consequence of what happened to another rank, which the first one's traceback explains.
+    """
+
+    rank: int
+    traceback: str
+    is_own: bool = True
+
+
+class Other(NamedTuple):
+    """What another rank did when the first one failed.
+
+    Args:
+        rank: Its rank.
+        what: What it did, for instance "waiting in all_reduce #12 at train.py:40".
+    """
+
+    rank: int
+    what: str
+
+
+def failure_block(
+    failure: Failure,
+    others: Sequence[Other] = (),
+    *,
+    arguments: Sequence[str] = (),
+    log_dir: str = "",
+    records: str = "",
+    hints: Sequence[str] = (),
+    raised: Sequence[Raised] = (),
+    remedies: Sequence[Sequence[str]] = (),
+    is_whole: bool = False,
+) -> str:
+    """Write the block that ends a failed job.
+
+    Args:
+        failure: The first failure.
+        others: What the other ranks did; equal texts share one line.
+        arguments: The arguments of syncvar-launch, from which commands to try are built; empty gives none.
+        log_dir: The folder with the whole output of the ranks, or an empty text.
+        records: Where the flight records of the ranks are and how they are read, or an empty text where there are none.
+        hints: Lines of advice that go before our own.
+        raised: The exceptions of all ranks. Those of one traceback are shown together, and these ranks are no others.
+        remedies: Options with which the job would go on after such a failure.
+        is_whole: No lines of a traceback are left out.
+
+    Returns:
+        Lines, each ended.
+
+    Example:
+        >>> print(failure_block(Failure(rank=2, status=-9, host="b"), [Other(0, "computing"), Other(1, "computing")],
+        ...                     arguments=["-n", "3", "a.py"]), end="")
+        syncvar: rank 2 on b was killed by signal 9 (SIGKILL)
+        evidence: rank 2 wrote nothing
+        others:
+          ranks 0, 1: computing
+        try:
+          syncvar-launch --debug 2 -n 3 a.py
+          syncvar-launch --log-dir logs -n 3 a.py
+    """
+    alike, further = _groups(raised, failure)
+    lines = [_what(failure), *_evidence(failure, alike, is_whole)]
+    shown = {one.rank for one in alike}
+    for group in further[:_FURTHER]:
+        lines += _traceback(group, _limit(_FURTHER_LINES, is_whole))
+        shown |= {one.rank for one in group}
+    others = [other for other in others if other.rank not in shown]
+    if others:
+        lines += ["others:", *_others(others)]
+    advice = list(hints) + _commands(failure, arguments, log_dir, remedies)
+    if advice:
+        lines += ["try:", *(f"  {escape(line)}" for line in advice[: max(_COMMANDS, len(hints))])]
+    if log_dir:
+        name = process_name(failure.rank).replace(" ", "-")
+        rank = f"{name}.out and {name}.err" if failure.rank >= 0 else "one file per rank"
+        lines.append(f"whole output: {escape(log_dir)} ({rank})")
+    if records:
+        lines.append(f"evidence: {escape(records)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def failure_sentence(failure: Failure) -> str:
+    """Say in one sentence what failed, as the first line of the block does.
+
+    Example:
+        >>> failure_sentence(Failure(rank=2, status=-9, elapsed_s=1.25))
+        'rank 2 was killed by signal 9 (SIGKILL) after 1.2 s'
+    """
+    return _what(failure).removeprefix("syncvar: ")
+
+
+def interrupted_block(
+    name: str, places: Sequence[Other], raised: Sequence[Raised] = (), *, is_whole: bool = False
+) -> str:
+    """Say that somebody has ended the job, and where its ranks were then.
+
+    Args:
+        name: Of the signal.
+        places: What each rank did; equal texts share one line.
+        raised: Exceptions that nobody has been told of.
+        is_whole: No lines of a traceback are left out.
+
+    Example:
+        >>> print(interrupted_block("SIGINT", [Other(0, "in user code, a.py:3")]), end="")
+        syncvar: interrupted by SIGINT; all ranks have ended
+        where they were:
+          rank 0: in user code, a.py:3
+    """
+    lines = [f"syncvar: interrupted by {name}; all ranks have ended"]
+    if places:
+        lines += ["where they were:", *_others(places)]
+    for group in _grouped(raised):
+        lines += _traceback(group, _limit(_EVIDENCE_LINES, is_whole))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def ending_sentence(number: int, grace_s: float) -> str:
+    """Say that the launcher ends the ranks, how long that may take, and how to shorten it.
+
+    Args:
+        number: The signal that asks for the end.
+        grace_s: After how many seconds the launcher kills the ranks that still run.
+
+    Example:
+        >>> ending_sentence(2, 10.0)
+        'ending the ranks, up to 10 s; Ctrl-C again kills them'
+        >>> ending_sentence(15, 0.5)
+        'SIGTERM came: ending the ranks, up to 0.5 s; a second signal kills them'
+    """
+    if number == _CTRL_C:
+        return f"ending the ranks, up to {grace_s:g} s; Ctrl-C again kills them"
+    ending = f"ending the ranks, up to {grace_s:g} s; a second signal kills them"
+    return f"{signal_name(number)} came: {ending}"
+
+
+def spared_block(number: int, places: Sequence[Other], launcher: int) -> str:
+    """Say that the launcher has not passed a signal on to some ranks, and what they do.
+
+    Args:
+        number: The signal.
+        places: What each of these ranks does; equal texts share one line.
+        launcher: The process of the launcher.
+
+    Example:
+        >>> print(spared_block(10, [Other(0, "computing"), Other(1, "computing")], 4711), end="")
+        syncvar: SIGUSR1 would end ranks 0, 1, which have no handler for it: they do not get it. What they do:
+          ranks 0, 1: computing
+        syncvar: `syncvar stacks 4711` shows where they are in the script
+    """
+    ranks = process_list(place.rank for place in places)
+    have = "has" if len(places) == 1 else "have"
+    they = "it does" if len(places) == 1 else "they do"
+    name = signal_name(number) or number
+    why = f"{name} would end {ranks}, which {have} no handler for it"
+    where = "it is" if len(places) == 1 else "they are"
+    lines = [
+        f"syncvar: {why}: {they} not get it. What {they}:",
+        *_others(places),
+        f"syncvar: `syncvar stacks {launcher}` shows where {where} in the script",
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def mask_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy to print: values of variables whose names look like secrets are replaced.
+
+    Example:
+        >>> mask_environment({"HOME": "/root", "AWS_SECRET_KEY": "abc"})
+        {'HOME': '/root', 'AWS_SECRET_KEY': '***'}
+    """
+    return {name: "***" if _SECRET.search(name) else value for name, value in environ.items()}
+
+
+def mask_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return a copy to print of a command line: the values that `--env` gives to secrets are replaced.
+
+    Example:
+        >>> mask_arguments(["--env", "TOKEN=abc", "--env=HOME=/root", "-xKEY=1", "a.py"])
+        ['--env', 'TOKEN=***', '--env=HOME=/root', '-xKEY=***', 'a.py']
+    """
+    result: list[str] = []
+    for index, argument in enumerate(arguments):
+        start = next((one for one in ("--env=", "-x=", "-x") if argument.startswith(one)), "")
+        name, equals, _ = argument.removeprefix(start).partition("=")
+        given = start or (index > 0 and arguments[index - 1] in ("--env", "-x"))
+        result.append(
+            f"{start}{name}=***" if given and equals and _SECRET.search(name) else argument
+        )
+    return result
+
+
+def _who(failure: Failure) -> str:
+    if failure.rank < 0:
+        return "the job"
+    return process_name(failure.rank) + (f" on {escape(failure.host)}" if failure.host else "")
+
+
+def _what(failure: Failure) -> str:
+    ended = "failed" if failure.status is None else describe_exit(failure.status)
+    text = f"syncvar: {_who(failure)} {ended}"
+    if failure.elapsed_s is not None:
+        text += f" after {failure.elapsed_s:.1f} s"
+    if failure.call:
+        text += f" in {escape(failure.call)}"
+    return text + (f": {escape(failure.reason)}" if failure.reason else "")
+
+
+def _evidence(failure: Failure, alike: Sequence[Raised], is_whole: bool) -> list[str]:
+    if failure.traceback.strip():
+        return _traceback(
+            alike or [Raised(failure.rank, failure.traceback)], _limit(_EVIDENCE_LINES, is_whole)
+        )
+    if failure.last_lines:
+        lines = list(failure.last_lines[-_EVIDENCE_LINES:])
+        title = "last line" if len(lines) == 1 else f"last {len(lines)} lines"
+    elif failure.rank >= 0:
+        return [f"evidence: {process_name(failure.rank)} wrote nothing"]
+    else:
+        return []
+    who = f" of {process_name(failure.rank)}" if failure.rank >= 0 else ""
+    if failure.stands_above:
+        return [f"evidence: {title}{who}, above"]
+    return [f"evidence: {title}{who}", *_shown(lines)]
+
+
+def _groups(raised: Sequence[Raised], failure: Failure) -> tuple[list[Raised], list[list[Raised]]]:
+    """Return the exceptions of the first one's traceback, the first one itself leading, and the others of their own."""
+    first = [Raised(failure.rank, failure.traceback)] if failure.traceback.strip() else []
+    groups = _grouped([*first, *(one for one in raised if one.rank != failure.rank)])
+    alike = groups.pop(0) if first else []
+    return alike, [group for group in groups if group[0].is_own]
+
+
+def _grouped(raised: Sequence[Raised]) -> list[list[Raised]]:
+    """Return the exceptions by the calls that led to them, which are the same text."""
+    groups: dict[str, list[Raised]] = {}
+    for one in raised:
+        if one.traceback.strip():
+            groups.setdefault(_split(_impersonal(one))[0], []).append(one)
+    return list(groups.values())
+
+
+def _impersonal(one: Raised) -> str:
+    """Return a traceback as any rank would have it that says the same of itself."""
+    return re.sub(rf"\b{process_name(one.rank)}\b", "this rank", one.traceback)
+
+
+def _split(traceback: str) -> tuple[str, str]:
+    """Return a traceback's calls, and what follows them: the exception and its message."""
+    # Only a line feed separates lines here: str.splitlines would let a form feed or U+2028 of a message make new ones.
+    lines = traceback.rstrip("\n").split("\n")
+    at = max((index + 1 for index, line in enumerate(lines) if line == _TRACEBACK), default=0)
+    while at < len(lines) and lines[at].startswith(" "):
+        at += 1
+    return "\n".join(lines[:at]), "\n".join(lines[at:])
+
+
+def _traceback(group: Sequence[Raised], limit: int) -> list[str]:
+    """Show one traceback, that of the first of a group, and in what those of others differ."""
+    calls, message = _split(group[0].traceback)
+    by_message: dict[str, list[Raised]] = {}
+    for one in group:
+        by_message.setdefault(_split(_impersonal(one))[1], []).append(one)
+    alike, *different = by_message.values()
+    lines = [line for part in (calls, message) if part for line in part.split("\n")]
+    if len(lines) > limit:
+        head = min(_HEAD_LINES, limit // 2)
+        gone = len(lines) - limit
+        lines = [*lines[:head], f"  ({gone} lines left out; -v shows them)", *lines[head - limit :]]
+    title = f"evidence: {'traceback' if calls else 'last words'} of {_ranks(group)}"
+    if different:
+        title += f", with the message of {_ranks(alike)}"
+        known = message.split("\n")
+        for some in different[:_MESSAGES]:
+            own = _split(some[0].traceback)[1].split("\n")
+            lines.append(
+                f"{_ranks(some)}: {next((line for line in own if line not in known), own[0])}"
+            )
+        if len(different) > _MESSAGES:
+            lines.append(
+                f"{_ranks([one for some in different[_MESSAGES:] for one in some])}: other messages"
+            )
+    return [title, *_shown(lines)]
+
+
+def _ranks(raised: Sequence[Raised]) -> str:
+    return process_list(one.rank for one in raised)
+
+
+def _shown(lines: Sequence[str]) -> list[str]:
+    return [f"  {escape(line)}".rstrip() for line in lines]
+
+
+def _limit(count: int, is_whole: bool) -> int:
+    return _WHOLE_LINES if is_whole else count
+
+
+def _others(others: Sequence[Other]) -> list[str]:
+    groups: dict[str, list[int]] = {}
+    for other in sorted(others, key=lambda item: item.rank):
+        groups.setdefault(other.what, []).append(other.rank)
+    shown = list(groups.items())
+    rest: list[int] = []
+    if len(shown) > _OTHER_LINES:
+        rest = [rank for _, ranks in shown[_OTHER_LINES - 1 :] for rank in ranks]
+        shown = shown[: _OTHER_LINES - 1]
+    lines = [f"  {process_list(ranks)}: {escape(what)}" for what, ranks in shown]
+    return [*lines, f"  {process_list(rest)}: elsewhere"] if rest else lines
+
+
+def _commands(
+    failure: Failure, arguments: Sequence[str], log_dir: str, remedies: Sequence[Sequence[str]]
+) -> list[str]:
+    if not arguments:
+        return []
+    rank = failure.rank
+    options = [*remedies]
+    said = _split(failure.traceback)[1] or "\n".join(failure.last_lines)
+    if "--torch-env" not in arguments and any(name in said for name in _OF_TORCH):
+        options.append(["--torch-env"])
+    if rank >= 0 and not is_server(rank) and "--debug" not in arguments:
+        options.append(["--debug", str(rank)])
+    if not log_dir:
+        options.append(["--log-dir", "logs"])
+    return [
+        shlex.join(["syncvar-launch", *option, *mask_arguments(arguments)]) for option in options
+    ]

@@ -1,0 +1,344 @@
+"""One launch: what each worker gets, and what is started first.
+
+What is needed up to the start of the fork server is imported here, all else by `running`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from syncvar.core.environment import RankEnvironment
+from syncvar.core.host_topology import HostMap, divided
+from syncvar.core.process_ids import SERVER_0, heirs_of, is_server, mirrors_of, server_hosts
+from syncvar_launcher.job.flight_records import FlightRecords
+from syncvar_launcher.job.lost_files import LostFiles
+from syncvar_launcher.job.resource_limits import cannot_start
+from syncvar_launcher.job.start_clock import clock
+from syncvar_launcher.local.affinity import Binding, blas_environment, blas_threads, plan_binding
+from syncvar_launcher.local.fork_client import ForkServer
+from syncvar_launcher.local.start_method import Beginning, plan_beginning
+from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
+from syncvar_launcher.options import option_table
+from syncvar_launcher.options.worker_environment import inherited
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from syncvar_launcher.hosts.provision import Fleet
+    from syncvar_launcher.options.option_table import LaunchOptions
+
+__all__ = ["Job"]
+
+_LOOPBACK = "127.0.0.1"
+
+
+class Job:
+    """One launch on one host.
+
+    Args:
+        chosen: The options.
+        arguments: The command line as it was given, for advice in messages.
+        environ: The launcher's environment.
+        fleet: The hosts on which the workers run; None for this machine alone.
+    """
+
+    def __init__(
+        self,
+        chosen: LaunchOptions,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        fleet: Fleet | None = None,
+    ) -> None:
+        self.options = chosen
+        self.arguments = list(arguments)
+        self.environ = environ
+        self.config = chosen.runtime
+        self.job_id = os.urandom(16).hex()
+        self.fleet = fleet
+        if fleet is None:
+            self.hosts = HostMap(divided(chosen.workers, chosen.fake_hosts))
+        else:
+            self.hosts = HostMap(tuple(one.workers for one in fleet.sites))
+        self.server_hosts = server_hosts(chosen.servers, len(self.hosts.sizes))
+        self.host = socket.gethostname()
+        self.records = FlightRecords(chosen.log_dir, environ, self.job_id)
+        self.lost_files = LostFiles()
+        self.usable = option_table.usable_cores()
+        self.core_count = option_table.core_count()
+        self.binding = (
+            Binding((), "")
+            if fleet is not None
+            else plan_binding(
+                chosen.workers,
+                self.usable,
+                os.cpu_count() or 1,
+                chosen.bind,
+                chosen.cores_per_worker,
+            )
+        )
+        variables = {**self.base_environment(), **chosen.env}
+        self.beginning = plan_beginning(
+            chosen.start_method,
+            chosen.kind,
+            chosen.target,
+            chosen.workers,
+            str(chosen.cwd),
+            variables,
+        )
+
+    # -- what a worker gets ------------------------------------------------------------------------
+
+    def command(self) -> list[str]:
+        """Return the command line of a worker, or of the process that workers are forked from."""
+        chosen = self.options
+        return self.beginning.command(chosen.kind, chosen.target, chosen.args)
+
+    def fresh_command(self) -> list[str]:
+        """Return the command line of a worker that is not forked."""
+        chosen = self.options
+        return worker_command(chosen.kind, chosen.target, chosen.args, is_forked=False)
+
+    def server_command(self, number: int) -> list[str]:
+        """Return the command line of a server, by the number of its process."""
+        return server_command(self.options.kind, self.options.target, number - SERVER_0)
+
+    @property
+    def servers(self) -> range:
+        """The numbers of the servers' processes."""
+        return range(SERVER_0, SERVER_0 + self.options.servers)
+
+    def heirs(self, server: int) -> tuple[int, ...]:
+        """Return the servers that take a server's place, in order."""
+        return heirs_of(server, self.server_hosts, self.options.server_replicas)
+
+    def mirrors(self) -> tuple[tuple[int, ...], ...]:
+        """Return for each server those that hold copies of its variables."""
+        return tuple(
+            mirrors_of(server, self.server_hosts, self.options.server_replicas)
+            for server in range(self.options.servers)
+        )
+
+    def host_of(self, number: int) -> int:
+        """Return the index of the host of a rank or server."""
+        return (
+            self.server_hosts[number - SERVER_0]
+            if is_server(number)
+            else self.hosts.host_of(number)
+        )
+
+    def binding_of(self, host: int) -> Binding:
+        """Return the cores of the workers of a host of the fleet."""
+        assert self.fleet is not None
+        site, chosen = self.fleet.sites[host], self.options
+        cores, cpu_count = site.facts["cores"], site.facts["cpu_count"]
+        return plan_binding(site.workers, cores, cpu_count, chosen.bind, chosen.cores_per_worker)
+
+    def summary(self) -> str:
+        """Return how many ranks there are, and where, in words."""
+        workers = self.options.workers
+        ranks = f"{workers} rank{'s' * (workers > 1)}"
+        if servers := self.options.servers:
+            ranks += f" and {servers} server{'s' * (servers > 1)}"
+        if self.fleet is None:
+            return f"{ranks} on {self.host}"
+        return f"{ranks} on {', '.join(f'{one.name} ({one.workers})' for one in self.fleet.sites)}"
+
+    def host_name(self, rank: int) -> str:
+        """Return the name of a rank's host, for messages; a fake one has its number beside it."""
+        if self.fleet is not None:
+            return self.fleet.sites[self.host_of(rank)].name
+        return f"{self.host}#{self.host_of(rank)}" if len(self.hosts.sizes) > 1 else self.host
+
+    def processor_of(self, host: int) -> str:
+        """Return the kind of processor of a host, as `os.uname` names it."""
+        return (
+            os.uname().machine
+            if self.fleet is None
+            else str(self.fleet.sites[host].facts["processor"])
+        )
+
+    def own_environment(
+        self,
+        rank: int,
+        rendezvous: str,
+        directory: str,
+        torch: Mapping[str, str],
+        generation: int = 0,
+        restarts: int = 0,
+        incarnation: int = 0,
+    ) -> dict[str, str]:
+        """Return the variables that the launcher sets for a rank or server.
+
+        Args:
+            rank: Which one, by the number of its process.
+            rendezvous: Where the ranks meet.
+            directory: The private folder of its host; empty where the agent there knows it.
+            torch: Where `--torch-env` lets torch.distributed meet; empty without.
+            generation: The first generation of the membership that it may join.
+            restarts: How often the ranks have been started again.
+            incarnation: How often this one has been started again alone.
+        """
+        chosen = self.options
+        host, serves = self.host_of(rank), is_server(rank)
+        if torch:
+            torch = {
+                **torch,
+                "GROUP_RANK": str(host),
+                "GROUP_WORLD_SIZE": str(len(self.hosts.sizes)),
+            }
+        contract = RankEnvironment(
+            rank=rank - SERVER_0 if serves else rank,
+            world_size=chosen.workers,
+            local_rank=0 if serves else self.hosts.local_rank(rank),
+            local_world_size=self.hosts.sizes[host],
+            host_index=host,
+            host_count=len(self.hosts.sizes),
+            generation=generation,
+            rendezvous=rendezvous,
+            job_id=self.job_id,
+            role="server" if serves else "worker",
+            host=self.host_name(rank),
+            flight_dir=str(self.records.folder or ""),
+            host_directory=directory,
+            host_address=self._address_of(host),
+            restarts=restarts,
+            stats_dir=os.path.dirname(rendezvous.removeprefix("ipc://"))
+            if chosen.stats and self.fleet is None
+            else "",
+            servers=chosen.servers,
+            server_replicas=chosen.server_replicas,
+            incarnation=incarnation,
+        )
+        return {
+            **self._settings(host),
+            **({} if serves else torch),
+            **chosen.env,
+            **contract.to_mapping(),
+        }
+
+    def _address_of(self, host: int) -> str:
+        if len(self.hosts.sizes) == 1:
+            return ""
+        return _LOOPBACK if self.fleet is None else self.fleet.sites[host].address
+
+    def base_environment(self) -> dict[str, str]:
+        """Return what workers inherit of the launcher's environment."""
+        return inherited(self.environ, is_clear=self.options.env_clear)
+
+    def pass_fds(self) -> list[int]:
+        """Return the descriptors that workers inherit from whoever started the launcher."""
+        return [int(text) for text in self.environ.get("SYNCVAR_PASS_FDS", "").split(",") if text]
+
+    def _settings(self, host: int = 0) -> dict[str, str]:
+        """Return the variables that tell all ranks of a host the same."""
+        chosen = self.options
+        workers, cores = chosen.workers, self.core_count
+        if self.fleet is not None:
+            workers, cores = (
+                self.fleet.sites[host].workers,
+                self.fleet.sites[host].facts["core_count"],
+            )
+        threads = blas_threads(workers, cores, chosen.cores_per_worker)
+        return {
+            **blas_environment(threads, {**self.environ, **chosen.env}),
+            **self.config.to_mapping(),
+        }
+
+    def dry_run(self) -> str:
+        """Return what a launch would do, as text."""
+        from syncvar import _native
+        from syncvar.bootstrap.job_directory import runtime_directory
+        from syncvar_launcher.job.dry_run import dry_run_text
+        from syncvar_launcher.local.shm_service import sharing_of
+
+        torch = (
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "<free port>"}
+            if self.options.torch_env
+            else {}
+        )
+        hidden = {"SYNCVAR_JOB_ID": "<random>"}
+        if self.options.log_dir is None:
+            hidden["SYNCVAR_FLIGHT_DIR"] = "<private directory of the job>"
+        kept = (
+            self.base_environment() if self.options.env_clear else {}
+        )  # where all is inherited, only what is added tells something
+        environments = [
+            kept
+            | self.own_environment(
+                rank, "ipc://<private directory>/store", "<private directory>", torch
+            )
+            | hidden
+            for rank in range(self.options.workers)
+        ]
+        folder, _ = runtime_directory(self.environ)
+        folders = [folder] * len(self.hosts.sizes)
+        _, transport = sharing_of(
+            self.options, self.job_id, self.core_count, folders, hands_over=False
+        ).describe()
+        return dry_run_text(
+            self.options,
+            self.binding.cores,
+            environments,
+            self.command(),
+            host=self.host,
+            binding=self.binding.reason,
+            transport=transport,
+            kernel=_native.told(self.options.runtime.kernel),
+            beginning=f"workers: {self._checked_beginning()}",
+            servers=[
+                (self.host_name(one), mirrors, self.server_command(one))
+                for one, mirrors in zip(self.servers, self.mirrors(), strict=True)
+            ],
+        )
+
+    def _checked_beginning(self) -> Beginning:
+        """Return how workers would begin, with what only a process with NumPy can tell."""
+        from syncvar.bootstrap.prefork.preloaded_imports import why_not_carried
+
+        doubt = why_not_carried() if self.beginning.may_change else ""
+        return Beginning(is_forked=False, reason=doubt) if doubt else self.beginning
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def run(self, ahead: ForkServer | None = None) -> int:
+        """Start the workers, again where that is asked for and may help; return the exit code.
+
+        Args:
+            ahead: A fork server that was started before the options had been read, and may serve.
+        """
+        with contextlib.ExitStack() as stack:
+            clock.enter("starts the process that workers are forked from")
+            server = self.fork_server(ahead)
+            if server is not None:
+                stack.enter_context(server)
+            clock.enter("imports what starts ranks")
+            from syncvar_launcher.job import restart_loop  # meanwhile the fork server imports NumPy
+
+            return restart_loop.run(self, server)
+
+    def fork_server(self, ahead: ForkServer | None = None) -> ForkServer | None:
+        """Start what workers of this machine are forked from; None where each is a fresh process, or hosts have agents.
+
+        Args:
+            ahead: As for `run`; ended where it does not suit.
+        """
+        chosen = self.options
+        is_needed = self.fleet is None and self.beginning.is_forked
+        environ = {**self.base_environment(), **self._settings(), **chosen.env} if is_needed else {}
+        if ahead is not None and not (
+            is_needed and ahead.suits(environ, chosen.cwd)
+        ):  # it has no descriptors to pass on, as there are none
+            ahead.close()
+            ahead = None
+        if not is_needed:
+            return None
+        argv = self.command()
+        try:
+            server = ahead or ForkServer(argv, environ, chosen.cwd, self.pass_fds())
+        except OSError as error:
+            raise cannot_start(argv[0], error) from error
+        server.order(worker_arguments(chosen.kind, chosen.target, chosen.args), environ)
+        return server

@@ -1,0 +1,171 @@
+"""The totals of all ranks, for `--stats`: read, put together, and shown as a table. Text only, but for the reading."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from syncvar.core.bus_bandwidth import bus_factor
+from syncvar.core.rank_text import process_list
+from syncvar.core.state_folder import TOTALS
+from syncvar_launcher.io.output import escape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["merged", "read_totals", "table"]
+
+_ROWS_MAX = 14
+_FILE_NBYTES_MAX = 16 << 20
+_TEXTS, _NUMBERS = ("call", "ranks"), ("group", "size", "class", "calls", "nbytes", "ns", "failed")
+
+
+def read_totals(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return by rank, or number of a server, the totals that were left in a folder; what is no such file is left out."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob(TOTALS)):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if path.stat().st_size > _FILE_NBYTES_MAX:
+                continue
+            told = json.loads(path.read_bytes())
+            rows = [
+                row
+                for row in told["rows"]
+                if all(type(row[n]) is str for n in _TEXTS)
+                and all(type(row[n]) is int for n in _NUMBERS)
+            ]
+            found.setdefault(int(told["rank"]), []).extend(rows)
+    return found
+
+
+def merged(told: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return one row for each kind of call, those that took most time first.
+
+    Args:
+        told: By rank, what `read_totals` returns.
+
+    Returns:
+        Rows with "call", "ranks", "size" (of the group), "class" (upper end of the size class in bytes), "calls" and "nbytes"
+        (of the rank with most), "min_s", "mean_s", "max_s" (time in these calls, over the ranks), "waiting" (share of the mean
+        time beyond that of the rank that took least: a lower bound of what was spent waiting), "algbw" and "busbw" in GB/s
+        by the mean time (null where not known), "failed" (calls).
+    """
+    cells: dict[tuple[str, str, int, int, int], list[dict[str, Any]]] = {}
+    for rows in told.values():
+        here: dict[tuple[str, str, int, int, int], dict[str, Any]] = {}
+        for row in rows:  # a rank that has met anew tells the same group again
+            key = (row["call"], row["ranks"], row["size"], row["group"], row["class"])
+            if key in here:
+                for name in ("calls", "nbytes", "ns", "failed"):
+                    here[key][name] += row[name]
+            else:
+                here[key] = dict(row)
+        for key, row in here.items():
+            cells.setdefault(key, []).append(row)
+    result = []
+    for (call, ranks, size, _, end), rows in cells.items():
+        times = [row["ns"] / 1e9 for row in rows]
+        mean = sum(times) / len(times)
+        nbytes = max(row["nbytes"] for row in rows)
+        is_known = all(row["nbytes"] >= 0 for row in rows) and nbytes > 0 and mean > 0
+        rate = nbytes / mean / 1e9 if is_known else None
+        factor = bus_factor(call.partition("(")[0], size)
+        result.append(
+            {
+                "call": call,
+                "ranks": ranks,
+                "size": size,
+                "class": end,
+                "calls": max(row["calls"] for row in rows),
+                "nbytes": nbytes if is_known else None,
+                "min_s": min(times),
+                "mean_s": mean,
+                "max_s": max(times),
+                "waiting": (1 - min(times) / mean if mean > 0 else 0.0) if len(rows) > 1 else None,
+                "algbw": rate if factor else None,
+                "busbw": rate * factor if rate is not None and factor else None,
+                "failed": sum(row["failed"] for row in rows),
+            }
+        )
+    return sorted(result, key=lambda row: -row["mean_s"])
+
+
+def table(rows: Sequence[dict[str, Any]], missing: Sequence[int] = ()) -> str:
+    """Write the rows of `merged` as a table of at most 20 lines.
+
+    Args:
+        rows: The rows.
+        missing: Ranks and servers that have told nothing, as those that were killed.
+    """
+    if not rows and missing:
+        return f"syncvar: no totals: {process_list(missing)} ended before writing them\n"
+    if not rows:
+        return "syncvar: no calls to add up\n"
+    head = (
+        "call",
+        "size",
+        "ranks",
+        "calls",
+        "bytes",
+        "mean",
+        "min",
+        "max",
+        "waiting",
+        "algbw",
+        "busbw",
+    )
+    cells = [head] + [_cells(row) for row in rows[:_ROWS_MAX]]
+    rest = rows[_ROWS_MAX:]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "syncvar: totals of all calls; time in seconds over the ranks, bandwidth in GB/s by the mean"
+    ]
+    lines += [
+        "  "
+        + "  ".join(
+            f"{cell:<{w}}" if i < 3 else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+    if rest:
+        lines.append(
+            f"  {len(rest)} more kinds: {sum(row['calls'] for row in rest)} calls, {sum(row['mean_s'] for row in rest):.3f} s (--stats=FILE has all)"
+        )
+    lines.append(
+        "  waiting: share of the mean time beyond that of the rank that took least, a lower bound"
+    )
+    if missing:
+        lines.append(f"  {process_list(missing)} told nothing")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    def rate(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3g}"
+
+    share = "-" if row["waiting"] is None else f"{100 * row['waiting']:.0f}%"
+    total = "-" if row["nbytes"] is None else _bytes(row["nbytes"])
+    times = (f"{row[name]:.3f}" for name in ("mean_s", "min_s", "max_s"))
+    size = "-" if row["nbytes"] is None else f"<= {_bytes(row['class'])}"
+    return (
+        escape(row["call"])[:40],
+        size,
+        escape(row["ranks"])[:20],
+        str(row["calls"]),
+        total,
+        *times,
+        share,
+        rate(row["algbw"]),
+        rate(row["busbw"]),
+    )
+
+
+def _bytes(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.3g} TiB"

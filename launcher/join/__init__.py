@@ -1,0 +1,1 @@
+"""Hosts that join a job by its address and key."""

@@ -1,0 +1,366 @@
+"""`syncvar-launch --join HOST:PORT`: this host joins a job that listens, and serves it by the agent that ssh would start.
+
+The agent talks on its pipes as ever; what goes through them travels over one encrypted ZeroMQ connection, which the launcher
+at its other end makes pipes of again. When the connection ends the agent's input does, and with it the workers here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+import syncvar
+from syncvar.bootstrap.worker_entry import command_of
+from syncvar.core import exit_codes
+from syncvar.core.errors import ConfigError, HostUnreachable
+from syncvar.core.network import address_towards, tcp_endpoint
+from syncvar.protocol.frame import PROTOCOL_VERSION
+from syncvar.transports.curve import link_keys
+from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
+from syncvar_launcher.hosts.agent_connection import started
+from syncvar_launcher.hosts.pipe_outbox import Outbox
+from syncvar_launcher.hosts.ssh import AGENT
+from syncvar_launcher.io.output import escape
+from syncvar_launcher.io.signal_watch import Watch
+from syncvar_launcher.join.join_handshake import (
+    CHUNK,
+    DONE,
+    END_INPUT,
+    ENDED,
+    HELLO,
+    INPUT,
+    OUTPUT,
+    QUEUED,
+    REFUSED,
+    START,
+    WORDS,
+    Hello,
+)
+from syncvar_launcher.join.join_key import join_secret
+from syncvar_launcher.options.join_options import place_of
+from syncvar_launcher.options.worker_environment import inherited
+
+if TYPE_CHECKING:
+    from syncvar_launcher.options.option_table import LaunchOptions
+
+__all__ = ["join"]
+
+_TRIES = 3  # handshakes that fail, one after another: a listener that is busy may close one
+_RECONNECT_MS = 200
+_END_S = 10.0
+_TELL_MS = 1000
+_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+def join(chosen: LaunchOptions) -> int:
+    """Join a job, serve it until it ends, and return its exit code.
+
+    Args:
+        chosen: The options, with `join`.
+
+    Raises:
+        ConfigError: The key file cannot be used, or the launcher's name is unknown.
+    """
+    assert chosen.join is not None
+    host, port = place_of(chosen.join)
+    secret = join_secret(chosen.key_file)
+    try:
+        _, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"--join {host}:{port}: its name is unknown: {error.strerror}") from None
+    with Watch(os.environ) as watch:
+        host_joins = _Host(chosen, str(address), port, secret, watch)
+        try:
+            return host_joins.serve()
+        finally:
+            host_joins.close()
+
+
+class _Host:
+    """This host, while it joins and has joined."""
+
+    def __init__(
+        self, chosen: LaunchOptions, address: str, port: int, secret: bytes, watch: Watch
+    ) -> None:
+        self._chosen = chosen
+        self._watch = watch
+        self._where = chosen.join or ""
+        self._agent: _Agent | None = None
+        self._unsent: list[bytes] = []
+        self._failures = self._notice = 0
+        self._has_joined = self._is_cut = False
+        self._code: int | None = None
+        self._heard = time.monotonic()
+        own = ""
+        with contextlib.suppress(OSError):
+            own = address_towards(address, port)
+        self._hello = (
+            HELLO
+            + Hello(
+                socket.gethostname(),
+                own,
+                chosen.slots,
+                None if chosen.origin["cwd"] == "default" else str(chosen.cwd),
+                syncvar.__version__,
+                PROTOCOL_VERSION,
+                platform.python_version(),
+                sys.byteorder,
+            ).pack()
+        )
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket: Any = self._context.socket(zmq.DEALER)
+        place = tcp_endpoint(address, port)
+        bound_messages(self._socket, CHUNK + 1, QUEUED)
+        set_family(self._socket, place)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(
+            zmq.RECONNECT_IVL, _RECONNECT_MS
+        )  # not IMMEDIATE, with which a lost connection takes along what had come by it
+        link_keys(secret).connect(self._socket)
+        self._monitor = monitor_of(
+            self._context,
+            self._socket,
+            _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED,
+        )
+        self._socket.connect(place)
+
+    def serve(self) -> int:
+        """Do what is to be done until this host has no part in the job any more; return the exit code."""
+        limit_s = self._chosen.runtime.rendezvous_timeout_s
+        until = time.monotonic() + limit_s
+        _say(f"joining {self._where}, for up to {limit_s:g} s")
+        while self._code is None:
+            self._poll()
+            if self._watch.pending:
+                self._heed(self._watch.pending.popleft())
+            elif not self._has_joined and time.monotonic() >= until:
+                raise HostUnreachable(
+                    f"no syncvar-launch --listen answers at {self._where} since {limit_s:g} s; is it running, and can it be reached?"
+                )
+            elif (
+                self._agent is None
+                and self._has_joined
+                and time.monotonic() - self._heard > self._chosen.runtime.host_silence_s
+            ):
+                self._lose(
+                    f"nothing has come from the launcher for {self._chosen.runtime.host_silence_s:g} s"
+                )
+        return self._code
+
+    def close(self) -> None:
+        """End what runs here, and the connection. Idempotent."""
+        if self._agent is not None:
+            self._agent.close(_END_S)
+            self._agent = None
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._context.term()
+
+    def _poll(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._monitor, zmq.POLLIN)
+        agent = self._agent
+        takes = zmq.POLLIN if agent is None or not agent.sinks() else 0
+        if takes or self._unsent:
+            poller.register(self._socket, takes | (zmq.POLLOUT if self._unsent else 0))
+        for descriptor in self._watch.descriptors():
+            poller.register(descriptor, zmq.POLLIN)
+        if agent is not None:
+            for descriptor in agent.sinks():
+                poller.register(descriptor, zmq.POLLOUT)
+            for descriptor in () if self._unsent else agent.sources():
+                poller.register(descriptor, zmq.POLLIN)
+        ready = dict(poller.poll(500))
+        for descriptor in self._watch.descriptors():
+            if descriptor in ready:
+                self._watch.readable(descriptor)
+        if self._monitor in ready:
+            self._look()
+        if agent is not None:
+            agent.flush()
+            if not self._unsent:
+                for descriptor in agent.sources():
+                    if descriptor in ready:
+                        self._unsent += agent.read(descriptor)
+            if not agent.sources() and not self._unsent:
+                if self._notice:
+                    self._leave(self._notice)
+                else:
+                    self._unsent.append(ENDED + str(agent.close(_END_S)).encode())
+                    self._agent = None
+        self._send()
+        is_cut = self._is_cut
+        for _ in range(QUEUED):
+            if self._code is not None or (
+                self._agent is not None and self._agent.sinks() and not is_cut
+            ):
+                break
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                if is_cut:  # and all that came before is heard
+                    self._lose("the connection to the launcher is lost")
+                break
+            self._handle(data[:1], data[1:])
+
+    def _send(self) -> None:
+        while self._unsent:
+            try:
+                self._socket.send(self._unsent[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._unsent.pop(0)
+
+    def _handle(self, kind: bytes, data: bytes) -> None:
+        self._heard = time.monotonic()
+        if kind == START:
+            if not self._has_joined:
+                _say(f"joined {self._where}; waiting for the job to begin, and until it ends")
+            self._has_joined = True
+            if self._agent is not None:
+                self._agent.close(0.0)
+            self._agent = _Agent()
+        elif kind == INPUT and self._agent is not None:
+            self._agent.write(data)
+        elif kind == END_INPUT and self._agent is not None:
+            self._agent.end_input()
+        elif kind == REFUSED:
+            _say(f"refused by the launcher at {self._where}: {data.decode('utf-8', 'replace')}")
+            self._code = exit_codes.RENDEZVOUS
+        elif kind == DONE:
+            self._code = int(data) if data.isdigit() and len(data) < 4 else exit_codes.INTERNAL
+            if self._code:
+                _say(f"the job has ended with {self._code}; the launcher says why")
+
+    def _look(self) -> None:
+        for event, _ in events_of(self._monitor):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._failures = 0
+                if not self._has_joined:
+                    self._unsent = [self._hello]
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._is_cut = self._has_joined
+            else:
+                self._failures += 1
+                if self._failures >= _TRIES and not self._has_joined:
+                    _say(
+                        f"whoever listens at {self._where} does not take the key of {self._chosen.key_file}: it is another key than that of "
+                        f"syncvar-launch --listen there (copy the file), or another program"
+                    )
+                    self._code = exit_codes.KEY
+
+    def _lose(self, why: str) -> None:
+        if self._code is None:
+            _say(f"{why}; its workers here are ended")
+            self._code = exit_codes.INTERNAL
+
+    def _heed(self, number: int) -> None:
+        """Pass the first SIGTERM on to the agent, which lets its workers save and end; all else ends them."""
+        if number == signal.SIGTERM and self._agent is not None and not self._notice:
+            self._notice = number
+            _say("SIGTERM goes on to the workers here, which may save; the next one ends them")
+            self._agent.send(number)
+        else:
+            self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        """End this host's part of the job, because a signal says so."""
+        name = exit_codes.signal_name(number)
+        _say(f"ended by {name}")
+        self._code = 128 + number
+        if self._has_joined:
+            status = self._agent.close(_END_S) if self._agent is not None else -number
+            self._agent = None
+            self._socket.setsockopt(zmq.LINGER, _TELL_MS)
+            self._unsent += [
+                WORDS + f"it was ended there by {name}\n".encode(),
+                ENDED + str(status).encode(),
+            ]
+            self._send()
+
+
+class _Agent:
+    """The agent here, which the launcher believes to have at hand."""
+
+    def __init__(self) -> None:
+        self._process = started(command_of(AGENT), inherited(os.environ, is_clear=False))
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._out, self._err = self._process.stdout.fileno(), self._process.stderr.fileno()
+        for descriptor in (self._process.stdin.fileno(), self._out, self._err):
+            os.set_blocking(descriptor, False)
+        self._box = Outbox(self._process.stdin.fileno())
+        self._open = {self._out: OUTPUT, self._err: WORDS}
+
+    def sources(self) -> list[int]:
+        return list(self._open)
+
+    def sinks(self) -> list[int]:
+        return self._box.descriptors()
+
+    def flush(self) -> None:
+        self._box.flush()
+
+    def write(self, data: bytes) -> None:
+        self._box.add(data)
+        self._box.flush()
+
+    def read(self, descriptor: int) -> list[bytes]:
+        """Return what the agent says, ready to be sent; what it writes on its standard error is shown here too."""
+        try:
+            data = os.read(descriptor, CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            del self._open[descriptor]
+            return []
+        if descriptor == self._err:
+            sys.stderr.write(data.decode("utf-8", "replace"))
+            sys.stderr.flush()
+        return [self._open[descriptor] + data]
+
+    def send(self, number: int) -> None:
+        """Send a signal to the agent."""
+        self._process.send_signal(number)
+
+    def end_input(self) -> None:
+        """Let the agent end, by the end of its input."""
+        self._box.clear()
+        with contextlib.suppress(OSError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+
+    def close(self, limit_s: float) -> int:
+        """Let the agent end, and kill it where it does not; return how it ended. Idempotent."""
+        self.end_input()
+        for one in (self._process.stdout, self._process.stderr):
+            if one is not None:
+                one.close()  # who writes to nobody ends sooner
+        self._open.clear()
+        try:
+            return self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGKILL)  # its guardian kills the workers
+            return self._process.wait()
+
+
+def _say(sentence: str) -> None:
+    sys.stderr.write(f"syncvar-launch: {escape(sentence)}\n")
+    sys.stderr.flush()

@@ -1,0 +1,514 @@
+"""Where hosts join a job: one address at which who has the key is let in, and each agent's way from there to the launcher.
+
+To the launcher a host that has joined looks like one that ssh leads to: three pipes and an end. A thread carries what goes
+through them over one encrypted ZeroMQ socket; what is not read on one side is not taken on the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import zmq
+
+from syncvar.core.errors import ConfigError, WireError
+from syncvar.core.network import bracketed, tcp_endpoint
+from syncvar.transports.curve import Gate, link_keys
+from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
+from syncvar_launcher.hosts.pipe_outbox import Outbox
+from syncvar_launcher.join.join_handshake import (
+    CHUNK,
+    DONE,
+    END_INPUT,
+    ENDED,
+    HELLO,
+    INPUT,
+    OUTPUT,
+    PING,
+    QUEUED,
+    REFUSED,
+    START,
+    WORDS,
+    Hello,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["Door", "Joined", "Way"]
+
+_PING_S = 0.25  # who is gone is noticed by what cannot be sent to it
+_RETRY_S = 0.005
+_HELD_MAX = 16 << 20
+_SAID_MAX = 16  # sentences in _SAY_EVERY_S
+_SAY_EVERY_S = 60.0
+_FAREWELL_MS = 1000
+_LOST = 255  # the status of a way that broke, as ssh has it
+_OTHER_KEY = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
+
+
+class Joined(NamedTuple):
+    """A host that has joined.
+
+    Args:
+        hello: What it says of itself.
+        address: Where it comes from.
+        way: The way to its agent.
+    """
+
+    hello: Hello
+    address: str
+    way: Way
+
+
+class Way:
+    """The way to the agent of a host that has joined, with the face of the process that would lead there.
+
+    Args:
+        refuse: Tells the host why it is not wanted, and lets it go.
+        again: Starts another agent there, and returns the way to it; None where the host is gone.
+        kill: Ends the agent.
+    """
+
+    def __init__(
+        self,
+        refuse: Callable[[str], None],
+        again: Callable[[], Way | None],
+        kill: Callable[[Way], None],
+    ) -> None:
+        self.refuse = refuse
+        self.again = again
+        self._kill = kill
+        ends = [os.pipe2(os.O_CLOEXEC) for _ in range(3)]
+        self.inner = ends[0][0], ends[1][1], ends[2][1]
+        for descriptor in self.inner:
+            os.set_blocking(descriptor, False)
+        self.stdin = open(ends[0][1], "wb", buffering=0)  # noqa: SIM115
+        self.stdout = open(ends[1][0], "rb", buffering=0)  # noqa: SIM115
+        self.stderr = open(ends[2][0], "rb", buffering=0)  # noqa: SIM115
+        self._has_ended = threading.Event()
+        self._status: int | None = None
+
+    def ended(self, status: int) -> None:
+        """Note how it ended; the first time counts."""
+        if not self._has_ended.is_set():
+            self._status = status
+            self._has_ended.set()
+
+    def poll(self) -> int | None:
+        """Return how it ended; None where it has not."""
+        return self._status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return how it ended, once it has.
+
+        Raises:
+            TimeoutExpired: It has not within the time.
+        """
+        if not self._has_ended.wait(timeout) or self._status is None:
+            raise subprocess.TimeoutExpired("the agent of a host that has joined", timeout or 0.0)
+        return self._status
+
+    def kill(self) -> None:
+        """End the agent there."""
+        self._kill(self)
+
+
+class _Guest:
+    """A host that has joined, as the thread sees it."""
+
+    def __init__(self, identity: bytes, name: str) -> None:
+        self.identity = identity
+        self.name = name
+        self.unsent: deque[bytes] = deque()
+        self.way: Way | None = None
+        self._source = -1
+        self._boxes: list[tuple[int, Outbox]] = []
+        self._status: int | None = None
+
+    def begin(self, way: Way) -> None:
+        """Take the way to a new agent."""
+        self.end(_LOST)
+        self.let_go()
+        self.way, self._status = way, None
+        self._source, *sinks = way.inner
+        self._boxes = [(descriptor, Outbox(descriptor)) for descriptor in sinks]
+
+    def sources(self) -> list[int]:
+        return [self._source] if self._source >= 0 and not self.unsent else []
+
+    def sinks(self) -> list[int]:
+        return [descriptor for _, box in self._boxes for descriptor in box.descriptors()]
+
+    @property
+    def held_nbytes(self) -> int:
+        return sum(box.nbytes for _, box in self._boxes)
+
+    def write(self, number: int, data: bytes) -> None:
+        """Hand on what the agent has said (0) or written on its standard error (1)."""
+        if self._boxes and self._status is None:
+            self._boxes[number][1].add(data)
+            self._boxes[number][1].flush()
+
+    def read(self) -> bytes | None:
+        """Return what the launcher says to the agent: nothing at its end, None where there is nothing yet."""
+        try:
+            data = os.read(self._source, CHUNK)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            self._close_source()
+        return data
+
+    def end(self, status: int) -> None:
+        """Note that the agent has ended; what it has said is still handed on."""
+        if self.way is not None and self._status is None:
+            self._status = status
+            self._close_source()
+        self.settle()
+
+    def settle(self) -> None:
+        """Hand on what is held, and after the last of it the end."""
+        for _, box in self._boxes:
+            box.flush()
+        if self._status is not None and not self.held_nbytes:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Close all, whatever is held."""
+        self._close_source()
+        for descriptor, _ in self._boxes:
+            os.close(descriptor)
+        self._boxes = []
+        way, self.way = self.way, None
+        if way is not None:
+            way.ended(_LOST if self._status is None else self._status)
+
+    def _close_source(self) -> None:
+        if self._source >= 0:
+            os.close(self._source)
+            self._source = -1
+
+
+class Door:
+    """Listens for hosts that join. One thread, ended by `close`.
+
+    Args:
+        address: Where, an address of this machine.
+        port: At which port; 0 for any that is free.
+        secret: What protects the connections.
+        places: How many hosts may be here at once.
+
+    Attributes:
+        port: Where it listens.
+
+    Raises:
+        ConfigError: It cannot listen there.
+    """
+
+    def __init__(self, address: str, port: int, secret: bytes, places: int) -> None:
+        self._places = places
+        self._guests: dict[bytes, _Guest] = {}
+        self._arrived: deque[Joined] = deque()
+        self._said: deque[str] = deque()
+        self._wanted: deque[Callable[[], None]] = deque()
+        self._told: dict[str, float] = {}
+        self._peers: dict[int, str] = {}
+        self._is_other_key = self._is_over = False
+        self._exit_code: int | None = None
+        keys = link_keys(secret)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._stack = contextlib.ExitStack()
+        self._stack.callback(self._context.term)
+        try:
+            gate = Gate(self._context, keys)
+            self._stack.callback(gate.close)
+            self._socket: Any = self._context.socket(zmq.ROUTER)
+            self._stack.callback(lambda: self._socket.close(linger=_FAREWELL_MS))
+            place = tcp_endpoint(address, port or "*")
+            bound_messages(self._socket, CHUNK + 1, QUEUED)
+            set_family(self._socket, place)
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            keys.listen(self._socket)
+            self._monitor = monitor_of(
+                self._context,
+                self._socket,
+                zmq.EVENT_ACCEPTED
+                | zmq.EVENT_DISCONNECTED
+                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                | zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+            )
+            self._stack.callback(self._monitor.close, 0)
+            self._stack.callback(self._socket.disable_monitor)
+            try:
+                self._socket.bind(place)
+            except zmq.ZMQError as error:
+                raise ConfigError(
+                    f"--listen {bracketed(address)}:{port}: nothing can listen there: {error.strerror}"
+                ) from None
+            endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.port = int(endpoint.rpartition(":")[2])
+            gate.guard(endpoint)
+            self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            self._news = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            for descriptor in (*self._wake, *self._news):
+                self._stack.callback(os.close, descriptor)
+        except BaseException:
+            self._stack.close()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="syncvar-door", daemon=True)
+        self._thread.start()
+
+    def descriptor(self) -> int:
+        """Return the descriptor to poll for reading: there is something to take."""
+        return self._news[0]
+
+    def take(self) -> list[Joined]:
+        """Return the hosts that have joined since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._news[0], 4096)
+        return list(_emptied(self._arrived))
+
+    def take_said(self) -> list[str]:
+        """Return the sentences to show since the last call."""
+        return list(_emptied(self._said))
+
+    def fill(self, places: int) -> None:
+        """Say how many hosts may be here at once from now on."""
+        self._places = places
+
+    def close(self, exit_code: int | None) -> None:
+        """Tell all hosts how the job has ended, and listen no longer. Idempotent.
+
+        Args:
+            exit_code: Of the job; None where there was none, which to them is the loss of the launcher.
+        """
+        if self._thread.is_alive():
+            self._exit_code = exit_code
+            self._do(self._finish)
+            self._thread.join()
+        for one in self._arrived:
+            one.way.stdin.close()
+            one.way.stdout.close()
+            one.way.stderr.close()
+        self._arrived.clear()
+        self._stack.close()
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _do(self, what: Callable[[], None]) -> None:
+        """Let the thread do something."""
+        self._wanted.append(what)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake[1], b"!")
+
+    def _tell(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._news[1], b"!")
+
+    def _finish(self) -> None:
+        self._is_over = True
+
+    def _serve(self) -> None:
+        ping_at = time.monotonic() + _PING_S
+        while not self._is_over:
+            guests = list(self._guests.values())
+            poller = zmq.Poller()
+            poller.register(self._wake[0], zmq.POLLIN)
+            poller.register(self._monitor, zmq.POLLIN)
+            if all(one.held_nbytes < _HELD_MAX for one in guests):
+                poller.register(self._socket, zmq.POLLIN)
+            for one in guests:
+                for descriptor in one.sources():
+                    poller.register(descriptor, zmq.POLLIN)
+                for descriptor in one.sinks():
+                    poller.register(descriptor, zmq.POLLOUT)
+            wait_s = (
+                _RETRY_S
+                if any(one.unsent for one in guests)
+                else max(0.0, ping_at - time.monotonic())
+            )
+            ready = dict(poller.poll(int(wait_s * 1000) + 1))
+            if self._wake[0] in ready:
+                os.read(self._wake[0], 4096)
+            for what in _emptied(self._wanted):
+                what()
+            if self._socket in ready:
+                self._hear()
+            if self._monitor in ready and self._look():
+                ping_at = 0.0
+            is_due = time.monotonic() >= ping_at
+            for one in list(self._guests.values()):
+                if any(descriptor in ready for descriptor in one.sources()):
+                    self._pass_on(one)
+                one.settle()
+                if one.unsent or is_due:
+                    self._send(one, b"" if one.unsent else PING)
+            if is_due:
+                ping_at = time.monotonic() + _PING_S
+        for one in list(self._guests.values()):  # who turns out to be gone is taken out meanwhile
+            one.let_go()
+            if self._exit_code is not None:
+                self._send(one, DONE + str(self._exit_code).encode())
+        self._guests.clear()
+
+    def _hear(self) -> None:
+        for _ in range(QUEUED):
+            try:
+                identity, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if len(rest) != 1:
+                continue
+            data = rest[0].bytes
+            guest = self._guests.get(identity.bytes)
+            if guest is None:
+                self._greeted(identity.bytes, data, rest[0].get("Peer-Address"))
+            elif data[:1] in (OUTPUT, WORDS):
+                guest.write(data[:1] == WORDS, data[1:])
+            elif data[:1] == ENDED:
+                text = data[1:]
+                guest.end(int(text) if len(text) < 8 and text.lstrip(b"-").isdigit() else _LOST)
+
+    def _greeted(self, identity: bytes, data: bytes, address: str) -> None:
+        if data[:1] != HELLO:
+            return
+        try:
+            hello = Hello.read(data[1:])
+        except WireError as error:
+            self._refuse(identity, address, str(error))
+            return
+        name = f"{hello.name} ({address})"
+        if len(self._guests) >= self._places:
+            here = ", ".join(one.name for one in self._guests.values())
+            self._refuse(
+                identity,
+                name,
+                f"all {self._places} hosts that the job waits for have joined: {here}",
+            )
+            return
+        guest = self._guests[identity] = _Guest(identity, name)
+        self._arrived.append(Joined(hello, address, self._begun(guest)))
+        self._tell()
+
+    def _begun(self, guest: _Guest) -> Way:
+        """Return the way to a new agent of a host. Called by the thread, or by who waits for it."""
+
+        def refuse(reason: str) -> None:
+            self._do(lambda: self._dismiss(guest, reason))
+
+        def again() -> Way | None:
+            if guest.identity not in self._guests:
+                return None
+            way = Way(refuse, again, kill)
+            self._do(lambda: begin(way))
+            return way
+
+        def kill(way: Way) -> None:
+            self._do(lambda: self._end_agent(guest, way))
+
+        def begin(way: Way) -> None:
+            guest.begin(way)
+            if guest.identity in self._guests:
+                self._send(guest, START)
+            else:
+                guest.let_go()
+
+        way = Way(refuse, again, kill)
+        begin(way)
+        return way
+
+    def _dismiss(self, guest: _Guest, reason: str) -> None:
+        if self._guests.pop(guest.identity, None) is not None:
+            guest.let_go()
+            self._refuse(guest.identity, guest.name, reason)
+
+    def _refuse(self, identity: bytes, name: str, reason: str) -> None:
+        self._say(f"{name} was refused: {reason}")
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart(
+                [identity, REFUSED + reason.encode("utf-8", "replace")], zmq.NOBLOCK
+            )
+
+    def _end_agent(self, guest: _Guest, way: Way) -> None:
+        if guest.way is way:
+            guest.let_go()
+            self._send(guest, END_INPUT)
+
+    def _pass_on(self, guest: _Guest) -> None:
+        data = guest.read()
+        if data is not None:
+            self._send(guest, INPUT + data if data else END_INPUT)
+
+    def _send(self, guest: _Guest, data: bytes) -> None:
+        """Send something to a host behind what is unsent; nothing to try again."""
+        if data:
+            guest.unsent.append(data)
+        while guest.unsent:
+            try:
+                self._socket.send_multipart([guest.identity, guest.unsent[0]], zmq.NOBLOCK)
+            except zmq.Again:
+                if guest.unsent[-1] == PING:
+                    guest.unsent.pop()
+                return
+            except zmq.ZMQError as error:
+                if error.errno != errno.EHOSTUNREACH:
+                    raise
+                self._lost(guest)
+                return
+            guest.unsent.popleft()
+
+    def _lost(self, guest: _Guest) -> None:
+        self._guests.pop(guest.identity, None)
+        guest.unsent.clear()
+        guest.write(1, b"the connection to it is lost\n")
+        guest.end(_LOST)
+        guest.let_go()
+
+    def _look(self) -> bool:
+        """Handle what the socket tells of connections; return whether one has ended."""
+        has_ended = False
+        for event, value in events_of(self._monitor):
+            if event == zmq.EVENT_ACCEPTED:
+                self._peers[value] = _peer_of(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                has_ended = True
+                peer = self._peers.pop(value, "somewhere")
+                if self._is_other_key:
+                    self._say(
+                        f"who came from {peer} was refused: it has another key than that of --key-file"
+                    )
+                self._is_other_key = False
+            else:
+                self._is_other_key = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH or value == _OTHER_KEY
+        return has_ended
+
+    def _say(self, sentence: str) -> None:
+        """Let something be shown, the same not too often."""
+        now = time.monotonic()
+        self._told = {each: at for each, at in self._told.items() if now - at < _SAY_EVERY_S}
+        if sentence not in self._told and len(self._told) < _SAID_MAX:
+            self._told[sentence] = now
+            self._said.append(sentence)
+            self._tell()
+
+
+def _peer_of(descriptor: int) -> str:
+    """Return where a connection comes from that ZeroMQ has accepted, and may have closed again."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+        return str(one.getpeername()[0])
+    return "somewhere"
+
+
+def _emptied(queue: deque[Any]) -> Iterator[Any]:
+    while queue:
+        yield queue.popleft()

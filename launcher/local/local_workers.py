@@ -1,0 +1,443 @@
+"""The workers of one host: started, listened to, watched, ended.
+
+Each worker leads its own session. Its output comes through two pipes, its own word about its end through a third, its
+exit through a pidfd. The agent never blocks: its owner polls the descriptors and calls `readable`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgpack
+
+from syncvar.core.parent_death import libc
+from syncvar.core.process_ids import is_server
+from syncvar_launcher.local.child_processes import child_of
+from syncvar_launcher.local.oom import OutOfMemory
+from syncvar_launcher.local.process_sessions import (
+    busy_ticks,
+    expects,
+    groups,
+    kill_sessions,
+    process_state,
+    signal_sessions,
+    start_time,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from syncvar_launcher.local.fork_client import Forked, ForkServer
+
+__all__ = ["Agent", "Ended", "Event", "Gone", "Output", "Spoke", "Started", "Worker"]
+
+_CHUNK = 65536
+_RECORD_MAX = 1 << 20
+_tgkill = getattr(libc, "tgkill", None)  # not in every libc
+
+
+class Output(NamedTuple):
+    """A worker wrote something; empty bytes mean that the stream has ended."""
+
+    rank: int
+    stream: Literal["out", "err"]
+    data: bytes
+
+
+class Spoke(NamedTuple):
+    """A worker's bootstrap said something about its end."""
+
+    rank: int
+    record: dict[str, str | int]
+
+
+class Ended(NamedTuple):
+    """A worker's process ended, with its exit code or minus the signal, and what is known beyond that."""
+
+    rank: int
+    status: int
+    beyond: str = ""
+
+
+class Started(NamedTuple):
+    """A worker's process has been started on its host."""
+
+    rank: int
+    pid: int
+
+
+class Gone(NamedTuple):
+    """A worker is out of reach for good, with its whole host, or cannot be started there; with the exit code that this stands for."""
+
+    rank: int
+    reason: str
+    code: int = 70
+
+
+class Spared(NamedTuple):
+    """Workers got no signal, because they do not expect it and it would have ended them."""
+
+    number: int
+    ranks: list[int]
+
+
+Event = Output | Spoke | Started | Ended | Gone | Spared
+
+_HARMLESS = (signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)  # they end no process
+
+_Role = Literal["pidfd", "out", "err", "word"]
+_ROLES: tuple[_Role, ...] = ("pidfd", "out", "err", "word")
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker's process and descriptors (-1 when closed)."""
+
+    rank: int
+    process: subprocess.Popen[bytes] | Forked
+    started: int
+    pidfd: int
+    out: int
+    err: int
+    word: int
+    said: bytearray = field(default_factory=bytearray)
+    status: int | None = None
+    takes_notice: bool = (
+        False  # SIGTERM asks it to save and to end in order, see `syncvar.core.status_pipe`
+    )
+
+
+class Agent:
+    """The workers of this host.
+
+    Args:
+        directory: The job's private directory.
+        lock: Descriptor of its lock, which the guardian holds too.
+        server: What workers are forked from; None where each is a fresh process.
+    """
+
+    def __init__(self, directory: Path, lock: int, server: ForkServer | None = None) -> None:
+        self._server = server
+        self.workers: dict[int, Worker] = {}
+        self._pid = os.getpid()
+        self._memory = OutOfMemory(time.monotonic())
+        self._owner: dict[int, tuple[Worker, _Role]] = {}
+        read, self._guardian_pipe = os.pipe2(os.O_CLOEXEC)
+        try:
+            # Run by path and isolated (-I -S): it must start in milliseconds, whatever site-packages hold.
+            self._guardian = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    str(Path(__file__).with_name("cleanup_process.py")),
+                    str(directory),
+                ],
+                stdin=read,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(lock,),
+                cwd="/",
+            )
+        finally:
+            os.close(read)
+
+    def start(
+        self,
+        rank: int,
+        argv: Sequence[str],
+        environ: Mapping[str, str],
+        cwd: Path,
+        cores: Sequence[int] | None,
+        *,
+        stdin: int,
+        outputs: tuple[int, int] | None = None,
+        source: int = -1,
+        pass_fds: Sequence[int] = (),
+        named: Mapping[str, int] | None = None,
+        is_fresh: bool = False,
+    ) -> None:
+        """Start a worker. Call it from the thread that lives as long as the agent: its death ends the worker.
+
+        One that is forked begins when its server is released and closed. The server has command
+        line, folder and `pass_fds` already.
+
+        Args:
+            rank: Its rank.
+            argv: Its command line.
+            environ: Its whole environment; the descriptor of its status pipe is added.
+            cwd: Where it starts.
+            cores: The cores it may use, or None for all.
+            stdin: Descriptor of its standard input.
+            outputs: Descriptors of its standard output and error (of a rank that is debugged); None for pipes to here.
+            source: Where what it writes to `outputs` is read, which is the agent's then; -1 for nowhere.
+            pass_fds: Descriptors it inherits.
+            named: More of them, by the variable that tells the number.
+            is_fresh: It is not forked, though others are.
+        """
+        word, word_end = os.pipe2(os.O_CLOEXEC)
+        ends = [word_end]
+        out, err = source, -1
+        streams = {"stdin": stdin}
+        inherited = {**(named or {}), "SYNCVAR_STATUS_FD": word_end}
+        process: subprocess.Popen[bytes] | Forked
+        try:
+            if outputs is not None:
+                streams |= {"stdout": outputs[0], "stderr": outputs[1]}
+            else:
+                out, out_end = os.pipe2(os.O_CLOEXEC)
+                err, err_end = os.pipe2(os.O_CLOEXEC)
+                ends += [out_end, err_end]
+                streams |= {"stdout": out_end, "stderr": err_end}
+            if self._server is not None and not is_fresh:
+                process = self._server.fork(environ, cores, streams | inherited)
+            else:
+                process = subprocess.Popen(
+                    list(argv),
+                    env={**environ, **{name: str(number) for name, number in inherited.items()}},
+                    cwd=cwd,
+                    stdin=stdin,
+                    stdout=streams["stdout"],
+                    stderr=streams["stderr"],
+                    pass_fds=(*inherited.values(), *pass_fds),
+                    start_new_session=True,
+                    preexec_fn=child_of(self._pid, cores),  # noqa: PLW1509  (this process has no Python threads)
+                )
+        except BaseException:
+            for descriptor in (word, out, err):
+                if descriptor >= 0:
+                    os.close(descriptor)
+            raise
+        finally:
+            for descriptor in ends:
+                os.close(descriptor)
+        started = start_time(process.pid)
+        self._tell_guardian(f"+{process.pid} {started}\n")
+        worker = Worker(rank, process, started, os.pidfd_open(process.pid), out, err, word)
+        self.workers[rank] = worker
+        for descriptor, role in zip((worker.pidfd, out, err, word), _ROLES, strict=True):
+            if descriptor >= 0:
+                if role != "pidfd":
+                    os.set_blocking(descriptor, False)
+                self._owner[descriptor] = (worker, role)
+
+    def start_fresh(self) -> None:
+        """From now on start each worker as a fresh process."""
+        self._server = None
+
+    def descriptors(self, takes: Callable[[int, Literal["out", "err"]], bool]) -> list[int]:
+        """Return the descriptors to poll for reading.
+
+        Args:
+            takes: Says whether more of what a rank writes to a stream can be used now; else it waits in its pipe.
+        """
+        return [
+            descriptor
+            for descriptor, (worker, role) in self._owner.items()
+            if (role != "out" and role != "err") or takes(worker.rank, role)  # noqa: PLR1714  (mypy narrows this)
+        ]
+
+    def readable(self, descriptor: int) -> Iterator[Event]:
+        """Handle a descriptor that poll reported."""
+        found = self._owner.get(descriptor)
+        if found is None:
+            return
+        worker, role = found
+        if role == "pidfd":
+            yield from self._reap(worker)
+        elif role == "word":
+            yield from self._listen(worker)
+        else:
+            if role == "err" and worker.word in self._owner:
+                yield from self._listen(
+                    worker
+                )  # it tells what it is going to write, before it does
+            if descriptor in self._owner:
+                yield from self._read(worker, descriptor, role)
+
+    def look(self) -> None:
+        """Note in which control groups the workers are, to know why they end."""
+        running = {
+            rank: worker.process.pid
+            for rank, worker in self.workers.items()
+            if worker.status is None
+        }
+        self._memory.look(running, time.monotonic())
+
+    def unsent(self) -> list[int]:
+        """Return the descriptors to poll for writing: none."""
+        return []
+
+    def state(self, rank: int) -> str:
+        """Return the state letter of a worker's process, or an empty text when it has ended."""
+        worker = self.workers[rank]
+        return process_state(worker.process.pid) if worker.status is None else ""
+
+    def busy_s(self, rank: int) -> float:
+        """Return for how long a worker's process has used a core, in seconds."""
+        return busy_ticks(self.workers[rank].process.pid) / os.sysconf("SC_CLK_TCK")
+
+    def send(self, ranks: Sequence[int], number: int) -> None:
+        """Send a signal to workers, and wake those that are stopped if it ends them.
+
+        SIGTERM also goes to the other processes of a worker's process group, as from `mpirun`: a worker may wait for its
+        children at its end. A worker that takes SIGTERM as a notice still needs its children, and ends them itself.
+        """
+        found = [self.workers.get(rank) for rank in ranks]
+        chosen = [worker for worker in found if worker is not None and worker.status is None]
+        for worker in chosen:
+            with contextlib.suppress(ProcessLookupError):
+                # To the main thread: a signal for a stopped process goes to whichever thread wakes
+                # first, and Python would not see it before the main thread's sleep or wait is over.
+                pid = worker.process.pid
+                if _tgkill is None or _tgkill(pid, pid, number):
+                    os.kill(pid, number)
+                if number == signal.SIGTERM:
+                    os.kill(pid, signal.SIGCONT)
+        if number == signal.SIGTERM:
+            leaders = [worker.process.pid for worker in chosen if not worker.takes_notice]
+            for leader, pids in groups(leaders).items():
+                for pid in pids:
+                    if pid != leader:
+                        with contextlib.suppress(OSError):
+                            os.kill(pid, signal.SIGTERM)
+
+    def send_groups(self, number: int) -> list[int]:
+        """Send a signal to the ranks, and to what they have started in their process groups.
+
+        A process that the signal would end gets none, because nothing there expects it.
+
+        Returns:
+            The ranks in whose group no process expects the signal.
+        """
+        ranks = {
+            worker.process.pid: worker.rank
+            for worker in self.workers.values()
+            if worker.status is None and not is_server(worker.rank)
+        }
+        reached = set()
+        for leader, pids in groups(list(ranks)).items():
+            for pid in pids:
+                if number in _HARMLESS or expects(pid, number):
+                    reached.add(leader)
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, number)
+        return sorted(rank for pid, rank in ranks.items() if pid not in reached)
+
+    def stop(self) -> set[int]:
+        """Stop the sessions of all workers; return the processes that were running."""
+        alive = {
+            worker.process.pid: worker.started
+            for worker in self.workers.values()
+            if worker.status is None
+        }
+        return signal_sessions(alive, signal.SIGSTOP)
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kill the whole sessions of workers, grandchildren included."""
+        chosen = [worker for rank, worker in self.workers.items() if rank in ranks]
+        kill_sessions({worker.process.pid: worker.started for worker in chosen})
+        for worker in chosen:
+            if worker.status is None:  # a forked worker may have been stuck before it led a session
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.process.pid, signal.SIGKILL)
+
+    def close(self) -> Iterator[Event]:
+        """Kill what is left, read what was written, and let the guardian go."""
+        alive = [rank for rank, worker in self.workers.items() if worker.status is None]
+        self.kill(alive)
+        for rank in alive:
+            self.workers[rank].process.wait()
+            yield from self._reap(self.workers[rank])
+        for descriptor in list(self._owner):
+            worker, role = self._owner[descriptor]
+            if role == "out" or role == "err":  # noqa: PLR1714  (mypy narrows this)
+                yield from self._read(worker, descriptor, role, last=True)
+            elif role == "word":
+                yield from self._listen(worker)
+        for descriptor in list(self._owner):
+            self._drop(descriptor)
+        self._tell_guardian(".\n")
+        os.close(self._guardian_pipe)
+        self._guardian.wait()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _reap(self, worker: Worker) -> Iterator[Event]:
+        status = worker.process.poll()
+        if status is None:
+            return
+        if worker.pidfd in self._owner:
+            self._drop(worker.pidfd)
+        if worker.word in self._owner:
+            yield from self._listen(worker)
+        if worker.status is None:
+            worker.status = status
+            yield Ended(
+                worker.rank, status, self._memory.ended(worker.rank, status, time.monotonic())
+            )  # first, because the other ranks may be waiting for this one
+            # What the worker started in its session ends with it.
+            kill_sessions({worker.process.pid: worker.started})
+            self._tell_guardian(f"-{worker.process.pid}\n")
+
+    def _listen(self, worker: Worker) -> Iterator[Event]:
+        while True:
+            try:
+                data = os.read(worker.word, _CHUNK)
+            except BlockingIOError:
+                break
+            if not data:
+                self._drop(worker.word)
+                break
+            worker.said += data
+            if len(worker.said) > _RECORD_MAX:
+                self._drop(worker.word)
+                return
+        unpacker = msgpack.Unpacker(raw=False, max_buffer_size=_RECORD_MAX, strict_map_key=True)
+        unpacker.feed(bytes(worker.said))
+        end = 0
+        try:
+            for record in unpacker:
+                end = unpacker.tell()
+                if isinstance(record, dict) and all(
+                    isinstance(value, str | int) for value in record.values()
+                ):
+                    if record.get("event") == "takes_notice":
+                        worker.takes_notice = bool(record.get("on"))
+                    yield Spoke(worker.rank, record)
+        except (ValueError, msgpack.UnpackException):
+            end = len(worker.said)
+        del worker.said[:end]
+
+    def _read(
+        self, worker: Worker, descriptor: int, stream: Literal["out", "err"], *, last: bool = False
+    ) -> Iterator[Event]:
+        while True:
+            try:
+                data = os.read(descriptor, _CHUNK)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._drop(descriptor)
+            yield Output(worker.rank, stream, data)
+            if not data or not last:
+                return
+
+    def _drop(self, descriptor: int) -> None:
+        self._owner.pop(descriptor, None)
+        os.close(descriptor)
+
+    def _tell_guardian(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._guardian_pipe, line.encode())

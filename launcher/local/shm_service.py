@@ -1,0 +1,224 @@
+"""How the ranks of each host exchange data, and why: through memory that they share, else through unix sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+from syncvar.core.host_topology import divided
+from syncvar.core.process_ids import server_hosts
+from syncvar.shm.fd_passing import Handing, arena_path, servers_arena_path
+from syncvar.shm.segment_file import CreatedArena, create, why_not_here
+from syncvar.shm.segment_layout import Layout, bytes_in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from syncvar_launcher.options.option_table import LaunchOptions
+
+__all__ = ["Sharing", "sharing_of", "why_no_arena"]
+
+
+def sharing_of(
+    options: LaunchOptions,
+    job_id: str,
+    core_count: int,
+    directories: Sequence[Path],
+    *,
+    generation: int = 0,
+    hands_over: bool = True,
+) -> Sharing:
+    """Return the memory of the hosts as which this machine poses, by what was asked for.
+
+    Args:
+        options: What was asked for.
+        job_id: The job's identity.
+        core_count: How many cores its ranks may use together.
+        directories: The private folder of each host.
+        generation: The first generation of the ranks that will ask.
+        hands_over: Workers will ask for it.
+    """
+    sizes = divided(options.workers, options.fake_hosts)
+    return Sharing(
+        job_id,
+        options.runtime.arena_bytes,
+        sizes,
+        [max(1, core_count * size // options.workers) for size in sizes],
+        directories,
+        why_not=why_no_arena(options, os.uname().machine, sizes[0]),
+        generation=generation,
+        between_hosts=options.runtime.between_hosts,
+        hands_over=hands_over and options.runtime.transport != "zmq",
+        servers=[
+            server_hosts(options.servers, len(sizes)).count(host) for host in range(len(sizes))
+        ],
+    )
+
+
+def why_no_arena(options: LaunchOptions, machine: str, size: int) -> str:
+    """Return why the ranks of a host share no memory, or an empty text where they are to have some.
+
+    Args:
+        options: What was asked for.
+        machine: The host's kind of processor, as `os.uname` names it.
+        size: How many ranks the host has.
+
+    Raises:
+        ConfigError: `arena_bytes` is too small for so many ranks.
+    """
+    if options.runtime.transport == "zmq":
+        said = {"environment": "SYNCVAR_TRANSPORT=zmq", "file": 'transport = "zmq" in the file'}
+        return f"{said.get(options.origin['transport'], 'the default')} asks for it"
+    if options.workers == 1:
+        return "a single rank sends nothing"
+    if size == 1:
+        return "there is one rank on this host"
+    reason = why_not_here(machine)
+    if not reason:
+        Layout(options.runtime.arena_bytes, size)
+    return f"unix sockets; no arena because {reason}" if reason else ""
+
+
+class Sharing:
+    """The memory that the ranks of each host share: made when they ask, handed over, and marked when a rank is lost.
+
+    Args:
+        job_id: The job's identity.
+        arena_bytes: The virtual size of each host's memory.
+        sizes: The ranks of each host here.
+        cores: How many cores those of each host may use together.
+        directories: The private folder of each host.
+        why_not: Why there is to be none, in words; empty where there is.
+        generation: The first generation of the ranks that will ask.
+        hands_over: Workers will ask for it; not so where nobody looks (`transport`), or only wants to know (`--dry-run`).
+        between_hosts: What goes between the hosts as which this machine poses, in words.
+        servers: How many servers each host here has, which share another memory with its ranks.
+        first_host: Index in the job of the first host here.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        arena_bytes: int,
+        sizes: Sequence[int],
+        cores: Sequence[int],
+        directories: Sequence[Path],
+        *,
+        why_not: str = "",
+        generation: int = 0,
+        hands_over: bool = True,
+        between_hosts: str = "",
+        servers: Sequence[int] = (),
+        first_host: int = 0,
+    ) -> None:
+        self._between_hosts = between_hosts
+        self._arena_bytes = arena_bytes
+        self._sizes = sizes
+        self._cores = cores
+        self._directories = directories
+        self._first_host = first_host
+        self._generation = generation
+        self._why_not = why_not
+        self._handings: dict[int, Handing] = {}  # by host
+        self._of_servers: list[Handing] = []
+        self._said: list[str] = []
+        if hands_over and sum(sizes) > 1:
+            try:
+                for host, size in enumerate(self._sizes):
+                    if size > 1:
+                        path = arena_path(str(directories[host]))
+                        self._handings[host] = Handing(
+                            path, job_id, size, partial(self.make, host), generation
+                        )
+            except OSError as error:
+                self.close()
+                self._why_not = (
+                    f"unix sockets; no arena because it cannot be handed over ({error.strerror})"
+                )
+                self._said.append(f"no shared memory: it cannot be handed over ({error.strerror})")
+
+        if hands_over and any(servers) and not why_not_here(os.uname().machine):
+            for host, count in enumerate(servers):
+                if count:
+                    make = partial(self._create, host, count + sizes[host])
+                    with contextlib.suppress(OSError):  # then their arrays go through sockets
+                        path = servers_arena_path(str(directories[host]))
+                        self._of_servers.append(
+                            Handing(path, job_id, count + sizes[host], make, generation)
+                        )
+
+    def describe(self) -> tuple[str, str]:
+        """Return what serves, in two words and as a whole line that says why. Makes an arena, to know."""
+        hosts = len(self._sizes)
+        between = (
+            f"; {self._between_hosts} on loopback between {hosts} fake hosts" if hosts > 1 else ""
+        )
+        if self._why_not:
+            return f"unix sockets{between}", f"transport zmq: {self._why_not}{between}"
+        arena, reason = (
+            self._handings[0].prepare(self._generation)
+            if 0 in self._handings
+            else self.make(0, self._generation)
+        )
+        if arena is None:
+            return (
+                f"unix sockets{between}",
+                f"transport zmq: unix sockets; no arena because {reason}{between}",
+            )
+        if not self._handings:
+            arena.close()
+        size = bytes_in_words(self._arena_bytes)
+        line = f"transport arena: shared memory ({arena.how}), {size} virtual; SYNCVAR_TRANSPORT=zmq turns it off{between}"
+        return f"shared memory ({arena.how}){between}", line
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks share one memory, so that nothing between them goes over a connection."""
+        return not self._why_not and len(self._sizes) == 1
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors to poll for reading."""
+        return [
+            descriptor
+            for handing in (*self._handings.values(), *self._of_servers)
+            for descriptor in handing.descriptors()
+        ]
+
+    def readable(self, descriptor: int) -> None:
+        """Handle a descriptor that poll reported; others are not looked at."""
+        for handing in (*self._handings.values(), *self._of_servers):
+            handing.readable(descriptor)
+
+    def take_said(self) -> list[str]:
+        """Return the sentences to show since the last call."""
+        said, self._said = self._said, []
+        for handing in self._handings.values():
+            said += [sentence for sentence in handing.take_said() if sentence not in said]
+        return said
+
+    def abort(self, generation: int | None = None) -> None:
+        """Let every rank that waits in shared memory look up: of one generation, or of all there are and will be."""
+        for handing in self._handings.values():
+            handing.abort(generation)
+
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+        for handing in (*self._handings.values(), *self._of_servers):
+            handing.close()
+        self._handings.clear()
+        self._of_servers.clear()
+
+    def make(self, host: int, generation: int) -> tuple[CreatedArena | None, str]:
+        """Make the arena of a host for a generation: (arena, "") or (None, the reason why there is none)."""
+        if self._why_not:
+            return None, self._why_not
+        return self._create(host, self._sizes[host], generation)
+
+    def _create(self, host: int, size: int, generation: int) -> tuple[CreatedArena | None, str]:
+        folder = str(self._directories[host])
+        return create(
+            self._arena_bytes, size, self._cores[host], generation, folder, self._first_host + host
+        )

@@ -1,0 +1,211 @@
+"""The launcher: options in, workers out, an exit code that tells the truth.
+
+What comes first must not wait for an import: answers to Ctrl-C and SIGTERM, and three standard streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from syncvar_launcher.job.start_clock import clock, write_error
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import NoReturn
+
+    from syncvar_launcher.local.fork_client import ForkServer
+    from syncvar_launcher.options.option_table import LaunchOptions
+
+__all__ = ["main", "program"]
+
+
+_EARLY = (
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # the launcher passes them on by default; unhandled they kill
+_SPARE_S = 2.0  # whoever has a deadline of its own meets that first
+
+
+def program() -> NoReturn:
+    """Run `syncvar-launch`, and end the process with its exit code.
+
+    The interpreter's own end takes longer than all that is left to do for a job, and would only take modules apart.
+    """
+    code = main()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):  # nobody reads it, which the interpreter says at its own end
+        sys.exit(code)
+    os._exit(code)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `syncvar-launch`; returns its exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if (
+            number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        ):  # ignored under nohup
+            signal.signal(number, _end)
+    for number in _EARLY:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _drop)
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # ignored, as some daemons leave it, no end of a rank could be told
+    _open_streams()
+    clock.read_limits(os.environ)
+    clock.enter("starts the process that workers are forked from")
+    from syncvar_launcher.local.fork_client import started_ahead
+
+    arguments = sys.argv[1:] if argv is None else argv
+    ahead = started_ahead(arguments, os.environ)
+    clock.enter("imports what reads its options")
+    from syncvar.core import exit_codes
+    from syncvar.core.errors import ConfigError, HostUnreachable, SyncvarError
+    from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow, TimePassed
+
+    try:
+        return _run(arguments, ahead)
+    except ConfigError as error:
+        _refuse(str(error))
+        return exit_codes.LIMITS if isinstance(error, LimitTooLow) else exit_codes.CONFIGURATION
+    except OSError as error:
+        if error.errno not in OF_LIMITS:
+            raise
+        _refuse(f"a limit of the system is too low: {error.strerror}")
+        return exit_codes.LIMITS
+    except HostUnreachable as error:
+        _refuse(str(error))
+        return exit_codes.TIMEOUT if isinstance(error, TimePassed) else exit_codes.RENDEZVOUS
+    except SyncvarError as error:
+        _refuse(str(error))
+        return exit_codes.INTERNAL
+    finally:
+        clock.stop()
+        if ahead is not None:
+            ahead.close()
+
+
+def _refuse(sentence: str) -> None:
+    """Say why nothing was started: the caller of `sv.run` raises it, others read it."""
+    outcome = os.environ.get("SYNCVAR_OUTCOME_FILE")
+    if outcome is not None:
+        from syncvar.protocol.object_codec import pack_object
+
+        with contextlib.suppress(OSError):  # the caller is gone, or no file can be opened
+            with open(outcome, "wb") as file:  # noqa: PTH123
+                file.write(pack_object({"refused": sentence}))
+            return
+    sys.stderr.write(f"syncvar-launch: {sentence}\n")
+
+
+def _options_of(arguments: list[str], here: Path) -> LaunchOptions:
+    """Read the options; a wrong one is an exception where `sv.run` is to raise it."""
+    from syncvar.core.errors import ConfigError
+    from syncvar_launcher.options import option_table
+
+    if "SYNCVAR_OUTCOME_FILE" not in os.environ:
+        return option_table.parse(arguments, os.environ, here)
+    from contextlib import redirect_stderr
+    from io import StringIO
+
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            return option_table.parse(arguments, os.environ, here)
+    except SystemExit:
+        sentence = said.getvalue().partition("\n")[0].removeprefix("syncvar-launch: ")
+        raise ConfigError(sentence) from None
+
+
+def _run(arguments: list[str], ahead: ForkServer | None) -> int:
+    from pathlib import Path
+
+    from syncvar.bootstrap.launch_env.detection import is_meant_alone, started_with_others
+    from syncvar.core.settings import doubtful_variables
+    from syncvar_launcher.job.job import Job
+    from syncvar_launcher.job.resource_limits import check_limits
+    from syncvar_launcher.options.forwarded_signals import forwarded
+
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # somebody has removed the folder; with --cwd nothing needs it
+        here = Path(os.environ.get("PWD", "/"))
+    clock.enter("reads its options")
+    chosen = _options_of(arguments, here)
+    clock.set_limits(chosen.runtime.roll_call_s, chosen.runtime.rendezvous_timeout_s + _SPARE_S)
+    if signal.SIGALRM in forwarded(chosen.forward_signals):
+        clock.turn_off()
+    if ahead is not None and (chosen.join is not None or chosen.has_hosts or chosen.dry_run):
+        ahead.close()
+    if chosen.join is not None or chosen.has_hosts:
+        clock.stop()  # to log in, and to wait for hosts, has limits and words of its own
+    if chosen.join is not None:
+        from syncvar_launcher.join.join_client import join
+
+        return join(chosen)
+    if chosen.has_hosts:
+        from syncvar_launcher.hosts import multi_host  # one host needs nothing of it
+    seen = None if is_meant_alone(os.environ) else started_with_others(os.environ)
+    if seen is not None:
+        sys.stderr.write(
+            f"syncvar-launch: {seen[0]}, and each starts a job of its own beside the others; where one job is meant, start "
+            f"syncvar-launch without that launcher (SYNCVAR_WORLD_SIZE=1 says that they are meant)\n"
+        )
+    if chosen.dry_run:
+        sys.stdout.write(
+            multi_host.dry_run(chosen)
+            if chosen.has_hosts
+            else Job(chosen, arguments, os.environ).dry_run()
+        )
+        return 0
+    for number in set(_EARLY).difference(forwarded(chosen.forward_signals)):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    for sentence in doubtful_variables(os.environ):
+        sys.stderr.write(f"syncvar-launch: {sentence}\n")
+    if chosen.runtime.opened and (chosen.has_hosts or chosen.fake_hosts > 1):
+        words = f"syncvar-launch: {chosen.runtime.opened}"
+        sys.stderr.write(
+            f"\x1b[31m{words}\x1b[0m\n" if chosen.color_on(sys.stderr.isatty()) else f"{words}\n"
+        )
+    if chosen.has_hosts:
+        return multi_host.launch(chosen, arguments)
+    clock.enter("looks for cores, and for the limits of the system")
+    job = Job(chosen, arguments, os.environ)
+    check_limits(chosen)
+    return job.run(ahead)
+
+
+def _end(number: int, _frame: object) -> None:
+    """End at once: no worker runs yet, and a server that they would be forked from ends with this process."""
+    name = signal.Signals(number).name
+    write_error(f"{name} came before the ranks began; nothing was started")
+    os._exit(128 + number)
+
+
+def _drop(number: int, _frame: object) -> None:
+    """Do nothing: no rank is there that could get it."""
+    os.write(
+        2,
+        f"syncvar-launch: {signal.Signals(number).name} came before the ranks began, and is dropped\n".encode(),
+    )
+
+
+def _open_streams() -> None:
+    """Open /dev/null for each standard stream that was closed: else the next file to be opened would serve as one."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(
+                os.open(os.devnull, os.O_RDWR), True
+            )  # the lowest number that is free, which is this one
+        if getattr(sys, name) is None:
+            stream = open(number, "w" if number else "r", closefd=False, encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, stream)

@@ -1,0 +1,1 @@
+"""Command line, variables, files and defaults of the launcher."""

@@ -1,0 +1,198 @@
+"""Which variables a worker gets: what it inherits, and what `--env` sets or copies.
+
+A worker on the launcher's own host inherits all variables unless it is told not to. One that does not (`--env-clear`, and
+any that another host starts) gets an allow-list and what `--env` names: whatever else the launcher's environment holds,
+tokens among it, stays there. `--env NAME` takes the value from the environment, so that no secret stands in a command line.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from syncvar.core.environment import PREFIX, RankEnvironment
+from syncvar.core.errors import ConfigError
+from syncvar.core.settings import RuntimeConfig
+from syncvar_launcher.local.secret_fd import WITHHELD
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["carried", "check_assignment", "inherited", "variables"]
+
+_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
+_KNOBS = frozenset(PREFIX + name.upper() for name in RuntimeConfig.names())
+
+_ALLOWED = frozenset(
+    (
+        "PATH",
+        "HOME",
+        "LANG",
+        "LANGUAGE",
+        "TERM",
+        "TZ",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "TMPDIR",
+        "XDG_RUNTIME_DIR",
+        "NO_COLOR",
+        "FORCE_COLOR",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "LD_LIBRARY_PATH",
+        PREFIX + "CALL_FD",
+        PREFIX + "RESULT_DIR",
+        PREFIX + "FULL_TRACEBACK",
+    )
+)
+_OF_ONE_HOST = frozenset(
+    (
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "TMPDIR",
+        "XDG_RUNTIME_DIR",
+        "VIRTUAL_ENV",
+        "CONDA_PREFIX",
+        "LD_LIBRARY_PATH",
+        "PYTHONHOME",
+        "PYTHONPATH",
+        PREFIX + "CALL_FD",
+        PREFIX + "RESULT_DIR",
+    )
+)
+_ALLOWED_FAMILIES = (
+    "LC_",
+    "PYTHON",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "BLIS_",
+    "NUMEXPR_",
+    "VECLIB_",
+)
+
+_BY_NAME_ONLY = ("LD_PRELOAD", "LD_AUDIT", "PYTHONSTARTUP", "BASH_ENV", "ENV")
+"""They run something in every process that gets them: no rule about many names brings them."""
+
+
+def inherited(environ: Mapping[str, str], *, is_clear: bool) -> dict[str, str]:
+    """Return the variables that a worker inherits.
+
+    Args:
+        environ: The launcher's environment.
+        is_clear: Only those of the allow-list, as for `--env-clear` and for workers that another host starts.
+
+    Example:
+        >>> inherited({"PATH": "/bin", "LC_ALL": "C", "API_TOKEN": "x", "SYNCVAR_KEY": "y"}, is_clear=True)
+        {'PATH': '/bin', 'LC_ALL': 'C'}
+    """
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in WITHHELD and (not is_clear or _is_allowed(name))
+    }
+
+
+def carried(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that travel to another host unasked: of the allow-list those that mean the same there.
+
+    Example:
+        >>> carried({"PATH": "/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "2", "API_TOKEN": "x"})
+        {'LC_ALL': 'C', 'OMP_NUM_THREADS': '2'}
+    """
+    return {
+        name: value
+        for name, value in inherited(environ, is_clear=True).items()
+        if name not in _OF_ONE_HOST
+    }
+
+
+def check_assignment(text: str) -> None:
+    """Check the form of what `--env` is given: NAME=value, NAME or PREFIX*.
+
+    Raises:
+        ConfigError: It is none of them, or the variable is not the user's to set.
+    """
+    name, equals, _ = text.partition("=")
+    if not equals and text.endswith("*"):
+        if not _NAME.fullmatch(text[:-1]):
+            raise ConfigError(
+                f"{text!r} is no beginning of names of variables (letters, digits and _, no digit first) with a * after it"
+            )
+        return
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is no name of a variable (letters, digits and _, no digit first)"
+        )
+    if "\0" in text:
+        raise ConfigError(f"the value of {name} has a zero byte")
+    if name in _CONTRACT:
+        raise ConfigError(f"{name} is set by the launcher, for each rank its own")
+    if name in _KNOBS:
+        raise ConfigError(
+            f"{name} is a setting of the whole job: set it in the environment of syncvar-launch or in [runtime]"
+        )
+
+
+def variables(items: Sequence[str], environ: Mapping[str, str], source: str) -> dict[str, str]:
+    """Return what `--env` sets or copies.
+
+    Args:
+        items: As `check_assignment` takes them.
+        environ: The launcher's environment, from which a NAME, or all names with a PREFIX*, are copied.
+        source: Where the items were given, for messages.
+
+    Raises:
+        ConfigError: There is nothing to copy.
+
+    Example:
+        >>> variables(["A=1", "LANG", "AWS_*"], {"LANG": "C", "AWS_REGION": "x", "AWS_ID": "y"}, "command line")
+        {'A': '1', 'LANG': 'C', 'AWS_REGION': 'x', 'AWS_ID': 'y'}
+    """
+    result: dict[str, str] = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if equals:
+            result[name] = value
+        elif item.endswith("*"):
+            found = {
+                name: value
+                for name, value in environ.items()
+                if name.startswith(item[:-1]) and _may_be_copied(name)
+            }
+            if not found:
+                raise ConfigError(
+                    f"--env {item} ({source}): syncvar-launch has no variable to copy whose name begins with {item[:-1]}"
+                )
+            result |= found
+        elif name in environ:
+            result[name] = environ[name]
+        else:
+            raise ConfigError(
+                f"--env {name} ({source}): syncvar-launch has no variable {name} to copy; give {name}=value"
+            )
+    return result
+
+
+def _is_allowed(name: str) -> bool:
+    return (
+        name in _ALLOWED
+        or name in _KNOBS
+        or (name.startswith(_ALLOWED_FAMILIES) and name not in _BY_NAME_ONLY)
+    )
+
+
+def _may_be_copied(name: str) -> bool:
+    """Say whether a rule about many names may bring a variable."""
+    return (
+        bool(_NAME.fullmatch(name))
+        and name not in _BY_NAME_ONLY
+        and name not in _CONTRACT | _KNOBS | WITHHELD
+    )

@@ -1,0 +1,136 @@
+"""The hosts of a scheduler's job on which a command starts things that have no pipes to us, as pbsdsh does: each is told to join.
+
+What is started there is `syncvar-launch --join`, with a key of its own in a folder that all hosts have, removed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from syncvar.bootstrap.kv_store import shared_folder
+from syncvar.bootstrap.worker_entry import command_of
+from syncvar.core.errors import HostUnreachable
+from syncvar.core.network import address_towards_any, bracketed
+from syncvar_launcher.hosts.network_proof import allowed, interfaces
+from syncvar_launcher.hosts.ssh import words_for
+from syncvar_launcher.join.join_rendezvous import Party
+from syncvar_launcher.local.child_processes import child_of
+from syncvar_launcher.options.worker_environment import inherited
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from syncvar_launcher.hosts.agent_connection import RemoteHost
+    from syncvar_launcher.options.hostfile import Host
+    from syncvar_launcher.options.option_table import LaunchOptions
+
+__all__ = ["Calling", "join_words"]
+
+_RUN = "syncvar_launcher.main"
+_END_S = 10.0
+
+
+def join_words(options: LaunchOptions, host: Host, place: str, key: str) -> list[str]:
+    """Return the command line by which a host of the job joins.
+
+    Args:
+        options: What was asked for, with an allocation.
+        host: Which one.
+        place: Where the launcher listens.
+        key: The file with the key.
+    """
+    job = options.scheduled
+    assert job is not None
+    own = [
+        "--join",
+        place,
+        "--key-file",
+        key,
+        *(["--slots", str(host.slots)] if host.slots else []),
+        *(["--cwd", host.cwd] if host.cwd else []),
+    ]
+    if host.name == job.here and host.python is None and options.remote_python is None:
+        return [*command_of(_RUN), *own]
+    words = [*words_for(host.python or options.remote_python or sys.executable, _RUN), *own]
+    return words if host.name == job.here else job.command(host, words)
+
+
+class Calling:
+    """The commands that are under way on the hosts of a job.
+
+    Args:
+        options: What was asked for, with an allocation whose command has no pipes.
+        say: Shows a sentence.
+        ask: Asks an agent what its host is.
+
+    Attributes:
+        party: The hosts that join.
+
+    Raises:
+        HostUnreachable: The command cannot be started.
+        ConfigError: Nothing can listen here, or the folder of all hosts cannot be used.
+    """
+
+    def __init__(
+        self, options: LaunchOptions, say: Callable[[str], None], ask: Callable[[RemoteHost], None]
+    ) -> None:
+        job = options.scheduled
+        assert job is not None
+        self._program = job.starter.program
+        others = [one.name for one in options.hosts if one.name != job.here]
+        address = (
+            allowed(interfaces(), options.iface, None)[0]
+            if options.iface
+            else address_towards_any(others)
+        )
+        self._key = shared_folder(os.environ) / f"join-{os.urandom(8).hex()}"
+        self._started: dict[Host, subprocess.Popen[bytes]] = {}
+        joined = options._replace(
+            listen=bracketed(address), host_count=len(options.hosts), key_file=self._key
+        )
+        self.party = Party(joined, say, ask, self._program, self._why_ended)
+        environ = inherited(os.environ, is_clear=False)
+        try:
+            for host in options.hosts:
+                line = join_words(options, host, self.party.place, str(self._key))
+                self._started[host] = subprocess.Popen(
+                    line,
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,
+                    env=environ,
+                    start_new_session=True,
+                    preexec_fn=child_of(os.getpid()),  # noqa: PLW1509
+                )
+        except OSError as error:
+            self.close()
+            raise HostUnreachable(
+                f"{self._program} cannot be started: {error.strerror}; give --ssh"
+            ) from error
+
+    def close(self) -> None:
+        """Let the commands end, and remove the key. The party has told all hosts how the job has ended. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._key.unlink()
+        for process in self._started.values():
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._started.clear()
+
+    def _why_ended(self) -> str:
+        """Return which hosts will not join, since what was to make them join has failed; empty where all may."""
+        failed = {
+            host.name: status
+            for host, process in self._started.items()
+            if (status := process.poll())
+        }
+        return "; ".join(
+            f"{name}: {self._program} ended with {status}, and what it wrote is above, or in the output of the job"
+            for name, status in failed.items()
+        )
