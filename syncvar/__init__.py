@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from syncvar.collectives.shm_empty import empty, zeros
     from syncvar.collectives.tree_sum import tree_sum
     from syncvar.core.errors import (
-        ArenaFull,
-        ArenaUnavailable,
         CheckpointError,
         ConfigError,
         Corrupt,
@@ -71,6 +69,8 @@ if TYPE_CHECKING:
         RankFailed,
         RendezvousError,
         RowOutOfRange,
+        SharedMemoryFull,
+        SharedMemoryUnavailable,
         SyncvarError,
         TransportError,
         UsageError,
@@ -140,7 +140,7 @@ _HOMES = {
     "syncvar.runtime.wait_many": ("wait_all", "wait_any"),
     "syncvar.runtime.work": ("Work",),
     "syncvar.core.errors": (
-        "ArenaFull", "ArenaUnavailable", "CheckpointError", "ConfigError", "Corrupt",
+        "SharedMemoryFull", "SharedMemoryUnavailable", "CheckpointError", "ConfigError", "Corrupt",
         "DeadlineExceeded", "GroupBroken", "HandshakeError", "HostUnreachable", "InternalError",
         "LaunchError", "MismatchError", "NoAggregation", "NotFound", "PeerLost", "PlanError",
         "RankFailed", "RendezvousError", "RowOutOfRange", "SyncvarError", "TransportError",
@@ -185,8 +185,6 @@ _MODULES = {
 _found = attributes_of(__name__, {name: home for home, names in _HOMES.items() for name in names})
 
 __all__ = [
-    "ArenaFull",
-    "ArenaUnavailable",
     "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointError",
@@ -226,6 +224,8 @@ __all__ = [
     "RowOutOfRange",
     "ShardInfo",
     "ShardedVariable",
+    "SharedMemoryFull",
+    "SharedMemoryUnavailable",
     "Strategy",
     "SyncvarError",
     "TransportError",

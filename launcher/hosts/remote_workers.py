@@ -14,7 +14,7 @@ from syncvar.core.errors import WireError
 from syncvar.core.exit_codes import INTERNAL
 from syncvar.core.output_files import EVIDENCE, LostFile, why_unwritten
 from syncvar.core.process_ids import SERVER_0
-from syncvar.core.stack_dump import Frame, Thread, where
+from syncvar.core.stack_dump import StackFrame, Thread, where
 from syncvar_launcher.hosts.agent_connection import NOT_UNDERSTOOD, polled
 from syncvar_launcher.hosts.agent_protocol import FIRST_CREDIT
 from syncvar_launcher.hosts.call_transfer import call_parts, forget_results, keep_result
@@ -570,5 +570,5 @@ class Agents:
             )
 
 
-def _frame(file: Any, line: Any, name: Any) -> Frame:
-    return Frame(str(file), int(line), str(name))
+def _frame(file: Any, line: Any, name: Any) -> StackFrame:
+    return StackFrame(str(file), int(line), str(name))

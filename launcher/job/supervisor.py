@@ -14,7 +14,7 @@ from syncvar.core.exit_codes import (
     PREEMPTED,
     RENDEZVOUS,
     TIMEOUT,
-    Weight,
+    Severity,
     describe_exit,
     exit_code_of,
     weight_of,
@@ -72,7 +72,7 @@ class Cause(NamedTuple):
     """
 
     rank: int
-    weight: Weight
+    weight: Severity
     status: int | None
     exit_code: int
     reason: str
@@ -232,7 +232,7 @@ class Supervisor:
             return [DoWithout(rank, reason)]
         weight = max(weight_of(error), self._weight_of_end(exit_code))
         if (
-            weight is Weight.OWN
+            weight is Severity.OWN
             and not joined
             and error not in HOPELESS_ERRORS
             and self._may_restart(rank)
@@ -285,7 +285,7 @@ class Supervisor:
         weight = self._weight_of_end(status)
         if status == PREEMPTED and not joined:
             # It left in order and asks to be run again. The others are expected to do the same.
-            weight = Weight.CONSEQUENCE if self._terminated else Weight.DISAGREEMENT
+            weight = Severity.CONSEQUENCE if self._terminated else Severity.DISAGREEMENT
             self.stopped.add(rank)
             self.causes[rank] = Cause(rank, weight, status, status, describe_exit(status), at=now)
             self._end_at(now + self.config.preempt_grace_s)
@@ -303,7 +303,7 @@ class Supervisor:
             return [DoWithout(rank, reason)]
         is_hopeless = code in HOPELESS_CODES
         if rank in self._awaited or (
-            weight is Weight.OWN and not joined and not is_hopeless and self._may_restart(rank)
+            weight is Severity.OWN and not joined and not is_hopeless and self._may_restart(rank)
         ):
             _, why = self._awaited.get(rank, (now, reason))
             self._awaited[rank] = now + self.config.restart_delay_s, why
@@ -319,7 +319,7 @@ class Supervisor:
         if not serves_nobody and self._can_do_without(rank):
             return [DoWithout(rank, reason)]
         return [
-            *self._fail(Cause(rank, Weight.OWN, None, code, reason), now),
+            *self._fail(Cause(rank, Severity.OWN, None, code, reason), now),
             *self._let_servers_go(now),
         ]
 
@@ -331,20 +331,20 @@ class Supervisor:
             return [DoWithout(rank, reason), Kill((rank,))]
         return [
             replace(one, has_ended=False)
-            for one in self._fail(Cause(rank, Weight.OWN, None, INTERNAL, reason), now)
+            for one in self._fail(Cause(rank, Severity.OWN, None, INTERNAL, reason), now)
         ]
 
     def did_not_meet(self, reason: str, now: float) -> list[Action]:
         """Note that the ranks did not all meet."""
         self.job_cause = self.job_cause or Cause(
-            -1, Weight.DISAGREEMENT, None, RENDEZVOUS, reason, at=now
+            -1, Severity.DISAGREEMENT, None, RENDEZVOUS, reason, at=now
         )
         self._end_at(now + self.config.abort_grace_s)
         return []
 
     def never_began(self, reason: str, exit_code: int) -> None:
         """Note that no worker has begun or will."""
-        self.job_cause = self.job_cause or Cause(-1, Weight.OWN, None, exit_code, reason)
+        self.job_cause = self.job_cause or Cause(-1, Severity.OWN, None, exit_code, reason)
         self.running.clear()
 
     def signalled(self, number: int, now: float) -> list[Action]:
@@ -366,7 +366,7 @@ class Supervisor:
             and self._term_at is None
         ):
             limit = f"the time limit of {self.timeout_s:g} s passed"
-            self.job_cause = Cause(-1, Weight.OWN, None, TIMEOUT, limit, at=now)
+            self.job_cause = Cause(-1, Severity.OWN, None, TIMEOUT, limit, at=now)
             return self._terminate(now)
         if self._kill_at is not None and now >= self._kill_at:
             return self._kill()
@@ -487,14 +487,14 @@ class Supervisor:
         self._end_at(now + self.config.abort_grace_s)
         return [Announce(cause.rank, cause.reason)]
 
-    def _weight_of_end(self, status: int) -> Weight:
+    def _weight_of_end(self, status: int) -> Severity:
         """Return how likely it is that an end is the cause of others, by its exit code or minus the signal.
 
         What a rank answers when we tell it to end may be anything, and is never more than what made us tell it.
         """
         if not self._terminated:
-            return Weight.OWN
-        return Weight.CONSEQUENCE if status in _TERMINATED else Weight.DISAGREEMENT
+            return Severity.OWN
+        return Severity.CONSEQUENCE if status in _TERMINATED else Severity.DISAGREEMENT
 
     def _end_at(self, at: float) -> None:
         """Terminate the ranks that still run at this time, or earlier if that was decided before."""

@@ -11,7 +11,7 @@ from syncvar.core.host_topology import divided
 from syncvar.core.process_ids import server_hosts
 from syncvar.shm.fd_passing import Handing, arena_path, servers_arena_path
 from syncvar.shm.segment_file import CreatedArena, create, why_not_here
-from syncvar.shm.segment_layout import Layout, bytes_in_words
+from syncvar.shm.segment_layout import SegmentLayout, bytes_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,7 +78,7 @@ def why_no_arena(options: LaunchOptions, machine: str, size: int) -> str:
         return "there is one rank on this host"
     reason = why_not_here(machine)
     if not reason:
-        Layout(options.runtime.arena_bytes, size)
+        SegmentLayout(options.runtime.arena_bytes, size)
     return f"unix sockets; no arena because {reason}" if reason else ""
 
 

@@ -38,7 +38,7 @@ from syncvar.algorithms.recursive_doubling import (
 from syncvar.algorithms.recursive_halving import halving_all_reduce
 from syncvar.algorithms.reproducible import reproducible_all_reduce
 from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from syncvar.algorithms.schedule import Buffer, Copy, Plan, Reduce
+from syncvar.algorithms.schedule import Buffer, Copy, Reduce, Schedule
 from syncvar.algorithms.tree import (
     binomial_all_reduce,
     binomial_broadcast,
@@ -223,7 +223,7 @@ def build(
     counts: Sequence[int] | None = None,
     root: int = 0,
     matrix: Sequence[Sequence[int]] | None = None,
-) -> Plan:
+) -> Schedule:
     """Build the plan of one rank.
 
     Args:
@@ -281,7 +281,9 @@ def build(
         work_count = sum(pairs[rank]) + sum(row[rank] for row in pairs)
     else:
         work_count = 0 if collective == "barrier" else count
-    return Plan(collective, algorithm, rank, world_size, work_count, _scratch_count(rounds), rounds)
+    return Schedule(
+        collective, algorithm, rank, world_size, work_count, _scratch_count(rounds), rounds
+    )
 
 
 def build_all(
@@ -293,7 +295,7 @@ def build_all(
     counts: Sequence[int] | None = None,
     root: int = 0,
     matrix: Sequence[Sequence[int]] | None = None,
-) -> list[Plan]:
+) -> list[Schedule]:
     """Build the plans of all ranks, for the checker and for figures.
 
     Args:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Contract",
+    "ExpectedRange",
     "Expression",
-    "Wanted",
     "all_gather_contract",
     "all_reduce_contract",
     "all_to_all_contract",
@@ -39,7 +39,7 @@ Expression: TypeAlias = "int | tuple[Expression, Expression]"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ExpectedRange:
     """What a range of WORK must hold in the end.
 
     Args:
@@ -74,7 +74,7 @@ class Contract:
     world_size: int
     work_counts: tuple[int, ...]
     before: tuple[Chunk, ...]
-    after: tuple[tuple[Wanted, ...], ...]
+    after: tuple[tuple[ExpectedRange, ...], ...]
     heard_of: tuple[tuple[int, ...], ...]
 
 
@@ -113,7 +113,7 @@ def all_reduce_contract(world_size: int, count: int, *, tree: bool = False) -> C
     """
     work = Chunk(0, count)
     everyone = tuple(range(world_size))
-    wanted = Wanted(work, everyone, tree_expression(0, world_size) if tree else None)
+    wanted = ExpectedRange(work, everyone, tree_expression(0, world_size) if tree else None)
     return Contract(
         "all_reduce",
         world_size,
@@ -134,7 +134,7 @@ def all_gather_contract(counts: Sequence[int]) -> Contract:
         The contract.
     """
     blocks = tuple(consecutive_chunks(counts))
-    wanted = tuple(Wanted(block, (rank,)) for rank, block in enumerate(blocks))
+    wanted = tuple(ExpectedRange(block, (rank,)) for rank, block in enumerate(blocks))
     world_size = len(blocks)
     return Contract(
         "all_gather",
@@ -164,7 +164,7 @@ def broadcast_contract(world_size: int, count: int, root: int) -> Contract:
         world_size,
         (count,) * world_size,
         before,
-        ((Wanted(work, (root,)),),) * world_size,
+        ((ExpectedRange(work, (root,)),),) * world_size,
         ((root,),) * world_size,
     )
 
@@ -202,7 +202,7 @@ def reduce_contract(world_size: int, count: int, root: int, *, tree: bool = Fals
     """
     work = Chunk(0, count)
     everyone = tuple(range(world_size))
-    wanted = Wanted(work, everyone, tree_expression(0, world_size) if tree else None)
+    wanted = ExpectedRange(work, everyone, tree_expression(0, world_size) if tree else None)
     return Contract(
         "reduce",
         world_size,
@@ -226,7 +226,7 @@ def gather_contract(counts: Sequence[int], root: int) -> Contract:
     blocks = tuple(consecutive_chunks(counts))
     world_size = len(blocks)
     everyone = tuple(range(world_size))
-    wanted = tuple(Wanted(block, (rank,)) for rank, block in enumerate(blocks))
+    wanted = tuple(ExpectedRange(block, (rank,)) for rank, block in enumerate(blocks))
     return Contract(
         "gather",
         world_size,
@@ -254,7 +254,7 @@ def scatter_contract(counts: Sequence[int], root: int) -> Contract:
         world_size,
         (total,) * world_size,
         tuple(Chunk(0, total if rank == root else 0) for rank in range(world_size)),
-        tuple((Wanted(block, (root,)),) for block in blocks),
+        tuple((ExpectedRange(block, (root,)),) for block in blocks),
         ((root,),) * world_size,
     )
 
@@ -278,7 +278,7 @@ def reduce_scatter_contract(counts: Sequence[int], *, tree: bool = False) -> Con
         world_size,
         (total,) * world_size,
         (Chunk(0, total),) * world_size,
-        tuple((Wanted(block, everyone, expression),) for block in blocks),
+        tuple((ExpectedRange(block, everyone, expression),) for block in blocks),
         (everyone,) * world_size,
     )
 
@@ -303,7 +303,7 @@ def all_to_all_contract(matrix: Sequence[Sequence[int]]) -> Contract:
         tuple(Chunk(0, outgoing[-1].stop) for outgoing, _ in layouts),
         tuple(
             tuple(
-                Wanted(block, (source,), origin=layouts[source][0][rank].start)
+                ExpectedRange(block, (source,), origin=layouts[source][0][rank].start)
                 for source, block in enumerate(layouts[rank][1])
             )
             for rank in everyone
@@ -334,7 +334,7 @@ def scan_contract(world_size: int, count: int, *, exclusive: bool = False) -> Co
         (count,) * world_size,
         (work,) * world_size,
         tuple(
-            (Wanted(work, tuple(range(end)), tree_expression(0, end)),) if end else ()
+            (ExpectedRange(work, tuple(range(end)), tree_expression(0, end)),) if end else ()
             for end in ends
         ),
         tuple(tuple(range(end)) for end in ends),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.algorithms.schedule import Buffer, Copy, Plan, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.schedule import Buffer, Copy, Recv, RecvReduce, Reduce, Schedule, Send
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Prepared(NamedTuple):
     apart: tuple[LinkRound, ...] | None = None
 
 
-def prepare(plan: Plan, members: Sequence[int]) -> Prepared:
+def prepare(plan: Schedule, members: Sequence[int]) -> Prepared:
     """Make a plan of a group ready to run.
 
     Args:

@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.algorithms.builders import build, build_all, sums_by_the_tree
 from syncvar.algorithms.chunks import even_chunks
-from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Send
+from syncvar.algorithms.schedule import (
+    Buffer,
+    Chunk,
+    Copy,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Schedule,
+    Send,
+)
 from syncvar.algorithms.selection import choose
 
 if TYPE_CHECKING:
@@ -31,7 +40,7 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.schedule import Round, Step
 
-__all__ = ["COMPOSED", "Part", "flattened", "keeps_the_tree", "stages"]
+__all__ = ["COMPOSED", "StagePart", "flattened", "keeps_the_tree", "stages"]
 
 COMPOSED = ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange")
 """The collectives that are composed; the others go over links as if every rank were alone on its host."""
@@ -42,7 +51,7 @@ _ONE_LINK_NBYTES = 64 * 1024
 _NOWHERE = Chunk(0, 0)
 
 
-class Part(NamedTuple):
+class StagePart(NamedTuple):
     """What one rank does in one stage.
 
     Args:
@@ -56,8 +65,8 @@ class Part(NamedTuple):
     on_host: bool
     members: tuple[int, ...] = ()
     chunk: Chunk = _NOWHERE
-    plan: Plan | None = None
-    plans: tuple[Plan, ...] = ()
+    plan: Schedule | None = None
+    plans: tuple[Schedule, ...] = ()
 
 
 def keeps_the_tree(sizes: Sequence[int]) -> bool:
@@ -87,7 +96,7 @@ def stages(
     itemsize: int = 1,
     root: int = 0,
     reproducible: bool = False,
-) -> tuple[Part, ...] | None:
+) -> tuple[StagePart, ...] | None:
     """Return what a rank does in each stage of a collective over several hosts.
 
     Args:
@@ -138,7 +147,7 @@ class _Stages:
             range(self.starts[self.host], self.starts[self.host] + sizes[self.host])
         )
 
-    def all_reduce(self, count: int, *, reproducible: bool) -> tuple[Part, ...] | None:
+    def all_reduce(self, count: int, *, reproducible: bool) -> tuple[StagePart, ...] | None:
         if reproducible and not keeps_the_tree(self.sizes):
             return None
         shards = self._shards(count)
@@ -152,7 +161,7 @@ class _Stages:
             self._on_host("all_gather", Chunk(0, count), counts=counts),
         )
 
-    def broadcast(self, count: int, root: int) -> tuple[Part, ...]:
+    def broadcast(self, count: int, root: int) -> tuple[StagePart, ...]:
         whole = Chunk(0, count)
         shards = self._shards(count)
         home = max(host for host, start in enumerate(self.starts) if start <= root)
@@ -171,7 +180,7 @@ class _Stages:
         spread = (
             self._on_host("scatter", whole, counts=counts, root=place)
             if self.host == home
-            else Part(on_host=True)
+            else StagePart(on_host=True)
         )
         return (
             spread,
@@ -179,7 +188,7 @@ class _Stages:
             self._on_host("all_gather", whole, counts=counts),
         )
 
-    def barrier(self) -> tuple[Part, ...]:
+    def barrier(self) -> tuple[StagePart, ...]:
         between = choose("barrier", 0, len(self.sizes)).algorithm
         nothing = Chunk(0, 0)
         return (
@@ -188,7 +197,7 @@ class _Stages:
             self._on_host("broadcast", nothing),
         )
 
-    def all_gather(self, counts: tuple[int, ...]) -> tuple[Part, ...]:
+    def all_gather(self, counts: tuple[int, ...]) -> tuple[StagePart, ...]:
         per_host = tuple(
             sum(counts[start : start + size])
             for start, size in zip(self.starts, self.sizes, strict=True)
@@ -217,18 +226,20 @@ class _Stages:
 
     def _on_host(
         self, collective: str, chunk: Chunk, counts: tuple[int, ...] | None = None, root: int = 0
-    ) -> Part:
+    ) -> StagePart:
         size = self.sizes[self.host]
         if size == 1:
-            return Part(on_host=True)
+            return StagePart(on_host=True)
         count = chunk.count if counts is None else 0
         plans = tuple(build_all(collective, "direct", size, count=count, counts=counts, root=root))
-        return Part(True, self.neighbours, chunk, plans[self.local], plans)
+        return StagePart(True, self.neighbours, chunk, plans[self.local], plans)
 
-    def _across(self, collective: str, algorithm: str, shards: list[Chunk], root: int = 0) -> Part:
+    def _across(
+        self, collective: str, algorithm: str, shards: list[Chunk], root: int = 0
+    ) -> StagePart:
         """One plan for each shard, of the ranks that own it on their hosts."""
         if self.local >= len(shards):
-            return Part(on_host=False)
+            return StagePart(on_host=False)
         members = tuple(start + self.local for start in self.starts)
         return self._among(members, collective, algorithm, shards[self.local], root=root)
 
@@ -240,14 +251,14 @@ class _Stages:
         chunk: Chunk,
         counts: tuple[int, ...] | None = None,
         root: int = 0,
-    ) -> Part:
+    ) -> StagePart:
         if self.rank not in members:
-            return Part(on_host=False)
+            return StagePart(on_host=False)
         count = chunk.count if counts is None and collective != "barrier" else 0
         plan = build(
             collective, algorithm, self.host, len(members), count=count, counts=counts, root=root
         )
-        return Part(False, members, chunk, plan)
+        return StagePart(False, members, chunk, plan)
 
 
 def flattened(
@@ -259,7 +270,7 @@ def flattened(
     itemsize: int = 1,
     root: int = 0,
     reproducible: bool = False,
-) -> list[Plan]:
+) -> list[Schedule]:
     """Write the stages of all ranks as plans of the whole group, for the checker and for figures.
 
     Args:
@@ -306,12 +317,14 @@ def flattened(
             plan = everyone[rank][number].plan
             scratch[rank] += plan.scratch_count if plan is not None else 0
     return [
-        Plan(collective, "hierarchical", rank, n, work_count, scratch[rank], tuple(rounds[rank]))
+        Schedule(
+            collective, "hierarchical", rank, n, work_count, scratch[rank], tuple(rounds[rank])
+        )
         for rank in range(n)
     ]
 
 
-def _written_out(part: Part, scratch: int) -> list[Round]:
+def _written_out(part: StagePart, scratch: int) -> list[Round]:
     """Return the rounds of a part in the words of the whole group."""
     if part.plan is None:
         return []

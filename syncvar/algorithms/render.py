@@ -13,7 +13,7 @@ from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, R
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.algorithms.schedule import Plan, Step
+    from syncvar.algorithms.schedule import Schedule, Step
 
 __all__ = ["plan_text", "step_text"]
 
@@ -48,7 +48,7 @@ def step_text(step: Step) -> str:
             return _sum(target, _chunk(source), source_left)
 
 
-def plan_text(plans: Sequence[Plan], *, most: int | None = None) -> str:
+def plan_text(plans: Sequence[Schedule], *, most: int | None = None) -> str:
     """Return the plan of a whole group as text: one table per round, one row per rank.
 
     Args:

@@ -14,11 +14,11 @@ __all__ = [
     "Buffer",
     "Chunk",
     "Copy",
-    "Plan",
     "Recv",
     "RecvReduce",
     "Reduce",
     "Round",
+    "Schedule",
     "Send",
     "Step",
 ]
@@ -119,7 +119,7 @@ memory of a send is borrowed until then.
 """
 
 
-class Plan(NamedTuple):
+class Schedule(NamedTuple):
     """The rounds of one rank.
 
     Args:

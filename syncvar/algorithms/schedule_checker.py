@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from syncvar.algorithms.collective_contracts import Contract
-    from syncvar.algorithms.schedule import Chunk, Plan, Step
+    from syncvar.algorithms.schedule import Chunk, Schedule, Step
 
-__all__ = ["Report", "traffic", "verify"]
+__all__ = ["TrafficReport", "traffic", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TrafficReport:
     """What plans send.
 
     Args:
@@ -42,7 +42,7 @@ class Report:
     elements: tuple[int, ...]
 
 
-def verify(plans: Sequence[Plan], contract: Contract) -> Report:
+def verify(plans: Sequence[Schedule], contract: Contract) -> TrafficReport:
     """Prove that the plans of a group fulfil a contract.
 
     Args:
@@ -70,7 +70,7 @@ def verify(plans: Sequence[Plan], contract: Contract) -> Report:
     return traffic(plans)
 
 
-def traffic(plans: Sequence[Plan]) -> Report:
+def traffic(plans: Sequence[Schedule]) -> TrafficReport:
     """Count what the plans of a group send, without proving anything.
 
     Args:
@@ -89,14 +89,14 @@ def traffic(plans: Sequence[Plan]) -> Report:
         for number, steps in enumerate(plan.rounds)
         if any(isinstance(step, Send) for step in steps)
     }
-    return Report(
+    return TrafficReport(
         rounds=len(sending_rounds),
         messages=tuple(len(steps) for steps in sends),
         elements=tuple(sum(step.chunk.count for step in steps) for steps in sends),
     )
 
 
-def _check_headings(plans: Sequence[Plan], contract: Contract) -> None:
+def _check_headings(plans: Sequence[Schedule], contract: Contract) -> None:
     if len(plans) != contract.world_size:
         raise PlanError(f"{len(plans)} plans for a contract of {contract.world_size} ranks")
     for rank, plan in enumerate(plans):
@@ -125,7 +125,7 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
     )
 
 
-def _step_fault(plan: Plan, step: Step) -> str | None:
+def _step_fault(plan: Schedule, step: Step) -> str | None:
     """Return what is wrong with one step alone, or None."""
     for chunk in _chunks(step):
         limit = plan.work_count if chunk.buffer == Buffer.WORK else plan.scratch_count
@@ -141,7 +141,7 @@ def _step_fault(plan: Plan, step: Step) -> str | None:
     return None
 
 
-def _check_round(plan: Plan, number: int) -> None:
+def _check_round(plan: Schedule, number: int) -> None:
     """Check what can be seen in one round of one rank alone."""
     local_seen = False
     links: set[tuple[bool, int]] = set()
@@ -164,7 +164,7 @@ def _check_round(plan: Plan, number: int) -> None:
     _check_overlaps(plan, number, written, sent)
 
 
-def _check_overlaps(plan: Plan, number: int, written: list[Chunk], sent: list[Chunk]) -> None:
+def _check_overlaps(plan: Schedule, number: int, written: list[Chunk], sent: list[Chunk]) -> None:
     """Check that no range written by a transfer meets another written or sent range of the round.
 
     Ordered by start, a range that meets any earlier one meets the earlier one that reaches furthest.
@@ -184,7 +184,7 @@ def _check_overlaps(plan: Plan, number: int, written: list[Chunk], sent: list[Ch
 
 
 @dataclass(slots=True)
-class _Loan:
+class _LentRange:
     """A sent range: borrowed until this rank knows that the peer has done `receipt` rounds."""
 
     chunk: Chunk
@@ -194,22 +194,22 @@ class _Loan:
 
 
 @dataclass(slots=True)
-class _State:
+class _RankState:
     """One rank in the run. clock[p]: how many rounds of p precede this rank's now; -1: not even p's start."""
 
-    plan: Plan
+    plan: Schedule
     memory: tuple[list[int], list[int]]
     clock: list[int]
     number: int = 0
     pending: int = 0
     incoming: list[list[int]] = field(default_factory=list)
-    loans: list[_Loan] = field(default_factory=list)
+    loans: list[_LentRange] = field(default_factory=list)
 
 
 class _Run:
-    def __init__(self, plans: Sequence[Plan], contract: Contract) -> None:
+    def __init__(self, plans: Sequence[Schedule], contract: Contract) -> None:
         self.expressions = Expressions()
-        self.states: list[_State] = []
+        self.states: list[_RankState] = []
         # Posted and not yet met, by (source, target): the step's index and, for sends, the values.
         self.sends: dict[tuple[int, int], tuple[int, Send, list[int]]] = {}
         self.receives: dict[tuple[int, int], tuple[int, Recv | RecvReduce]] = {}
@@ -222,7 +222,7 @@ class _Run:
             ]
             clock = [-1] * len(plans)
             clock[rank] = 0
-            self.states.append(_State(plan, (work, [UNDEFINED] * plan.scratch_count), clock))
+            self.states.append(_RankState(plan, (work, [UNDEFINED] * plan.scratch_count), clock))
 
     def to_the_end(self) -> None:
         """Run every rank to its end; the order in which ready ranks go on cannot matter."""
@@ -270,7 +270,7 @@ class _Run:
             values = self._combine(here, values, own, step.incoming_left)
         self._write(target, step.chunk, values)
         if send.chunk.count:
-            source.loans.append(_Loan(send.chunk, link[1], target.number + 1, source.number))
+            source.loans.append(_LentRange(send.chunk, link[1], target.number + 1, source.number))
         target.incoming.append(source.clock)
         for rank in link:
             self.states[rank].pending -= 1
@@ -324,7 +324,7 @@ class _Run:
             raise PlanError(f"{here}: {error}") from None
 
     @staticmethod
-    def _write(state: _State, chunk: Chunk, values: list[int]) -> None:
+    def _write(state: _RankState, chunk: Chunk, values: list[int]) -> None:
         state.memory[chunk.buffer][chunk.start : chunk.stop] = values
 
     def _check_loans(self, rank: int, here: str, chunk: Chunk, clock: list[int]) -> None:

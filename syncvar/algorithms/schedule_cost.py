@@ -24,7 +24,7 @@ from syncvar.algorithms.schedule import Copy, Recv, RecvReduce, Reduce, Send
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.algorithms.schedule import Plan, Step
+    from syncvar.algorithms.schedule import Schedule, Step
 
 __all__ = ["ARENA", "LINKS", "CostModel", "predicted_seconds"]
 
@@ -70,7 +70,7 @@ ARENA = CostModel(
 """Memory that the ranks of one host share: a wait for all, and copies at 10 GB/s."""
 
 
-def predicted_seconds(plans: Sequence[Plan], itemsize: int, model: CostModel = LINKS) -> float:
+def predicted_seconds(plans: Sequence[Schedule], itemsize: int, model: CostModel = LINKS) -> float:
     """Return how long the plans of a group take by the model, from a common start to the end of the last rank.
 
     Args:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from syncvar.algorithms.builders import REDUCTIONS, check_algorithm, sums_by_the_tree, unsuited
 from syncvar.core.errors import ConfigError
 
-__all__ = ["Choice", "choose", "parse_forced"]
+__all__ = ["AlgorithmChoice", "choose", "parse_forced"]
 
 SMALL = 64 * 1024  # bytes up to which rounds cost more than bytes
 LONG = 256 * 1024  # bytes from which a second copy of the vector costs more than some rounds
@@ -19,7 +19,7 @@ HUGE = 4 * 1024 * 1024  # bytes from which pieces of a pipeline are worth their 
 SHARED_DIRECT_LIMITS = ((64 * 1024, 4), (16 * 1024, 16), (4 * 1024, None))  # bytes, ranks
 
 
-class Choice(NamedTuple):
+class AlgorithmChoice(NamedTuple):
     """A chosen algorithm.
 
     Args:
@@ -146,7 +146,7 @@ def choose(
     forced: str | None = None,
     shared: bool = False,
     even: bool = False,
-) -> Choice:
+) -> AlgorithmChoice:
     """Choose the algorithm of a call.
 
     Args:
@@ -184,7 +184,7 @@ def choose(
             raise ConfigError(
                 f"algorithm {forced!r} contradicts reproducible=True; leave one of them out"
             )
-        return Choice(forced, f"{forced}: the caller demands it")
+        return AlgorithmChoice(forced, f"{forced}: the caller demands it")
     for rule in _RULES:
         if (
             rule.collective == collective
@@ -197,7 +197,7 @@ def choose(
             is None
         ):
             why = rule.why + ("; it sums by the tree, as the caller demands" if by_tree else "")
-            return Choice(
+            return AlgorithmChoice(
                 rule.algorithm, f"{rule.algorithm}: {nbytes} bytes on {world_size} ranks: {why}"
             )
     raise AssertionError(f"the table has no last row for {collective}")

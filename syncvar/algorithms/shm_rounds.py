@@ -18,7 +18,7 @@ from syncvar.core.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from syncvar.algorithms.schedule import Chunk, Plan, Round, Step
+    from syncvar.algorithms.schedule import Chunk, Round, Schedule, Step
 
 __all__ = ["Publication", "Take", "publications"]
 
@@ -57,7 +57,7 @@ class Publication(NamedTuple):
     local: tuple[Copy | Reduce, ...]
 
 
-def publications(plans: Sequence[Plan], rank: int) -> tuple[Publication, ...]:
+def publications(plans: Sequence[Schedule], rank: int) -> tuple[Publication, ...]:
     """Return the rounds of a rank as publications.
 
     Args:

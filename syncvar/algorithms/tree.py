@@ -186,7 +186,7 @@ def scattered_broadcast(rank: int, world_size: int, count: int, root: int) -> It
         yield tuple(steps)
 
 
-class _Meeting(NamedTuple):
+class _BlockMerge(NamedTuple):
     """Two blocks of ranks become one: `giver` has what belongs to its block low ... high-1, `taker` the other's."""
 
     giver: int
@@ -196,7 +196,7 @@ class _Meeting(NamedTuple):
     other_low: int
 
 
-def _meetings(rank: int, world_size: int, root: int) -> Iterator[_Meeting | None]:
+def _meetings(rank: int, world_size: int, root: int) -> Iterator[_BlockMerge | None]:
     """Yield for each level the meeting that a rank is part of, or None; the blocks double from level to level."""
     for level in range((world_size - 1).bit_length()):
         span = 1 << level
@@ -210,9 +210,9 @@ def _meetings(rank: int, world_size: int, root: int) -> Iterator[_Meeting | None
         if rank not in (left, right):
             yield None
         elif right == root:
-            yield _Meeting(left, right, low, middle, middle)
+            yield _BlockMerge(left, right, low, middle, middle)
         else:
-            yield _Meeting(right, left, middle, high, low)
+            yield _BlockMerge(right, left, middle, high, low)
 
 
 def _part_of(rank: int, world_size: int, root: int) -> range:

@@ -14,7 +14,7 @@ from syncvar.bootstrap.malloc_tuning import keep_freed_memory
 from syncvar.bootstrap.rank_process import environment_of
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.logs import log_at
-from syncvar.shm.segment import Arena
+from syncvar.shm.segment import SharedSegment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
@@ -164,7 +164,7 @@ def _wired(
             )
         undoing.callback(transport.close, 0)
         arena = _attach(environment, config, generation)
-        if isinstance(arena, Arena):
+        if isinstance(arena, SharedSegment):
             undoing.callback(arena.close)
         context = Context(environment, config, transport, control, generation, arena)
         context.is_kept_by_rank = keeper is not None
@@ -173,7 +173,9 @@ def _wired(
     return context
 
 
-def _attach(environment: RankEnvironment, config: RuntimeConfig, generation: int) -> Arena | str:
+def _attach(
+    environment: RankEnvironment, config: RuntimeConfig, generation: int
+) -> SharedSegment | str:
     """Return the arena of this host, or in words why there is none."""
     if not config.shares_memory:
         return f"SYNCVAR_TRANSPORT={config.transport} asks for it"
@@ -182,4 +184,4 @@ def _attach(environment: RankEnvironment, config: RuntimeConfig, generation: int
     from syncvar.shm.fd_passing import arena_path
 
     path = arena_path(environment.socket_directory)
-    return Arena.fetch(path, environment, generation, environment.local_rank, config)
+    return SharedSegment.fetch(path, environment, generation, environment.local_rank, config)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.core.stack_dump import Frame
-    from syncvar.shm.segment import Arena
+    from syncvar.core.stack_dump import StackFrame
+    from syncvar.shm.segment import SharedSegment
     from syncvar.transports.base import Control, Transport
 
 __all__ = ["Context"]
@@ -61,7 +61,7 @@ class Context:
         transport: Transport | None = None,
         control: Control | None = None,
         generation: int = 0,
-        arena: Arena | str = "a world of one shares nothing",
+        arena: SharedSegment | str = "a world of one shares nothing",
     ) -> None:
         self.config = config
         me = environment or _ALONE
@@ -102,7 +102,7 @@ class Context:
             trace=config.trace,
             stats=me.stats_dir,
         )
-        self.arena: Arena | None = None if isinstance(arena, str) else arena
+        self.arena: SharedSegment | None = None if isinstance(arena, str) else arena
         self.without_arena = arena if isinstance(arena, str) else ""
         self._forced = parse_forced(config.algorithm)
         self._channels = (
@@ -259,7 +259,7 @@ class Context:
         *,
         orderly: bool,
         reason: str = "it did not leave in order",
-        stack: Sequence[Frame] = (),
+        stack: Sequence[StackFrame] = (),
     ) -> None:
         """Leave the job.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.context import Context
     from syncvar.core.environment import RankEnvironment
-    from syncvar.core.stack_dump import Frame
+    from syncvar.core.stack_dump import StackFrame
 
 __all__ = [
     "abandon",
@@ -156,7 +156,7 @@ def use(context: Context) -> Iterator[None]:
         del _state.thread.context
 
 
-def abandon(reason: str = "it ends with an error", stack: Sequence[Frame] = ()) -> None:
+def abandon(reason: str = "it ends with an error", stack: Sequence[StackFrame] = ()) -> None:
     """Let go of the job without a goodbye: this process is about to end with an error.
 
     Args:

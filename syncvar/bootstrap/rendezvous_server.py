@@ -9,7 +9,7 @@ import zmq
 
 from syncvar.core.errors import ConfigError, RendezvousError, WireError
 from syncvar.protocol.control_messages import Message, pack_message, parse_message
-from syncvar.protocol.coordinator import Action, Coordinator, Fail, Mute, Say
+from syncvar.protocol.coordinator import AbortJob, Action, Coordinator, ShowMessage, Unresponsive
 from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
 from syncvar.protocol.server_directory import ServerTable
 from syncvar.transports.zeromq_connections import Connections
@@ -70,7 +70,7 @@ class Store:
         self.seen: Callable[[int], str] = lambda _: ""
         self.place: Callable[[int], str] = lambda _: ""
         self.absent: Callable[[Sequence[int]], str] = lambda _: ""
-        self.failure: Fail | None = None
+        self.failure: AbortJob | None = None
         self.refused_messages = 0
         self._peers: dict[int, bytes] = {}
         self._closed: dict[bytes, str] = {}  # channels that have closed, and why in words
@@ -228,19 +228,19 @@ class Store:
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Say):
+            if isinstance(action, ShowMessage):
                 text = self._with_absent(action.text, action.absent)
                 self.said.append(text)
                 if action.is_stall:
                     self.stalls.add(text)
-            elif isinstance(action, Mute):
+            elif isinstance(action, Unresponsive):
                 words = (
                     f"no Python thread answers since {action.seconds:.0f} s{self.seen(action.rank)}"
                 )
                 self.coordinator.stalls.mute(action.rank, words)
                 place = self.place(action.rank)
                 self.said.append(f"rank {action.rank}: {words}" + (f", {place}" if place else ""))
-            elif isinstance(action, Fail):
+            elif isinstance(action, AbortJob):
                 reason = self._with_absent(action.reason, action.absent)
                 self.failure = self.failure or action._replace(reason=reason)
             else:

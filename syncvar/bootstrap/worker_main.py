@@ -27,7 +27,7 @@ from syncvar.core import stack_dump
 from syncvar.core.exit_codes import error_exit_code
 from syncvar.core.fork_cleanup import enable_fault_handler, handle_signal, register_exit
 from syncvar.core.process_ids import server_number
-from syncvar.core.status_pipe import Word, adopt
+from syncvar.core.status_pipe import StatusPipe, adopt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +60,7 @@ def work(run: Callable[[list[str]], None] | None = None) -> None:
     Args:
         run: What a server does instead, with the arguments.
     """
-    word = Word(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
+    word = StatusPipe(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
     adopt(word)
     process = os.getpid()
     claim_rank(os.environ)
@@ -239,7 +239,7 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(name, _message(error), text, brief, code)
 
 
-def _fail(word: Word, error: BaseException) -> NoReturn:
+def _fail(word: StatusPipe, error: BaseException) -> NoReturn:
     name, message, text, brief, code = failure_of(error)
     written = text
     if sys.excepthook is not sys.__excepthook__:

@@ -25,7 +25,7 @@ from syncvar.checkpoint.step_folders import StepFolders
 from syncvar.checkpoint.trackables import outside
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError
-from syncvar.core.lazy_import import Taught, unexpected
+from syncvar.core.lazy_import import MigrationHintsMixin, unexpected
 
 if TYPE_CHECKING:
     from syncvar.checkpoint.async_save import PendingSave
@@ -39,7 +39,7 @@ _BEST = ("min", "max")
 _KEPT = 5
 
 
-class CheckpointManager(Taught):
+class CheckpointManager(MigrationHintsMixin):
     """The checkpoints of a run, in folders `step-…` of one directory.
 
     From its first save on rank 0 holds the directory's lock: a second job that saves there is refused, jobs that only restore are not.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Mapping, Sequence
 
-    from syncvar.algorithms.schedule import Plan
+    from syncvar.algorithms.schedule import Schedule
     from syncvar.algorithms.schedule_cost import CostModel
     from syncvar.cli.collective_registry import Collective
     from syncvar.cli.selftest_inputs import Case
@@ -103,7 +103,7 @@ class Model:
             else kind.itemsize
         )
 
-    def _plans(self, case: Case) -> list[Plan]:
+    def _plans(self, case: Case) -> list[Schedule]:
         count = self.collective.total(case)
         chosen = choose(
             self.collective.name,

@@ -17,7 +17,7 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
-    from syncvar.algorithms.schedule import Plan
+    from syncvar.algorithms.schedule import Schedule
     from syncvar.algorithms.schedule_cost import CostModel
     from syncvar.core.settings import RuntimeConfig
 
@@ -160,7 +160,7 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
 
 
 def _table(
-    collective: str, plans: dict[str, list[Plan]], itemsize: int, model: CostModel, chosen: str
+    collective: str, plans: dict[str, list[Schedule]], itemsize: int, model: CostModel, chosen: str
 ) -> list[str]:
     """Return the algorithms by predicted time, and what they send."""
     seconds = {

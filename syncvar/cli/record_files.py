@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.rank_text import rank_list
-from syncvar.core.stack_dump import Frame
+from syncvar.core.stack_dump import StackFrame
 from syncvar.core.state_folder import RECORDS, is_record
 from syncvar.runtime.flight_recorder.call_numbers import ordinal
 from syncvar.runtime.flight_recorder.call_record import Event
@@ -75,7 +75,7 @@ class Record(NamedTuple):
     groups: Mapping[int, tuple[int, ...]]
     gaps: Mapping[int, Sequence[Gap]]
     threads: Mapping[int, Mapping[str, str]]
-    stack: tuple[Frame, ...]
+    stack: tuple[StackFrame, ...]
     events: tuple[Event, ...]
 
 
@@ -112,7 +112,8 @@ def as_record(data: Mapping[str, Any]) -> Record:
         },
         threads={int(ident): dict(about) for ident, about in data["threads"].items()},
         stack=tuple(
-            Frame(str(file), int(line), str(name)) for file, line, name in data.get("stack", ())
+            StackFrame(str(file), int(line), str(name))
+            for file, line, name in data.get("stack", ())
         ),
         events=tuple(sorted(events, key=lambda event: event.began_ns)),
     )

@@ -16,7 +16,7 @@ import msgpack
 from syncvar.bootstrap.job_directory import holders_of_meetings
 from syncvar.core.errors import ConfigError
 from syncvar.core.rank_text import process_list
-from syncvar.core.stack_dump import Frame, doing, shown, where
+from syncvar.core.stack_dump import StackFrame, doing, shown, where
 
 if TYPE_CHECKING:
     import argparse
@@ -85,7 +85,7 @@ def stacks_text(
     for rank in answer["ranks"]:
         lines = [_headline(rank, folder)]
         for ident, is_main, raw in rank["threads"] or ():
-            frames = [Frame(*frame) for frame in raw]
+            frames = [StackFrame(*frame) for frame in raw]
             if all_threads:
                 lines.append("main thread:" if is_main else f"thread {ident}:")
             kept = frames if verbose else shown(frames) or frames[:1]
@@ -106,7 +106,9 @@ def _headline(rank: Mapping[str, Any], folder: str) -> str:
     if rank["threads"] is None:
         return f"does not answer within 2 s (process {rank['pid']}); {rank['position']}"
     main = next((frames for _, is_main, frames in rank["threads"] if is_main), None)
-    place = rank["instead"] if main is None else where([Frame(*frame) for frame in main], folder)
+    place = (
+        rank["instead"] if main is None else where([StackFrame(*frame) for frame in main], folder)
+    )
     return doing(rank["position"], place)
 
 

@@ -13,7 +13,7 @@ from syncvar.collectives.stage_builders import exchange, gather_flat, require_sa
 from syncvar.collectives.transfer_args import Moving, detail_of, fits_out, moves, result_buffer
 from syncvar.core.array_arguments import checked_integer, deliver
 from syncvar.core.errors import ConfigError
-from syncvar.core.pytree import Structure, arrays_in, describe, fresh, unflatten
+from syncvar.core.pytree import TreeDef, arrays_in, describe, fresh, unflatten
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, Layout
@@ -150,7 +150,7 @@ def gather_request(
 
 def _along_axis(
     x: Any, axis: Any, out: Any
-) -> tuple[Structure | None, list[NDArray[Any]], list[int], str]:
+) -> tuple[TreeDef | None, list[NDArray[Any]], list[int], str]:
     """Check what is to be concatenated.
 
     Returns:

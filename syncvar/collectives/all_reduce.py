@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.core.pytree import Leaves
+    from syncvar.core.pytree import PyTree
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
@@ -112,7 +112,7 @@ def all_reduce(
 
 def _form(
     _communicator: Communicator, x: Any, _out: Any, how: tuple[Any, ...]
-) -> NDArray[Any] | Leaves | None:
+) -> NDArray[Any] | PyTree | None:
     op, reproducible, scales, algorithm = how
     if scales is None and algorithm is None and isinstance(op, str) and type(reproducible) is bool:
         return x if type(x) is np.ndarray else form_of(x)

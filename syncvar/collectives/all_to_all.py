@@ -14,7 +14,7 @@ from syncvar.collectives.scatter import cut
 from syncvar.collectives.stage_builders import gather_bytes
 from syncvar.collectives.transfer_args import UNMOVED, Moving, detail_of, moves, place_of
 from syncvar.core.array_arguments import deliver
-from syncvar.core.array_interop import Untaken
+from syncvar.core.array_interop import UnsupportedLibrary
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
@@ -165,7 +165,7 @@ def _checked_outs(
     Raises:
         ConfigError: There are not as many, or they overlap the parts.
     """
-    if type(out) is Untaken:
+    if type(out) is UnsupportedLibrary:
         raise ConfigError(f"out {out.reason}")
     size = len(communicator.whole)
     if isinstance(out, np.ndarray) and out.ndim:

@@ -32,7 +32,7 @@ from syncvar.core.pytree import (
     restored_structure,
     unflatten,
 )
-from syncvar.protocol.fixed_records import ARRAY, BYTES, NOTHING, Record, array_record
+from syncvar.protocol.fixed_records import ARRAY, BYTES, NOTHING, InputRecord, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.programs.block_transfer import Blocks, Layout
@@ -124,11 +124,11 @@ def broadcast_request(
     if x is None and is_root:
         raise ConfigError(f"the root (rank {root}) must pass a value, not None")
     structure, arrays = (None, []) if x is None else arrays_in(x, out)
-    like, record, skeleton = x, Record(), b""
+    like, record, skeleton = x, InputRecord(), b""
     if structure is not None:
         like = fresh(structure, x) if keep else x
         kinds = [(dtype_index(array.dtype), array.shape) for array in arrays]
-        record = Record(BYTES, nbytes=fingerprint(structure, tuple(kinds)))
+        record = InputRecord(BYTES, nbytes=fingerprint(structure, tuple(kinds)))
         skeleton = (
             pack_object(
                 [plain_structure(structure), [[index, list(shape)] for index, shape in kinds]]

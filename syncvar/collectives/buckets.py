@@ -20,7 +20,7 @@ from syncvar.runtime.programs.arithmetic import store, store_parts
 from syncvar.runtime.programs.round_runner import Published
 from syncvar.runtime.programs.shm_reduce import Vector, flat_of, in_one_exchange
 from syncvar.runtime.request import Stage
-from syncvar.shm.segment import Block
+from syncvar.shm.segment import SegmentBlock
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -302,12 +302,12 @@ def _are_strangers(arrays: list[NDArray[Any]], targets: Sequence[NDArray[Any] | 
     for index, target in enumerate(targets):
         if target is not None:
             owner = target if target.base is None else _owner(target)
-            if not isinstance(owner, Block | mmap.mmap) and not owns_itself(owner):
+            if not isinstance(owner, SegmentBlock | mmap.mmap) and not owns_itself(owner):
                 return False
             owners[id(owner)] = index if owners.get(id(owner), index) == index else -1
     for index, array in enumerate(arrays):
         owner = array if array.base is None else _owner(array)
-        if not (type(owner) is Block or owns_itself(owner)):
+        if not (type(owner) is SegmentBlock or owns_itself(owner)):
             return False
         if id(owner) in owners and (owners[id(owner)] != index or array is not targets[index]):
             return False

@@ -8,7 +8,7 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.sync_points import gather_objects, meet
 from syncvar.core.array_arguments import checked_integer
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.lazy_import import Taught
+from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.communicator import Communicator, fingerprint
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "by_rank", "checked_root", "communicator_of", "new_group"]
 
 
-class Group(Taught):
+class Group(MigrationHintsMixin):
     """Ranks that communicate among themselves; made by `new_group` or `split`.
 
     Example:

@@ -13,7 +13,7 @@ import numpy as np
 
 from syncvar._native import Count
 from syncvar.algorithms.compile_messages import prepare
-from syncvar.algorithms.schedule import Chunk, Plan, Recv, Send
+from syncvar.algorithms.schedule import Chunk, Recv, Schedule, Send
 from syncvar.bootstrap.process import current
 from syncvar.core.dtypes import dtype_from_index
 from syncvar.protocol.fixed_records import (
@@ -151,4 +151,6 @@ def _plan(stream: Communicator, *steps: Step) -> Prepared:
     """Return a plan of one step for each round, for this end of the pair."""
     count = max(step.chunk.stop for step in steps if isinstance(step, Send | Recv))
     rounds = tuple((step,) for step in steps)
-    return prepare(Plan("message", "pair", stream.member_rank, 2, count, 0, rounds), stream.members)
+    return prepare(
+        Schedule("message", "pair", stream.member_rank, 2, count, 0, rounds), stream.members
+    )

@@ -12,7 +12,7 @@ import numpy as np
 
 from syncvar.collectives.dispatch import Repeatable, never, plain_array
 from syncvar.core.errors import ConfigError
-from syncvar.core.pytree import LEAF, Leaves, Structure, describe
+from syncvar.core.pytree import LEAF, PyTree, TreeDef, describe
 from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent.mixed_dtypes import prepare_kinds
@@ -77,7 +77,7 @@ def described_reduction(
 
 
 def described_together(
-    structure: Structure,
+    structure: TreeDef,
     arrays: Sequence[NDArray[Any]],
     hows: Sequence[Reduction],
     op: str,
@@ -237,17 +237,17 @@ def tell_that_all_came(communicator: Communicator, witness: int) -> Generator[St
         yield Stage(communicator.plan("broadcast", 0, root=witness), _NOTHING)
 
 
-def form_of(x: Any) -> NDArray[Any] | Leaves | None:
+def form_of(x: Any) -> NDArray[Any] | PyTree | None:
     """Return the plain array of a value, or its leaves; None where the general way has to look at it."""
     array = plain_array(x)
     if array is not None:
         return array
     arrays: list[NDArray[Any]] = []
     structure = _plain_structure(x, arrays, _DEPTH_MAX)
-    return None if structure is None or not arrays else Leaves.of(structure, arrays)
+    return None if structure is None or not arrays else PyTree.of(structure, arrays)
 
 
-def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> Structure | None:
+def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> TreeDef | None:
     """Return how plain containers hold arrays, which are added to `arrays`; None where the general way has to look."""
     kind = type(value)
     array = value if kind is np.ndarray else None if kind is dict else plain_array(value)
@@ -270,7 +270,7 @@ def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> Stru
         if structure is None or (structure is LEAF and not holds):
             return None
         parts.append(structure)
-    return Structure(_KINDS[kind], names, tuple(parts))
+    return TreeDef(_KINDS[kind], names, tuple(parts))
 
 
 class Reducing(Repeatable):
@@ -301,7 +301,7 @@ class Reducing(Repeatable):
         self._op, self._ends, self.is_entered = op, ends, is_entered
 
     def prepared(
-        self, communicator: Communicator, like: NDArray[Any] | Leaves, make: Make
+        self, communicator: Communicator, like: NDArray[Any] | PyTree, make: Make
     ) -> PreparedCall | None:
         """Return what makes calls that are alike; see `Repeatable`."""
         return prepare_form(communicator, like, self._op, self.digest, self.what, self._ends)
@@ -309,7 +309,7 @@ class Reducing(Repeatable):
 
 def prepare_form(
     communicator: Communicator,
-    form: NDArray[Any] | Leaves,
+    form: NDArray[Any] | PyTree,
     op: str,
     digest: int,
     what: str,
@@ -331,7 +331,7 @@ def prepare_form(
     """
     if not communicator.prepares or communicator.channel is None:
         return None
-    leaves = form.without_memory() if isinstance(form, Leaves) else None
+    leaves = form.without_memory() if isinstance(form, PyTree) else None
     arrays = [form] if isinstance(form, np.ndarray) else form.arrays
     kinds = kinds_of([reduction_of(array, op) for array in arrays])
     are_known = (

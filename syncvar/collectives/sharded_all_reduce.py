@@ -29,7 +29,7 @@ from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
 from syncvar.core.enum_arguments import word_of
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.pytree import (
-    Structure,
+    TreeDef,
     arrays_of,
     describe,
     flatten,
@@ -121,7 +121,7 @@ class _Kind(NamedTuple):
         arrays: Number of the dtype, and shape, of each.
     """
 
-    structure: Structure
+    structure: TreeDef
     arrays: tuple[tuple[int, tuple[int, ...]], ...]
 
     def describe(self) -> str:

@@ -15,7 +15,7 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.shm_empty import checked_kind, zeros
-from syncvar.core.errors import ArenaFull, ConfigError, MismatchError
+from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
 from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.shm.segment_layout import bytes_in_words
 from syncvar.shm.shm_references import REFERENCE_NBYTES, SharedMemoryReference
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from syncvar.bootstrap.context import Context
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
-    from syncvar.shm.segment import Arena
+    from syncvar.shm.segment import SharedSegment
 
 __all__ = ["Wanted", "memory_in_common", "shared_array"]
 
@@ -69,7 +69,7 @@ def shared_array(
         ConfigError: A wrong shape or dtype; or the ranks of the group share no memory: they are on several hosts, or there is no
             arena, and the text says why.
         MismatchError: The ranks ask for different arrays.
-        ArenaFull: There is no room, on any rank.
+        SharedMemoryFull: There is no room, on any rank.
         PeerLost, DeadlineExceeded: As for `sv.barrier`.
 
     Cost: one small broadcast; the memory is taken once for all, by the group's first rank: 0.2 ms for each MiB.
@@ -97,7 +97,7 @@ def shared_array(
     if communicator.size == 1:
         return zeros(shape, dtype)
     found = memory_in_common(context, communicator, "shared_array", check, timeout)
-    if isinstance(found, ArenaFull):
+    if isinstance(found, SharedMemoryFull):
         raise found
     ((lengths, kind),) = asked
     return found.view(kind).reshape(lengths)
@@ -125,7 +125,7 @@ def memory_in_common(
     name: str,
     check: Callable[[], Wanted],
     timeout: float | None,
-) -> NDArray[np.uint8] | ArenaFull:
+) -> NDArray[np.uint8] | SharedMemoryFull:
     """Return memory that all ranks of a group see, or on all ranks why there is none. Collective; the group shares an arena.
 
     Args:
@@ -139,7 +139,7 @@ def memory_in_common(
     head = -(-size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES
     kept: list[_Kept] = context.extras.setdefault("memory_in_common", [])
     wanted: list[Wanted] = []
-    refused: list[ArenaFull] = []
+    refused: list[SharedMemoryFull] = []
 
     def request() -> Request:
         one = check()
@@ -153,7 +153,7 @@ def memory_in_common(
                 assert context.arena is not None
                 kept.append(_allocated(context.arena, size, head, one))
                 reference = context.arena.refer(kept[-1].offset, kept[-1].block.nbytes).pack()
-            except ArenaFull as error:
+            except SharedMemoryFull as error:
                 refused.append(error)
         made = broadcast_request(communicator, np.frombuffer(reference, np.uint8), name=name)
         return Request(one.what, fingerprint(name, *one.parts), made.body)
@@ -170,7 +170,7 @@ def memory_in_common(
         return (
             refused[0]
             if refused
-            else ArenaFull(
+            else SharedMemoryFull(
                 f"{what}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory"
             )
         )
@@ -193,7 +193,7 @@ class _Hold:
 
     __slots__ = ("__array_interface__", "_ground", "_mark", "_process")
 
-    def __init__(self, arena: Arena, offset: int, nbytes: int, mark: NDArray[Any]) -> None:
+    def __init__(self, arena: SharedSegment, offset: int, nbytes: int, mark: NDArray[Any]) -> None:
         self._mark = mark
         self._ground = arena.view(offset, nbytes, np.uint8)  # keeps the mapping
         self._process = os.getpid()
@@ -223,7 +223,7 @@ class _Kept(NamedTuple):
     marks: NDArray[Any]
 
 
-def _allocated(arena: Arena, size: int, head: int, wanted: Wanted) -> _Kept:
+def _allocated(arena: SharedSegment, size: int, head: int, wanted: Wanted) -> _Kept:
     """Take memory for what is shared and for the words in front of it, and write the content."""
     block = arena.empty(head + max(1, wanted.nbytes), np.uint8)
     offset = arena.locate(block)

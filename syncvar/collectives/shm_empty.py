@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.bootstrap.process import current
-from syncvar.core.errors import ArenaFull, ConfigError
+from syncvar.core.errors import ConfigError, SharedMemoryFull
 from syncvar.shm.segment_layout import bytes_in_words
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
 
     Raises:
         ConfigError: A wrong shape or dtype.
-        ArenaFull: There is no room, in the arena or in private memory; the text names what is in use, and `arena_bytes`.
+        SharedMemoryFull: There is no room, in the arena or in private memory; the text names what is in use, and `arena_bytes`.
 
     Cost: microseconds where freed memory is used again; else pages are asked of the system, 0.2 ms for each MiB.
 
@@ -53,7 +53,7 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
         return np.empty(lengths, kind)
     except (ValueError, MemoryError) as error:
         nbytes = prod(lengths) * kind.itemsize
-        raise ArenaFull(
+        raise SharedMemoryFull(
             f"{bytes_in_words(nbytes)} of private memory asked for (this process shares none): {error}"
         ) from error
 

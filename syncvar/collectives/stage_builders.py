@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import MismatchError
-from syncvar.protocol.fixed_records import BYTES, Record, pack_record, unpack_record
+from syncvar.protocol.fixed_records import BYTES, InputRecord, pack_record, unpack_record
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def broadcast_bytes(
     communicator: Communicator, mine: bytes, root: int
 ) -> Generator[Stage, None, bytes]:
     """Broadcast bytes whose length only the root knows."""
-    records = yield from exchange(communicator, Record(BYTES, nbytes=len(mine)))
+    records = yield from exchange(communicator, InputRecord(BYTES, nbytes=len(mine)))
     data = np.frombuffer(mine, np.uint8) if communicator.member_rank == root else None
     result = yield from broadcast_flat(
         communicator, data, (records[root].nbytes,), np.dtype(np.uint8), root
@@ -132,7 +132,9 @@ def gather_bytes(
     return [data[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
-def exchange(communicator: Communicator, mine: Record) -> Generator[Stage, None, list[Record]]:
+def exchange(
+    communicator: Communicator, mine: InputRecord
+) -> Generator[Stage, None, list[InputRecord]]:
     """Exchange records; returns those of all ranks of the group, in rank order."""
     told = yield from exchange_bytes(communicator, pack_record(mine))
     return [unpack_record(data) for data in told]
@@ -150,7 +152,7 @@ def exchange_bytes(communicator: Communicator, mine: bytes) -> Generator[Stage, 
 
 
 def require_same(
-    communicator: Communicator, what: str, values: list[Any], records: list[Record]
+    communicator: Communicator, what: str, values: list[Any], records: list[InputRecord]
 ) -> None:
     """Raise MismatchError on every rank unless all `values` are equal.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.array_arguments import told
-from syncvar.core.array_interop import Untaken, library_of
+from syncvar.core.array_interop import UnsupportedLibrary, library_of
 from syncvar.core.pytree import is_structure, parts_of, rebuilt
 from syncvar.runtime.work import Work
 
@@ -93,8 +93,8 @@ def _taken(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:
         return _untaken(value, error)
 
 
-def _untaken(value: Any, error: Exception) -> Untaken:
-    return Untaken(f"of type {type(value).__name__} cannot be an array: {told(error)}")
+def _untaken(value: Any, error: Exception) -> UnsupportedLibrary:
+    return UnsupportedLibrary(f"of type {type(value).__name__} cannot be an array: {told(error)}")
 
 
 def _exchanged(value: Any, places: dict[int, tuple[Any, Any]]) -> Any:

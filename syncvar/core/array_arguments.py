@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.core.array_interop import Untaken, library_of
+from syncvar.core.array_interop import UnsupportedLibrary, library_of
 from syncvar.core.dtypes import DTYPE_NAMES
 from syncvar.core.errors import ConfigError, MismatchError, TransportError
 
@@ -41,7 +41,7 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
             raise ConfigError(f"{wrong}: sv.broadcast_object(x), for instance, sends texts")
         if isinstance(value, dict | set):
             raise ConfigError(f"{what} must be an array or a number, not {value!r}"[:300])
-        if type(value) is Untaken:
+        if type(value) is UnsupportedLibrary:
             raise ConfigError(f"{what} {value.reason}")
         if _is_masked(value):
             raise ConfigError(
@@ -146,7 +146,7 @@ def checked_output(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ND
     Raises:
         ConfigError: It cannot; the message says why.
     """
-    if type(out) is Untaken:
+    if type(out) is UnsupportedLibrary:
         raise ConfigError(f"out {out.reason}")
     if not isinstance(out, np.ndarray):
         raise ConfigError(

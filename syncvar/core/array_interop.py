@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["NAMED", "Library", "Untaken", "library_of"]
+__all__ = ["NAMED", "Library", "UnsupportedLibrary", "library_of"]
 
 
 class Library(NamedTuple):
@@ -40,7 +40,7 @@ class Library(NamedTuple):
     wrote: Callable[[Any], None]
 
 
-class Untaken:
+class UnsupportedLibrary:
     """Stands for an array that could not be taken, where it will be looked at.
 
     Args:

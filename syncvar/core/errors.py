@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = [
-    "ArenaFull",
-    "ArenaUnavailable",
     "CheckpointError",
     "ConfigError",
     "Corrupt",
@@ -39,6 +37,8 @@ __all__ = [
     "RankFailed",
     "RendezvousError",
     "RowOutOfRange",
+    "SharedMemoryFull",
+    "SharedMemoryUnavailable",
     "SyncvarError",
     "TransportError",
     "UsageError",
@@ -54,7 +54,7 @@ class ConfigError(SyncvarError, ValueError):
     """A wrong argument or setting. Nothing was sent and nothing changed: correct it and call again."""
 
 
-class ArenaFull(ConfigError, MemoryError):
+class SharedMemoryFull(ConfigError, MemoryError):
     """The memory that the processes of this host share has no room for an array. Nothing was taken."""
 
 
@@ -128,7 +128,7 @@ class DeadlineExceeded(TransportError, TimeoutError):
         super().__init__(message)
 
 
-class ArenaUnavailable(TransportError):
+class SharedMemoryUnavailable(TransportError):
     """The processes of this host cannot share memory; their data goes through sockets instead."""
 
 

@@ -24,7 +24,7 @@ __all__ = [
     "RENDEZVOUS",
     "TIMEOUT",
     "USAGE",
-    "Weight",
+    "Severity",
     "describe_exit",
     "error_exit_code",
     "exit_code_of",
@@ -61,7 +61,7 @@ MEANINGS: dict[int, str] = {
 }
 
 
-class Weight(IntEnum):
+class Severity(IntEnum):
     """How likely a failure is the cause of the others; the lowest wins, then the first."""
 
     OWN = 0
@@ -83,24 +83,24 @@ _OF_ERRORS = {
 }
 
 _WEIGHTS = {
-    "DeadlineExceeded": Weight.DISAGREEMENT,
-    "MismatchError": Weight.DISAGREEMENT,
-    "RendezvousError": Weight.DISAGREEMENT,
-    "PeerLost": Weight.CONSEQUENCE,
-    "GroupBroken": Weight.CONSEQUENCE,
+    "DeadlineExceeded": Severity.DISAGREEMENT,
+    "MismatchError": Severity.DISAGREEMENT,
+    "RendezvousError": Severity.DISAGREEMENT,
+    "PeerLost": Severity.CONSEQUENCE,
+    "GroupBroken": Severity.CONSEQUENCE,
 }
 OF_OTHERS = tuple(_WEIGHTS)
 """Names of the errors that speak of other ranks."""
 
 
-def weight_of(error: str) -> Weight:
+def weight_of(error: str) -> Severity:
     """Return how likely an exception is the cause of others, by its name.
 
     Example:
         >>> weight_of("ValueError"), weight_of("PeerLost")
         (<Weight.OWN: 0>, <Weight.CONSEQUENCE: 2>)
     """
-    return _WEIGHTS.get(error, Weight.OWN)
+    return _WEIGHTS.get(error, Severity.OWN)
 
 
 def error_exit_code(error: BaseException) -> int:

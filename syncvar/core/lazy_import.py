@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ClassWithHints",
-    "Taught",
+    "MigrationHintsMixin",
     "attributes_of",
     "explained_attribute",
     "object_named",
@@ -38,7 +38,7 @@ class ClassWithHints(type):
             raise AttributeError(message, name=name, obj=None)
 
 
-class Taught:
+class MigrationHintsMixin:
     """Objects that say what to write where other libraries have an attribute that they have not."""
 
     __slots__ = ()

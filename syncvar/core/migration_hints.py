@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WORDS",
-    "Word",
+    "ForeignName",
     "explained",
     "group_hint",
     "missing",
@@ -45,7 +45,7 @@ _METHODS_OF_TF_DATA = (
 _OWN_MACHINE = "there is no such choice: shared memory serves on a host, encrypted tcp between hosts; leave it out"
 
 
-class Word(NamedTuple):
+class ForeignName(NamedTuple):
     """Words of one meaning.
 
     Args:
@@ -62,8 +62,8 @@ class Word(NamedTuple):
     is_accepted: bool = False
 
 
-def _word(place: str, names: str, text: str, *, is_accepted: bool = False) -> Word:
-    return Word(place, tuple(names.split()), text, is_accepted)
+def _word(place: str, names: str, text: str, *, is_accepted: bool = False) -> ForeignName:
+    return ForeignName(place, tuple(names.split()), text, is_accepted)
 
 
 WORDS = (

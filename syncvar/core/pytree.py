@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LEAF",
-    "Leaves",
-    "Structure",
+    "PyTree",
+    "TreeDef",
     "arrays_in",
     "arrays_of",
     "describe",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class Structure(NamedTuple):
+class TreeDef(NamedTuple):
     """The shape of a nested value without its leaves; it can be compared with that of another rank.
 
     Args:
@@ -48,14 +48,14 @@ class Structure(NamedTuple):
 
     kind: str
     keys: tuple[Any, ...] = ()
-    children: tuple[Structure, ...] = ()
+    children: tuple[TreeDef, ...] = ()
 
 
-LEAF = Structure("leaf")
+LEAF = TreeDef("leaf")
 """The structure of an array alone."""
 
 
-class Leaves(NamedTuple):
+class PyTree(NamedTuple):
     """Plain dicts, lists and tuples of arrays, in the place of an array.
 
     Args:
@@ -65,19 +65,19 @@ class Leaves(NamedTuple):
         dtype: None: there is one of each leaf.
     """
 
-    structure: Structure
+    structure: TreeDef
     arrays: list[NDArray[Any]]
     shape: Hashable
     dtype: None = None
 
     @classmethod
-    def of(cls, structure: Structure, arrays: list[NDArray[Any]]) -> Leaves:
+    def of(cls, structure: TreeDef, arrays: list[NDArray[Any]]) -> PyTree:
         """Return the leaves of such a structure."""
         return cls(
             structure, arrays, (structure, tuple([(array.dtype, array.shape) for array in arrays]))
         )
 
-    def without_memory(self) -> Leaves:
+    def without_memory(self) -> PyTree:
         """Return the leaves of a structure that is alike, whose arrays take no memory: what is kept of a call that may be made again.
 
         Example:
@@ -187,7 +187,7 @@ def _field_names(value: Any) -> list[str]:
     return [field.name for field in fields(value)]
 
 
-def flatten(value: Any) -> tuple[Structure, list[Any]]:
+def flatten(value: Any) -> tuple[TreeDef, list[Any]]:
     """Split a nested value into its structure and its leaves; dicts in the order of their sorted keys.
 
     Raises:
@@ -207,18 +207,18 @@ def flatten(value: Any) -> tuple[Structure, list[Any]]:
         raise ConfigError(_ENDLESS) from None
 
 
-def _flatten(value: Any, leaves: list[Any]) -> Structure:
+def _flatten(value: Any, leaves: list[Any]) -> TreeDef:
     if isinstance(value, dict):
         try:
             keys = tuple(sorted(value))
         except TypeError as error:
             raise ConfigError(f"the keys of a structure must have an order: {error}") from None
-        return Structure("dict", keys, tuple(_flatten(value[key], leaves) for key in keys))
+        return TreeDef("dict", keys, tuple(_flatten(value[key], leaves) for key in keys))
     if is_structure(value):
         kind, keys = "list" if isinstance(value, list) else "tuple", ()
         if not isinstance(value, list | tuple):
             kind, keys = "dataclass", (type(value).__qualname__, *_field_names(value))
-        return Structure(kind, keys, tuple(_flatten(item, leaves) for item in parts_of(value)))
+        return TreeDef(kind, keys, tuple(_flatten(item, leaves) for item in parts_of(value)))
     leaves.append(value)
     return LEAF
 
@@ -244,7 +244,7 @@ def arrays_of(value: Any, leaves: list[Any], what: str = "x") -> list[NDArray[An
         ]
 
 
-def arrays_in(value: Any, out: Any = None) -> tuple[Structure | None, list[NDArray[Any]]]:
+def arrays_in(value: Any, out: Any = None) -> tuple[TreeDef | None, list[NDArray[Any]]]:
     """Return the structure of a value, None of a single array, and its arrays.
 
     Raises:
@@ -275,7 +275,7 @@ def _places(value: Any, place: str) -> Iterator[str]:
             )
 
 
-def describe(structure: Structure, length_max: int = 120) -> str:
+def describe(structure: TreeDef, length_max: int = 120) -> str:
     """Return a structure in words.
 
     Example:
@@ -288,7 +288,7 @@ def describe(structure: Structure, length_max: int = 120) -> str:
     return text if len(text) <= length_max else text[: length_max - 2] + " …"
 
 
-def _describe(structure: Structure) -> str:
+def _describe(structure: TreeDef) -> str:
     kind, keys, children = structure
     items = [_describe(child) for child in children]
     if kind == "leaf":
@@ -304,7 +304,7 @@ def _describe(structure: Structure) -> str:
     return f"[{inside}]" if kind == "list" else f"({inside})"
 
 
-def holds_dataclass(structure: Structure) -> bool:
+def holds_dataclass(structure: TreeDef) -> bool:
     """Return whether there is a dataclass in a structure: a rank that brings none of it cannot make one.
 
     Example:
@@ -314,7 +314,7 @@ def holds_dataclass(structure: Structure) -> bool:
     return structure.kind == "dataclass" or any(map(holds_dataclass, structure.children))
 
 
-def unflatten(structure: Structure, leaves: Iterable[Any], like: Any = None) -> Any:
+def unflatten(structure: TreeDef, leaves: Iterable[Any], like: Any = None) -> Any:
     """Put leaves back into a structure; the keys of dicts are sorted, and so in one order on all ranks.
 
     Args:
@@ -329,7 +329,7 @@ def unflatten(structure: Structure, leaves: Iterable[Any], like: Any = None) -> 
     return _unflatten(structure, iter(leaves), like)
 
 
-def _unflatten(structure: Structure, leaves: Iterator[Any], like: Any) -> Any:
+def _unflatten(structure: TreeDef, leaves: Iterator[Any], like: Any) -> Any:
     kind, keys, children = structure
     if kind == "leaf":
         return next(leaves)
@@ -354,12 +354,12 @@ def _unflatten(structure: Structure, leaves: Iterator[Any], like: Any) -> Any:
     return items if kind == "list" else tuple(items)
 
 
-def fresh(structure: Structure | None, value: Any) -> Any:
+def fresh(structure: TreeDef | None, value: Any) -> Any:
     """Return what a call that has been started keeps of a structure: nothing of it is changed by the caller meanwhile."""
     return value if structure is None else unflatten(structure, flatten(value)[1], value)
 
 
-def plain_structure(structure: Structure) -> list[Any]:
+def plain_structure(structure: TreeDef) -> list[Any]:
     """Return a structure as lists and texts, which can travel."""
     return [
         structure.kind,
@@ -368,7 +368,7 @@ def plain_structure(structure: Structure) -> list[Any]:
     ]
 
 
-def restored_structure(plain: list[Any]) -> Structure:
+def restored_structure(plain: list[Any]) -> TreeDef:
     """Return the structure that `plain` came from."""
     kind, keys, children = plain
-    return Structure(kind, tuple(keys), tuple(restored_structure(child) for child in children))
+    return TreeDef(kind, tuple(keys), tuple(restored_structure(child) for child in children))

@@ -115,13 +115,13 @@ class Reduction(NamedTuple):
         return array.size // prod(self.element_shape) if self.element_shape else array.size
 
 
-class _Registered(NamedTuple):
+class _RegisteredOp(NamedTuple):
     function: Callable[..., Any]
     commutes: bool
     element_shape: tuple[int, ...]
 
 
-_registered: dict[str, _Registered] = {}
+_registered: dict[str, _RegisteredOp] = {}
 _ELEMENT_BYTES_MAX = 64 << 10
 
 
@@ -194,7 +194,7 @@ def register_op(
         raise ConfigError(
             f"the op {name!r} is registered already; pass replace=True to put another in its place"
         )
-    _registered[name] = _Registered(function, bool(commutative), shape)
+    _registered[name] = _RegisteredOp(function, bool(commutative), shape)
     _reduction.cache_clear()
 
 

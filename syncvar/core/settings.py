@@ -15,7 +15,7 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["Knob", "RuntimeConfig", "doubtful_variables", "nearest"]
+__all__ = ["RuntimeConfig", "Setting", "doubtful_variables", "nearest"]
 
 _INTERNAL = frozenset(
     PREFIX + name
@@ -60,7 +60,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-class Knob:
+class Setting:
     """One knob.
 
     Args:
@@ -131,7 +131,7 @@ def _knob(
     default: Any,
     is_shared: bool = False,
 ) -> Any:
-    return Knob(default, unit, text, low, choices, is_shared=is_shared)
+    return Setting(default, unit, text, low, choices, is_shared=is_shared)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(_knob,))
@@ -148,9 +148,9 @@ class _Settings:
             self.__dict__[knob.name] = value
 
     @classmethod
-    def knobs(cls) -> tuple[Knob, ...]:
+    def knobs(cls) -> tuple[Setting, ...]:
         """Return every knob, in order."""
-        return tuple(knob for knob in vars(cls).values() if isinstance(knob, Knob))
+        return tuple(knob for knob in vars(cls).values() if isinstance(knob, Setting))
 
     def replaced(self, **values: Any) -> Self:
         """Return these settings with some values instead of theirs."""

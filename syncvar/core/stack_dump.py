@@ -36,7 +36,7 @@ __all__ = [
     "MAIN_THREAD",
     "STOPPED",
     "WITHOUT_PYTHON",
-    "Frame",
+    "StackFrame",
     "Thread",
     "current_frames",
     "doing",
@@ -77,7 +77,7 @@ _AROUND = (
 )
 
 
-class Frame(NamedTuple):
+class StackFrame(NamedTuple):
     """One call of a stack.
 
     Args:
@@ -102,7 +102,7 @@ class Thread(NamedTuple):
 
     ident: str
     is_main: bool
-    frames: tuple[Frame, ...]
+    frames: tuple[StackFrame, ...]
 
 
 # -- in the worker ---------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def _of_program(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _of_no_answer(frames: Sequence[Frame]) -> Sequence[Frame]:
+def _of_no_answer(frames: Sequence[StackFrame]) -> Sequence[StackFrame]:
     """Return the calls without those that answer a signal, in which the fault handler may have found the thread."""
     last = max((at for at, frame in enumerate(frames) if frame.file == __file__), default=-1)
     return frames[last + 1 :]
@@ -193,21 +193,23 @@ def current_frames() -> dict[int, FrameType]:
             gc.enable()
 
 
-def frames_of(frame: FrameType | None) -> list[Frame]:
+def frames_of(frame: FrameType | None) -> list[StackFrame]:
     """Return the calls of a frame and of those around it, innermost first."""
     found = []
     while frame is not None:
-        found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        found.append(
+            StackFrame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
+        )
         frame = frame.f_back
     return found
 
 
-def frames_before(trace: TracebackType | None) -> list[Frame]:
+def frames_before(trace: TracebackType | None) -> list[StackFrame]:
     """Return the calls that an exception has left, innermost first."""
     found = []
     while trace is not None:
         code = trace.tb_frame.f_code
-        found.append(Frame(code.co_filename, trace.tb_lineno or 0, code.co_name))
+        found.append(StackFrame(code.co_filename, trace.tb_lineno or 0, code.co_name))
         trace = trace.tb_next
     return found[::-1]
 
@@ -223,7 +225,7 @@ def dumps_of(text: str) -> list[Thread]:
         [Thread(ident='', is_main=True, frames=(Frame(file='a.py', line=3, name='f'),))]
     """
     threads: list[Thread] = []
-    frames: list[Frame] = []
+    frames: list[StackFrame] = []
     for line in text.split("\n"):
         if header := _HEADER.fullmatch(line):
             frames = []
@@ -232,7 +234,7 @@ def dumps_of(text: str) -> list[Thread]:
             )
         elif threads and (found := _FRAME.fullmatch(line)):
             number = int(found["line"]) if found["line"].isdigit() else 0
-            frames.append(Frame(_unescaped(found["file"]), number, _unescaped(found["name"])))
+            frames.append(StackFrame(_unescaped(found["file"]), number, _unescaped(found["name"])))
             threads[-1] = threads[-1]._replace(frames=tuple(frames))
     return threads
 
@@ -244,7 +246,7 @@ def _unescaped(text: str) -> str:
 # -- in words --------------------------------------------------------------------------------------
 
 
-def where(frames: Sequence[Frame], folder: str) -> str:
+def where(frames: Sequence[StackFrame], folder: str) -> str:
     """Say in one line where a stack stands: the innermost place of the program, and from where that was called.
 
     Frames of syncvar, of other libraries and of the interpreter's own start are left out, but for the innermost. Empty where
@@ -306,14 +308,14 @@ def doing(position: str, place: str) -> str:
     )
 
 
-def shown(frames: Sequence[Frame]) -> list[Frame]:
+def shown(frames: Sequence[StackFrame]) -> list[StackFrame]:
     """Return a stack without what started the program, and with one frame for each call into syncvar or an import.
 
     That of a server is all of syncvar's, and is shown as it is.
     """
     if _loop_of_server(frames) is not None:
         return [frame for frame in frames if not frame.file.startswith(_AROUND)]
-    kept: list[Frame] = []
+    kept: list[StackFrame] = []
     for frame in _of_no_answer(frames):
         is_repeated = bool(kept) and _is_ours(frame.file) and _is_ours(kept[-1].file)
         if not is_repeated and not frame.file.startswith(_AROUND):
@@ -323,7 +325,7 @@ def shown(frames: Sequence[Frame]) -> list[Frame]:
     return kept
 
 
-def _loop_of_server(frames: Sequence[Frame]) -> int | None:
+def _loop_of_server(frames: Sequence[StackFrame]) -> int | None:
     return next(
         (at for at, frame in enumerate(frames) if frame.file == _SERVER and frame.name == "run"),
         None,
@@ -338,7 +340,7 @@ def _is_library(file: str) -> bool:
     return _is_ours(file) or file.startswith(_STANDARD) or _INSTALLED.match(file) is not None
 
 
-def _place(frame: Frame, folder: str) -> str:
+def _place(frame: StackFrame, folder: str) -> str:
     file = frame.file
     installed = _INSTALLED.match(file)
     if file.startswith(_PACKAGE):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["BEGUN", "Word", "adopt", "tell"]
+__all__ = ["BEGUN", "StatusPipe", "adopt", "tell"]
 
 BEGUN = "begun"
 """The name of the first record: the process runs Python, and comes to its script next."""
@@ -15,7 +15,7 @@ BEGUN = "begun"
 _TEXT_MAX = 200_000
 
 
-class Word:
+class StatusPipe:
     """The pipe.
 
     Args:
@@ -96,11 +96,11 @@ def _sendable(text: str) -> str:
 
 
 _words: list[
-    Word
+    StatusPipe
 ] = []  # at most one: the descriptor belongs to the process, as its standard output does
 
 
-def adopt(word: Word) -> None:
+def adopt(word: StatusPipe) -> None:
     """Make this the process's word; called by bootstrap, once."""
     _words[:] = [word]
 

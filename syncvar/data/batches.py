@@ -16,7 +16,7 @@ from syncvar.core.array_arguments import as_array
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import (
-    Structure,
+    TreeDef,
     describe,
     flatten,
     is_structure,
@@ -63,7 +63,7 @@ class Kind(NamedTuple):
         leaves: (name of the dtype, shape after the first axis) of each array.
     """
 
-    structure: Structure
+    structure: TreeDef
     leaves: tuple[tuple[str, tuple[int, ...]], ...]
 
     def describe(self) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar.core.errors import ConfigError
-from syncvar.core.lazy_import import ClassWithHints, Taught, unexpected
+from syncvar.core.lazy_import import ClassWithHints, MigrationHintsMixin, unexpected
 from syncvar.data.indexed_sources import (
     Indexed,
     IndexedBatches,
@@ -100,7 +100,7 @@ def from_generator(fn: Callable[[], Iterable[Any]]) -> Dataset:
     return Dataset(Generated(fn))
 
 
-class Dataset(Taught, metaclass=ClassWithHints):
+class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
     """Elements (batches, or what batches are made of) that can be read any number of times.
 
     Made by `sv.data.from_arrays` and `sv.data.from_generator`. Each step returns another dataset. Reading it from the

@@ -12,7 +12,7 @@ from syncvar.collectives import nan_check
 from syncvar.collectives.sharded_all_reduce import shards_request
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.lazy_import import Taught, explained_attribute
+from syncvar.core.lazy_import import MigrationHintsMixin, explained_attribute
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.clipping import Clipping
 from syncvar.optimizers.gradient_buckets import Plan, checked_pairs, checked_variables, listed
@@ -59,7 +59,7 @@ _PLANS_MAX = 8  # lists of variables whose flat arrays are kept
 _NONFINITE = ("allow", "error", "skip")
 
 
-class Optimizer(Taught, Rule):
+class Optimizer(MigrationHintsMixin, Rule):
     """Base of the optimizers: a step uses the mean of the replicas' gradients, so a loss is not divided by their number.
 
     Args:

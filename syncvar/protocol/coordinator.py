@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.core.errors import WireError
 from syncvar.protocol.control_messages import Message, pack_message
-from syncvar.protocol.deadlock_detector import Report, Verdict, find_deadlock, find_mismatch
+from syncvar.protocol.deadlock_detector import (
+    DeadlockReport,
+    WaitReport,
+    find_deadlock,
+    find_mismatch,
+)
 from syncvar.protocol.membership import Member, RollCall
 from syncvar.protocol.stall_reports import Stalls
 from syncvar.protocol.unreceived_messages import UnreceivedMessages
@@ -20,17 +25,17 @@ if TYPE_CHECKING:
 
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["Action", "Coordinator", "Fail", "Mute", "Say", "Tell"]
+__all__ = ["AbortJob", "Action", "Coordinator", "SendMessage", "ShowMessage", "Unresponsive"]
 
 
-class Tell(NamedTuple):
+class SendMessage(NamedTuple):
     """Send a control message to a rank."""
 
     rank: int
     data: bytes
 
 
-class Say(NamedTuple):
+class ShowMessage(NamedTuple):
     """Show a sentence to the user.
 
     Args:
@@ -44,7 +49,7 @@ class Say(NamedTuple):
     absent: tuple[int, ...] = ()
 
 
-class Fail(NamedTuple):
+class AbortJob(NamedTuple):
     """The job cannot come together; `absent` are the ranks that have not joined."""
 
     error: str
@@ -52,14 +57,14 @@ class Fail(NamedTuple):
     absent: tuple[int, ...] = ()
 
 
-class Mute(NamedTuple):
+class Unresponsive(NamedTuple):
     """No thread of a rank has answered for so many seconds: say so, with what can be seen of its process."""
 
     rank: int
     seconds: float
 
 
-Action = Tell | Say | Fail | Mute
+Action = SendMessage | ShowMessage | AbortJob | Unresponsive
 
 
 class Coordinator:
@@ -86,7 +91,7 @@ class Coordinator:
             set()
         )  # by another rank, which has said so; nobody else may know it yet
         self.broken_by: tuple[int, str] | None = None
-        self._reports: dict[tuple[int, int, int], Report] = {}
+        self._reports: dict[tuple[int, int, int], WaitReport] = {}
         self.stalls = Stalls(config.stall_warning_s)
         self._unreceived = UnreceivedMessages()
         self.has_warned = False
@@ -115,7 +120,7 @@ class Coordinator:
             return refused, []
         if roll.missing():  # whoever comes after a rank was lost need not wait for it
             return "", [
-                Tell(member.rank, self._lost_data(rank, reason))
+                SendMessage(member.rank, self._lost_data(rank, reason))
                 for rank, reason in self.gone.items()
             ]
         warning = roll.compare()
@@ -123,7 +128,7 @@ class Coordinator:
             refusal = pack_message(
                 "refused", error="HandshakeError", reason=roll.failed, missing=[]
             )
-            return "", [Tell(rank, refusal) for rank in sorted(roll.members)]
+            return "", [SendMessage(rank, refusal) for rank in sorted(roll.members)]
         if roll is self.next_roll:  # every rank has left the old generation and joined anew
             self.roll, self.next_roll = roll, self._new_roll(roll.generation + 1)
             self.left.clear()
@@ -132,14 +137,14 @@ class Coordinator:
             self.broken_by = None
             self._reports.clear()
             self.stalls = Stalls(self.config.stall_warning_s)
-        actions: list[Action] = [Say(warning)] if warning and not self.has_warned else []
+        actions: list[Action] = [ShowMessage(warning)] if warning and not self.has_warned else []
         self.has_warned = True  # at the first meeting: who meets again is the same
         data: dict[int, bytes] = {}  # by host: whom it reaches where depends on it
         for rank in range(self.world_size):
             told = self.roll.members[rank]
             if told.host_index not in data:
                 data[told.host_index] = self._roll_data(told)
-            actions.append(Tell(rank, data[told.host_index]))
+            actions.append(SendMessage(rank, data[told.host_index]))
         for rank, reason in self.gone.items():
             actions += self._abort(rank, reason)
         return "", actions
@@ -195,7 +200,7 @@ class Coordinator:
             data = pack_message(
                 "left", rank=rank, entered=message["entered"], skipped=message["skipped"]
             )
-            return [*map(Say, texts), *self._tell_others(rank, data)]
+            return [*map(ShowMessage, texts), *self._tell_others(rank, data)]
         raise WireError(f"a worker may not send {kind!r}")
 
     def ended(self, rank: int, reason: str, now: float) -> list[Action]:
@@ -206,13 +211,15 @@ class Coordinator:
         self._drop_reports(rank)
         self.gone[rank] = reason
         data = self._lost_data(rank, reason)
-        joining = [Tell(other, data) for other in sorted(self.next_roll.members) if other != rank]
+        joining = [
+            SendMessage(other, data) for other in sorted(self.next_roll.members) if other != rank
+        ]
         return self._tell_others(rank, data) + joining
 
     def given_up(self, rank: int, reason: str, now: float) -> list[Action]:
         """Note that a rank gives no sign of life, and fence it: should it wake, it learns that it takes no part any more."""
         fence = (
-            [Tell(rank, self._lost_data(rank, reason))]
+            [SendMessage(rank, self._lost_data(rank, reason))]
             if rank in self.roll.members and rank not in self.gone
             else []
         )
@@ -234,15 +241,15 @@ class Coordinator:
         for roll in (self.roll, self.next_roll):
             sentence, failure = roll.tick(now)
             if sentence:
-                actions.append(Say(sentence, absent=tuple(roll.missing())))
+                actions.append(ShowMessage(sentence, absent=tuple(roll.missing())))
             if failure:
                 actions += self._rendezvous_failed(roll, failure)
         if self._reports:
             actions += self._judge(now)
         told = self.stalls.tick(list(self._reports.values()), now, self._may_answer)
-        actions += [Say(sentence, is_stall=True) for sentence in told.sentences]
+        actions += [ShowMessage(sentence, is_stall=True) for sentence in told.sentences]
         actions += self._tell(told.ask, pack_message("are_you_there"))
-        actions += [Mute(rank, seconds) for rank, seconds in told.silent]
+        actions += [Unresponsive(rank, seconds) for rank, seconds in told.silent]
         return actions
 
     # -- what others may ask -----------------------------------------------------------------------
@@ -268,7 +275,7 @@ class Coordinator:
     # -- inside ------------------------------------------------------------------------------------
 
     def _report(self, rank: int, message: Message, now: float) -> list[Action]:
-        report = Report(
+        report = WaitReport(
             rank=rank,
             group=message["group"],
             members=tuple(message["members"]),
@@ -295,12 +302,13 @@ class Coordinator:
         # What lets a rank go on comes last: it must not enter another refused call before it knows of that one too.
         told.sort(
             key=lambda one: (
-                isinstance(one[1], Tell) and (one[1].rank, one[0].group, one[0].call) in waiting
+                isinstance(one[1], SendMessage)
+                and (one[1].rank, one[0].group, one[0].call) in waiting
             )
         )
         return [tell for _, tell in told]
 
-    def _announce(self, verdict: Verdict) -> list[Action]:
+    def _announce(self, verdict: DeadlockReport) -> list[Action]:
         for key in [key for key in self._reports if key[1:] == (verdict.group, verdict.call)]:
             del self._reports[key]
         data = pack_message(
@@ -357,8 +365,8 @@ class Coordinator:
             "refused", error="RendezvousError", reason=reason, missing=roll.missing()
         )
         return [
-            Fail("RendezvousError", reason, tuple(roll.missing())),
-            *(Tell(rank, data) for rank in sorted(roll.members)),
+            AbortJob("RendezvousError", reason, tuple(roll.missing())),
+            *(SendMessage(rank, data) for rank in sorted(roll.members)),
         ]
 
     def _abort(self, rank: int, reason: str) -> list[Action]:
@@ -379,7 +387,7 @@ class Coordinator:
 
     def _tell(self, ranks: Iterable[int], data: bytes, but: int = -1) -> list[Action]:
         return [
-            Tell(rank, data)
+            SendMessage(rank, data)
             for rank in sorted(ranks)
             if rank != but
             and rank in self.roll.members

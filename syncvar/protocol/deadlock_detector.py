@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from syncvar.core.rank_text import rank_list
 
-__all__ = ["Report", "Stall", "Verdict", "find_deadlock", "find_mismatch", "stalls"]
+__all__ = ["DeadlockReport", "Stall", "WaitReport", "find_deadlock", "find_mismatch", "stalls"]
 
 _MISMATCH = (
     "the ranks do not make the same call. Write the same calls in the same order on every rank, with the same shape and "
@@ -23,7 +23,7 @@ _MISMATCH = (
 )
 
 
-class Report(NamedTuple):
+class WaitReport(NamedTuple):
     """Where a waiting rank stands.
 
     Args:
@@ -63,7 +63,7 @@ class Report(NamedTuple):
         return f"{self.what} (call {self.ordinal}) at {self.site}"
 
 
-class Verdict(NamedTuple):
+class DeadlockReport(NamedTuple):
     """One call of one group cannot succeed.
 
     Args:
@@ -81,13 +81,15 @@ class Verdict(NamedTuple):
     table: dict[int, str]
 
 
-def find_mismatch(reports: list[Report], now: float, patience_s: float = 0.3) -> list[Verdict]:
+def find_mismatch(
+    reports: list[WaitReport], now: float, patience_s: float = 0.3
+) -> list[DeadlockReport]:
     """Return a verdict for each call at which ranks disagree.
 
     A verdict waits until all members have reported, or `patience_s` after the disagreement is known, so that the table
     names as many ranks as possible.
     """
-    calls: dict[tuple[int, int], list[Report]] = {}
+    calls: dict[tuple[int, int], list[WaitReport]] = {}
     for report in reports:
         calls.setdefault((report.group, report.call), []).append(report)
     verdicts = []
@@ -107,13 +109,13 @@ def find_mismatch(reports: list[Report], now: float, patience_s: float = 0.3) ->
             if rank not in table:
                 elsewhere = [report for report in reports if report.rank == rank]
                 table[rank] = elsewhere[0].describe() if elsewhere else "has not reported"
-        verdicts.append(Verdict(group, call, members, _MISMATCH, table))
+        verdicts.append(DeadlockReport(group, call, members, _MISMATCH, table))
     return verdicts
 
 
-def find_deadlock(reports: list[Report]) -> list[Verdict]:
+def find_deadlock(reports: list[WaitReport]) -> list[DeadlockReport]:
     """Return a verdict for each call that lies on a cycle of ranks waiting for one another, if there is one."""
-    waiting: dict[int, Report] = {}
+    waiting: dict[int, WaitReport] = {}
     movable: set[int] = set()
     for report in reports:
         if report.rank in waiting or report.may_move:
@@ -139,7 +141,9 @@ def find_deadlock(reports: list[Report]) -> list[Verdict]:
     }
     calls = {(waiting[rank].group, waiting[rank].call): waiting[rank].members for rank in cycle}
     return [
-        Verdict(group, call, members, "deadlock: each of these ranks waits for the next one", table)
+        DeadlockReport(
+            group, call, members, "deadlock: each of these ranks waits for the next one", table
+        )
         for (group, call), members in calls.items()
     ]
 
@@ -188,16 +192,16 @@ class Stall(NamedTuple):
     late: list[int]
 
 
-def stalls(reports: list[Report], now: float, after_s: float) -> list[Stall]:
+def stalls(reports: list[WaitReport], now: float, after_s: float) -> list[Stall]:
     """Return each call that has been waited for for longer than `after_s` seconds."""
-    calls: dict[tuple[int, int], list[Report]] = {}
+    calls: dict[tuple[int, int], list[WaitReport]] = {}
     for report in reports:
         calls.setdefault((report.group, report.call), []).append(report)
     groups = {group for group, _ in calls}
     furthest: dict[
         tuple[int, int], int
     ] = {}  # by rank and group: the last call that it has entered
-    first: dict[int, Report] = {}
+    first: dict[int, WaitReport] = {}
     for report in reports:
         first.setdefault(report.rank, report)
         for group in groups & report.entered.keys():

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Health", "Opinion"]
+__all__ = ["Health", "Suspicion"]
 
 
-class Opinion(NamedTuple):
+class Suspicion(NamedTuple):
     """What changed about a rank.
 
     Args:
@@ -37,7 +37,7 @@ class Health:
     _suspected: set[int] = field(default_factory=set)
     _lost: set[int] = field(default_factory=set)
 
-    def observe(self, rank: int, sign: str, now: float) -> Opinion | None:
+    def observe(self, rank: int, sign: str, now: float) -> Suspicion | None:
         """Take in one look at a rank.
 
         Args:
@@ -59,8 +59,8 @@ class Health:
         silence = now - since
         if silence >= self.lost_after_s and rank not in self._lost:
             self._lost.add(rank)
-            return Opinion(rank, True, f"silent for {silence:.1f} s: {sign}")
+            return Suspicion(rank, True, f"silent for {silence:.1f} s: {sign}")
         if silence >= self.suspect_after_s and rank not in self._suspected:
             self._suspected.add(rank)
-            return Opinion(rank, False, f"suspect: silent for {silence:.1f} s: {sign}")
+            return Suspicion(rank, False, f"suspect: silent for {silence:.1f} s: {sign}")
         return None

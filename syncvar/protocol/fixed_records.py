@@ -16,7 +16,7 @@ __all__ = [
     "BYTES",
     "NOTHING",
     "RECORD_BYTES",
-    "Record",
+    "InputRecord",
     "array_record",
     "pack_record",
     "unpack_record",
@@ -28,7 +28,7 @@ RECORD_BYTES = _RECORD.size
 NOTHING, ARRAY, BYTES = 0, 1, 2
 
 
-class Record(NamedTuple):
+class InputRecord(NamedTuple):
     """What a rank brings.
 
     Args:
@@ -52,7 +52,7 @@ class Record(NamedTuple):
         return f"brings {DTYPE_NAMES[self.dtype]}{list(self.shape)}"
 
 
-def array_record(array: NDArray[Any], digest: int = 0) -> Record:
+def array_record(array: NDArray[Any], digest: int = 0) -> InputRecord:
     """Return the record of an array.
 
     Raises:
@@ -62,16 +62,16 @@ def array_record(array: NDArray[Any], digest: int = 0) -> Record:
         raise ConfigError(
             f"an array of {array.ndim} dimensions cannot be communicated; reshape it to {_NDIM_MAX} or fewer"
         )
-    return Record(ARRAY, dtype_index(array.dtype), array.shape, digest)
+    return InputRecord(ARRAY, dtype_index(array.dtype), array.shape, digest)
 
 
-def pack_record(record: Record) -> bytes:
+def pack_record(record: InputRecord) -> bytes:
     """Return the bytes of a record, always as many."""
     padded = (*record.shape, *(0,) * (_NDIM_MAX - len(record.shape)))
     return _RECORD.pack(record.kind, record.dtype, len(record.shape), record.nbytes, *padded)
 
 
-def unpack_record(data: bytes) -> Record:
+def unpack_record(data: bytes) -> InputRecord:
     """Return the record in some bytes.
 
     Example:
@@ -79,4 +79,4 @@ def unpack_record(data: bytes) -> Record:
         (2, 5)
     """
     kind, dtype, ndim, nbytes, *shape = _RECORD.unpack(data)
-    return Record(kind, dtype, tuple(shape[:ndim]), nbytes)
+    return InputRecord(kind, dtype, tuple(shape[:ndim]), nbytes)

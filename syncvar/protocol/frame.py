@@ -18,8 +18,8 @@ __all__ = [
     "CARRIERS",
     "HEADER_NBYTES",
     "PROTOCOL_VERSION",
+    "FrameType",
     "Header",
-    "Kind",
     "pack_header",
     "parse_header",
 ]
@@ -31,7 +31,7 @@ _CHECKSUM = struct.Struct("<I")
 HEADER_NBYTES = _BODY.size + _CHECKSUM.size
 
 
-class Kind(IntEnum):
+class FrameType(IntEnum):
     """What a frame is for."""
 
     DATA = 1
@@ -42,7 +42,7 @@ class Kind(IntEnum):
     KNOCK = 6  # the sender waits in this call, whose bytes go through shared memory
 
 
-CARRIERS = frozenset({Kind.DATA, Kind.ANSWER})
+CARRIERS = frozenset({FrameType.DATA, FrameType.ANSWER})
 """The kinds of frames that have a payload."""
 
 
@@ -124,7 +124,7 @@ def parse_header(data: bytes, nbytes_max: int = 1 << 40) -> Header:
         raise WireError(f"frame of protocol {version}, this process speaks {PROTOCOL_VERSION}")
     if _CHECKSUM.unpack_from(data, _BODY.size)[0] != zlib.crc32(data[: _BODY.size]):
         raise WireError("the checksum of a header is wrong")
-    if not Kind.DATA <= kind <= Kind.KNOCK:
+    if not FrameType.DATA <= kind <= FrameType.KNOCK:
         raise WireError(f"unknown kind of frame {kind}")
     if kind in CARRIERS and rest[7] > nbytes_max:
         raise WireError(f"a payload of {rest[7]} bytes exceeds the limit of {nbytes_max}")

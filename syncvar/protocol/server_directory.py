@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["ServerTable"]
 
 
-class _Place(NamedTuple):
+class _ServerAddress(NamedTuple):
     """Where a server listens: for processes of its own host, and for others."""
 
     address: str
@@ -39,7 +39,7 @@ class ServerTable:
         self.version = 0
         self._job_id = job_id
         self._generation = generation
-        self._places: dict[int, _Place] = {}  # by the number of a server's process
+        self._places: dict[int, _ServerAddress] = {}  # by the number of a server's process
         self._ended: dict[int, str] = {}  # processes that have ended, and why; empty where in order
         self._incarnations: dict[int, int] = {}
         self._copies: list[tuple[int, int]] = []
@@ -64,7 +64,7 @@ class ServerTable:
         present = self._places.get(number)
         if present is not None:
             return f"{process_name(number)} is already process {present.pid} on {present.host}"
-        self._places[number] = _Place(
+        self._places[number] = _ServerAddress(
             message["address"],
             message["outside"],
             message["host"],

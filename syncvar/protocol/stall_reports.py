@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncvar.protocol.control_messages import Message
-    from syncvar.protocol.deadlock_detector import Report
+    from syncvar.protocol.deadlock_detector import WaitReport
 
-__all__ = ["Stalls", "Told"]
+__all__ = ["StallActions", "Stalls"]
 
 _AGAIN = (
     1,
@@ -30,7 +30,7 @@ _GROUPS = 4
 _Key = tuple[int, int]
 
 
-class Told(NamedTuple):
+class StallActions(NamedTuple):
     """What there is to do about stalls.
 
     Args:
@@ -85,7 +85,9 @@ class Stalls:
         """Return what is known of a rank of which no thread answers; empty for any other."""
         return self._silent.get(rank, "")
 
-    def tick(self, reports: list[Report], now: float, may_answer: Callable[[int], bool]) -> Told:
+    def tick(
+        self, reports: list[WaitReport], now: float, may_answer: Callable[[int], bool]
+    ) -> StallActions:
         """Look at the clock.
 
         Args:
@@ -93,7 +95,7 @@ class Stalls:
             now: Seconds.
             may_answer: Whether a rank is there to be asked.
         """
-        told = Told([], [], [])
+        told = StallActions([], [], [])
         found = {stall.key: stall for stall in stalls(reports, now, self._after_s)}
         for notes in (self._times_said, self._asking):
             for key in notes.keys() - found.keys():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from syncvar.core.errors import DeadlineExceeded
 from syncvar.core.rank_text import rank_list
-from syncvar.protocol.frame import Kind
+from syncvar.protocol.frame import FrameType
 from syncvar.runtime.flight_recorder.call_sites import call_site
 from syncvar.runtime.request import State
 
@@ -84,7 +84,7 @@ class StartedCalls:
 
     def deliver(self, operation: Operation, frame: Frame) -> None:
         """Hand a frame to its operation."""
-        if frame.header.kind == Kind.KNOCK:
+        if frame.header.kind == FrameType.KNOCK:
             return
         if frame.header.fingerprint != operation.fingerprint:
             self._flow.consumed(frame.header.source, operation.group, frame.header.nbytes)

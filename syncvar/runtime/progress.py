@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import SyncvarError
-from syncvar.protocol.frame import Kind
+from syncvar.protocol.frame import FrameType
 from syncvar.protocol.unreceived_messages import pack_counts
 from syncvar.runtime.active_requests import StartedCalls
 from syncvar.runtime.failures import VERDICT_GRACE_S, Verdicts
@@ -29,7 +29,7 @@ from syncvar.runtime.p2p.sent_messages import SentMessages
 from syncvar.runtime.rma_get import Answer, Question, Questions
 from syncvar.runtime.state import Awaited, Core
 from syncvar.shm.spin_wait import pause_after
-from syncvar.transports.base import Lost
+from syncvar.transports.base import PeerDisconnected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from syncvar.core.errors import UsageError
     from syncvar.core.settings import RuntimeConfig
     from syncvar.runtime.request import Operation
-    from syncvar.shm.segment import Arena
+    from syncvar.shm.segment import SharedSegment
     from syncvar.transports.base import Control, Transport
 
 __all__ = ["Engine"]
@@ -89,7 +89,7 @@ class Engine(Core):
         control: Control,
         config: RuntimeConfig,
         hosts: dict[int, str],
-        arena: Arena | None = None,
+        arena: SharedSegment | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         recorder = recorder or Recorder(rank, world_size, generation)
@@ -408,13 +408,13 @@ class Engine(Core):
             arrival = receive()
             if arrival is None:
                 break
-            if isinstance(arrival, Lost):
+            if isinstance(arrival, PeerDisconnected):
                 self._verdicts.suspect(arrival.peer, arrival.reason)
                 continue
             header = arrival.header
             if header.kind in (
-                Kind.DATA,
-                Kind.KNOCK,
+                FrameType.DATA,
+                FrameType.KNOCK,
             ):  # a peer that knocks waits in a call: this rank may have gone on without it
                 operation = self.active.get((header.group, header.call))
                 if operation is None:
@@ -425,11 +425,11 @@ class Engine(Core):
                     started.deliver(operation, arrival)
                     if operation is until and operation.is_over:
                         return
-            elif header.kind == Kind.CREDIT:
+            elif header.kind == FrameType.CREDIT:
                 self.flow.credited(header.source, header.group, header.nbytes)
-            elif header.kind == Kind.ASK:
+            elif header.kind == FrameType.ASK:
                 self._questions.answer(header)
-            elif header.kind == Kind.ANSWER and self._questions.accept(arrival):
+            elif header.kind == FrameType.ANSWER and self._questions.accept(arrival):
                 self.hand_over()
         if self.under_way:
             started.look_at_shared()

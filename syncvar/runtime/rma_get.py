@@ -15,7 +15,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from syncvar.core.errors import DeadlineExceeded
-from syncvar.protocol.frame import Kind, pack_header
+from syncvar.protocol.frame import FrameType, pack_header
 from syncvar.runtime.flight_recorder.call_record import UNRECORDED
 
 if TYPE_CHECKING:
@@ -133,22 +133,22 @@ class Questions:
             else:
                 question.call = next(self._numbers)
                 self._open[question.call] = question
-                self._send(Kind.ASK, question.peer, question.call, question.key, 0, 0, None)
+                self._send(FrameType.ASK, question.peer, question.call, question.key, 0, 0, None)
 
     def answer(self, header: Header) -> None:
         """Answer a question that has come."""
         source, call, key = header.source, header.call, header.fingerprint
         found = self.find(key)
         if found is None:
-            self._send(Kind.ANSWER, source, call, key, 0, 0, None)
+            self._send(FrameType.ANSWER, source, call, key, 0, 0, None)
             return
         description, data = found
         starts = range(0, data.nbytes, self._segment_bytes)
         count = 1 + len(starts)
-        self._send(Kind.ANSWER, source, call, key, count, 0, memoryview(description))
+        self._send(FrameType.ANSWER, source, call, key, count, 0, memoryview(description))
         for segment, start in enumerate(starts, 1):
             piece = data[start : start + self._segment_bytes]
-            self._send(Kind.ANSWER, source, call, key, count, segment, piece)
+            self._send(FrameType.ANSWER, source, call, key, count, segment, piece)
 
     def accept(self, frame: Frame) -> bool:
         """Take a frame of an answer; return whether it ended a question. Answers that come too late are dropped."""
@@ -187,7 +187,7 @@ class Questions:
 
     def _send(
         self,
-        kind: Kind,
+        kind: FrameType,
         peer: int,
         call: int,
         key: int,

@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from syncvar.core.errors import MismatchError, PeerLost, SyncvarError
-from syncvar.protocol.frame import Kind
+from syncvar.protocol.frame import FrameType
 from syncvar.protocol.unreceived_messages import ENTERED_MAX
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class CallLedger:
         header = frame.header
         if header.call < self.following(header.group):
             return False
-        if header.kind == Kind.KNOCK:
+        if header.kind == FrameType.KNOCK:
             self._has_skipped = (
                 True  # a call in shared memory may begin and end without a word to this book
             )
@@ -205,7 +205,7 @@ class CallLedger:
         """Yield (group, call, frames) of the calls that were skipped since the last time."""
         if self._has_skipped:
             self._has_skipped = any(
-                frames[0].header.kind == Kind.KNOCK for frames in list(self.early.values())
+                frames[0].header.kind == FrameType.KNOCK for frames in list(self.early.values())
             )
             for group, call in list(self.early):
                 if call < self.following(group):

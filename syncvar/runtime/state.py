@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.flight_recorder.recorder import Recorder
     from syncvar.runtime.request import Operation
     from syncvar.runtime.sequence import Passing
-    from syncvar.shm.segment import Arena
+    from syncvar.shm.segment import SharedSegment
     from syncvar.transports.base import Control, Transport
 
 __all__ = ["GONE_ON", "Awaited", "Core"]
@@ -101,7 +101,7 @@ class Core(AdmissionState):
         control: Control,
         config: RuntimeConfig,
         hosts: dict[int, str],
-        arena: Arena | None,
+        arena: SharedSegment | None,
         recorder: Recorder,
     ) -> None:
         self.rank = rank

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar._native import Begun
 from syncvar.core.errors import SyncvarError
-from syncvar.core.lazy_import import Taught
+from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.deferred_queues import send_queued
 from syncvar.runtime.timeouts import checked_timeout
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Work"]
 
 
-class Work(Taught):
+class Work(MigrationHintsMixin):
     """A started collective.
 
     Example:

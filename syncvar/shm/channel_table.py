@@ -43,15 +43,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from syncvar.core.errors import ArenaFull
-from syncvar.shm.cross_process_read import Reach, Spot
+from syncvar.core.errors import SharedMemoryFull
+from syncvar.shm.cross_process_read import ProbeCell, ProcessReader
 from syncvar.shm.segment_layout import ABORT, PAGE_BYTES, TABLE_BYTES
 from syncvar.shm.spin_wait import holding_waiter, waiter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.shm.segment import Arena
+    from syncvar.shm.segment import SharedSegment
 
 __all__ = [
     "CHECK",
@@ -134,7 +134,12 @@ class Channels:
     """
 
     def __init__(
-        self, arena: Arena, ranks: Sequence[int], *, reaches: bool = True, runner: str = "python"
+        self,
+        arena: SharedSegment,
+        ranks: Sequence[int],
+        *,
+        reaches: bool = True,
+        runner: str = "python",
     ) -> None:
         self.arena = arena
         self.is_native = runner == "c" and not arena.is_checked
@@ -164,18 +169,18 @@ class Channels:
         arena.populate(self._table * 8, PAGE_BYTES)
         self.words[self._table + _RUNNER] = self.is_native  # before any entry is seen
         if reaches:
-            self._spot = Spot()
+            self._spot = ProbeCell()
             self._spot.give_leave()
             self.words[self._table + _ADDRESS] = self._spot.address
             self.words[self._table + _NUMBER] = self._spot.number
             self.words[self._table + _PROCESS] = self._spot.process  # before any entry is seen
 
-    def reach(self, regions: Sequence[int]) -> Reach | None:
+    def reach(self, regions: Sequence[int]) -> ProcessReader | None:
         """Return how the memory of ranks whose entries are there is read, or None where that of one of them cannot be."""
         tables = [self.arena.table(region) // 8 for region in regions]
         if not all(self.words[table + _PROCESS] for table in tables):
             return None
-        made = Reach([self.words[table + _PROCESS] for table in tables])
+        made = ProcessReader([self.words[table + _PROCESS] for table in tables])
         found = all(
             made.finds(rank, self.words[table + _ADDRESS], self.words[table + _NUMBER])
             for rank, table in enumerate(tables)
@@ -217,7 +222,7 @@ class Channels:
             Index of its first word.
 
         Raises:
-            ArenaFull: The table is full, or the memory.
+            SharedMemoryFull: The table is full, or the memory.
         """
         entry = self._reuse() or self._new_entry()
         words = self.words
@@ -251,7 +256,7 @@ class Channels:
 
     def _new_entry(self) -> int:
         if self._entries >= _ENTRIES_MAX:
-            raise ArenaFull(
+            raise SharedMemoryFull(
                 f"this rank is in {self._entries} groups that are still in use; let go of groups that are not needed "
                 f"any more (del group) on all their ranks, or run with SYNCVAR_TRANSPORT=zmq"
             )
@@ -289,7 +294,7 @@ class Channels:
         """Return where the slots of an entry that take turns begin, made when first asked for; 0 where there is no room."""
         if entry not in self._rings:
             self._rings[entry] = 0
-            with contextlib.suppress(ArenaFull):
+            with contextlib.suppress(SharedMemoryFull):
                 self._rings[entry] = self.arena.allocate(RING_SLOTS * SMALL_BYTES)
         return self._rings[entry]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Reach", "Spot"]
+__all__ = ["ProbeCell", "ProcessReader"]
 
 _PR_SET_PTRACER = 0x59616D61
 _SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
@@ -53,7 +53,7 @@ def _functions() -> tuple[Any, Any] | None:
     return found[0], found[1]
 
 
-class Spot:
+class ProbeCell:
     """A random number in this process's memory, by which another process finds out whether it can read there.
 
     Attributes:
@@ -84,7 +84,7 @@ class Spot:
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(parent), 0, 0, 0)
 
 
-class Reach:
+class ProcessReader:
     """Reads the memory of other processes. One thread at a time.
 
     Args:

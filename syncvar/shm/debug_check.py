@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 from syncvar.shm.segment_layout import LINE_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
-    from syncvar.shm.segment import Arena
+    from syncvar.shm.segment import SharedSegment
 
-__all__ = ["GIVEN", "Given"]
+__all__ = ["GIVEN", "AllocationMap"]
 
 GIVEN = 4  # word of a rank's table: where its bytes begin; 0 where it keeps none
 
 
-class Given:
+class AllocationMap:
     """What this rank has given out of its region, and what the others say of theirs.
 
     Args:
         arena: The mapped arena.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: SharedSegment) -> None:
         self._arena = arena
         self._sizes: dict[int, int] = {}
         _, stop = arena.layout.arrays(arena.local_rank)
@@ -34,7 +34,7 @@ class Given:
         arena.words[arena.table(arena.local_rank) // 8 + GIVEN] = self.start
 
     @staticmethod
-    def nbytes(arena: Arena) -> int:
+    def nbytes(arena: SharedSegment) -> int:
         """Return how much of a region is taken for this: whole pages at its end."""
         return -(-arena.layout.region_bytes // LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
 
@@ -42,7 +42,7 @@ class Given:
         """Tell that memory has been given out.
 
         Raises:
-            ArenaFull: There is no room to tell it.
+            SharedMemoryFull: There is no room to tell it.
         """
         first, last = self._lines(self._arena.local_rank, offset, nbytes)
         page = (self.start + first) // PAGE_BYTES * PAGE_BYTES

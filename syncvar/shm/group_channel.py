@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.shm.channel_table import Channels
-    from syncvar.shm.cross_process_read import Reach
+    from syncvar.shm.cross_process_read import ProcessReader
 
 __all__ = ["Channel"]
 
@@ -48,7 +48,7 @@ class Channel(ChannelState):
         members: Its ranks in the world, of which this process is one.
 
     Raises:
-        ArenaFull: The table of entries is full, or the memory.
+        SharedMemoryFull: The table of entries is full, or the memory.
     """
 
     __slots__ = (
@@ -101,7 +101,7 @@ class Channel(ChannelState):
         self.is_native = False  # programs run in C here
         self.are_native = False  # and on all ranks of the group
         self.others: tuple[int, ...] = ()  # words of the other ranks, the next one first
-        self.reach: Reach | None = None  # where the memory of all of them can be read
+        self.reach: ProcessReader | None = None  # where the memory of all of them can be read
         self._kept: list[Any] = []
         self._entries = [0] * self.size
         self._entries[self.rank] = self.entry
@@ -326,7 +326,7 @@ class Channel(ChannelState):
         """Take memory for this rank's segments, before the call that needs them is published.
 
         Raises:
-            ArenaFull: There is no room.
+            SharedMemoryFull: There is no room.
         """
         if not self._segments[self.rank]:
             made = self.arena.allocate(2 * (SEGMENT_BYTES + self._part_bytes))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 __all__ = [
     "CONTROL_GROUPS",
-    "Room",
+    "MemoryLimits",
     "Shortage",
     "control_groups",
     "core_quota",
@@ -48,7 +48,7 @@ class Shortage(NamedTuple):
     whose: str
 
 
-class Room:
+class MemoryLimits:
     """The limits of memory for this process; the groups are found once, their numbers are read at every question.
 
     Args:

@@ -36,7 +36,7 @@ from syncvar.shm.segment_layout import LINE_BYTES
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.shm.segment import Arena
+    from syncvar.shm.segment import SharedSegment
 
 __all__ = [
     "ATTENDED",
@@ -51,10 +51,10 @@ __all__ = [
     "RING",
     "RING_BYTES_LEAST",
     "USED",
-    "Entry",
     "Form",
-    "Inbox",
-    "Outbox",
+    "RingEntry",
+    "RingReader",
+    "RingWriter",
     "what_of",
 ]
 
@@ -77,7 +77,7 @@ class Form:
     GAP, WHOLE, TOLD, PART = range(4)
 
 
-class Entry(NamedTuple):
+class RingEntry(NamedTuple):
     """An entry of a ring, as the receiver finds it.
 
     Args:
@@ -113,7 +113,7 @@ def _data_at(words: int, nbytes: int) -> int:
 
 
 class _Box:
-    def __init__(self, arena: Arena, start: int) -> None:
+    def __init__(self, arena: SharedSegment, start: int) -> None:
         self._arena = arena
         self.words = arena.words
         self.start = start
@@ -122,7 +122,7 @@ class _Box:
         self.ring_bytes = self.words[self.base + RING]
 
 
-class Outbox(_Box):
+class RingWriter(_Box):
     """The sender's end of a box. One thread at a time.
 
     Args:
@@ -130,7 +130,7 @@ class Outbox(_Box):
         start: Where the box is.
     """
 
-    def __init__(self, arena: Arena, start: int) -> None:
+    def __init__(self, arena: SharedSegment, start: int) -> None:
         super().__init__(arena, start)
         self._used = 0  # as far as it has been looked at
         self._asked = -1  # how far the receiver was when room was waited for
@@ -312,7 +312,7 @@ class Outbox(_Box):
         words[base + NEWS] += 1
 
 
-class Inbox(_Box):
+class RingReader(_Box):
     """The receiver's end of a box. One thread at a time.
 
     Args:
@@ -335,7 +335,7 @@ class Inbox(_Box):
         """How many of them went over a link."""
         return self.words[self.base + BY_LINK]
 
-    def first(self) -> Entry | None:
+    def first(self) -> RingEntry | None:
         """Return the oldest entry that has not been freed; None where there is none."""
         words, base = self.words, self.base
         while True:
@@ -362,7 +362,7 @@ class Inbox(_Box):
             words[word + 4],
         )
         if form == Form.TOLD:
-            return Entry(
+            return RingEntry(
                 form,
                 kind,
                 dtype,
@@ -376,7 +376,7 @@ class Inbox(_Box):
                 words[end + 2],
             )
         if form == Form.PART:
-            return Entry(
+            return RingEntry(
                 form,
                 kind,
                 dtype,
@@ -387,7 +387,7 @@ class Inbox(_Box):
                 start + _data_at(_FIXED_WORDS + 1, nbytes),
                 words[end],
             )
-        return Entry(
+        return RingEntry(
             form,
             kind,
             dtype,

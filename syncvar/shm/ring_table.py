@@ -15,21 +15,21 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from syncvar._native import message_end
-from syncvar.core.errors import ArenaFull
+from syncvar.core.errors import SharedMemoryFull
 from syncvar.shm.message_ring import (
     ENTRY_BYTES_MAX,
     HEADER_WORDS,
     RING,
     RING_BYTES_LEAST,
-    Inbox,
-    Outbox,
+    RingReader,
+    RingWriter,
 )
 from syncvar.shm.segment_layout import ABORT, LINE_BYTES
 from syncvar.shm.spin_wait import BUDGET_S
 
 if TYPE_CHECKING:
     from syncvar.shm.channel_table import Channels
-    from syncvar.shm.cross_process_read import Reach
+    from syncvar.shm.cross_process_read import ProcessReader
 
 __all__ = ["RING_BYTES", "Boxes"]
 
@@ -56,7 +56,7 @@ class Boxes:
         fair = _RINGS_BYTES // self._arena.local_world_size // LINE_BYTES * LINE_BYTES
         self._ring_bytes = min(ring_bytes, max(RING_BYTES_LEAST, fair))
 
-    def outbox(self, dest: int) -> Outbox | None:
+    def outbox(self, dest: int) -> RingWriter | None:
         """Make the box for messages to a rank of the world on this host; None where the arena has no room for it."""
         arena, words = self._arena, self._arena.words
         table = arena.table(arena.local_rank) // 8
@@ -72,26 +72,26 @@ class Boxes:
                     self._list = listed
                     words[table + _BOXES] = listed
             made, ring_bytes = self._allocate()
-        except ArenaFull:
+        except SharedMemoryFull:
             words[self._list // 8 + place if self._list else table + _BOXES] = _NEVER
             return None
         words[made // 8 + RING] = ring_bytes  # all else reads as zeros
         words[self._list // 8 + place] = made
-        return Outbox(arena, made)
+        return RingWriter(arena, made)
 
     def _allocate(self) -> tuple[int, int]:
         """Return where in the arena there is room for a box, and how long its ring can be."""
-        with contextlib.suppress(ArenaFull):
+        with contextlib.suppress(SharedMemoryFull):
             return self._arena.allocate(HEADER_WORDS * 8 + self._ring_bytes), self._ring_bytes
         return self._arena.allocate(HEADER_WORDS * 8 + RING_BYTES_LEAST), RING_BYTES_LEAST
 
-    def inbox(self, source: int) -> Inbox | None:
+    def inbox(self, source: int) -> RingReader | None:
         """Return the box of messages from a rank of the world on this host; None while there is none."""
         found = self._word_of(source)
         where = self._arena.words[found] if found else 0
         if where in (0, _NEVER):
             return None
-        made = Inbox(self._arena, where)
+        made = RingReader(self._arena, where)
         self._arena.check(where, HEADER_WORDS * 8 + made.ring_bytes)
         return made
 
@@ -107,13 +107,18 @@ class Boxes:
             self._word_of(source) or self._arena.table(self.channels.places[source]) // 8 + _BOXES
         )
 
-    def reach(self, source: int) -> Reach | None:
+    def reach(self, source: int) -> ProcessReader | None:
         """Return how the memory of a rank can be read, as the first of the ranks there; None where it cannot be."""
         places = self.channels.places
         return self.channels.reach((places[source], self._arena.local_rank))
 
     def native_end(
-        self, end: Outbox | Inbox, other: int, identity: int, eager_bytes: int, **objects: Any
+        self,
+        end: RingWriter | RingReader,
+        other: int,
+        identity: int,
+        eager_bytes: int,
+        **objects: Any,
     ) -> Any:
         """Return the C runner of one end of a pair's messages; None where Python runs them.
 

@@ -1,7 +1,7 @@
 """A worker's view of the arena: memory of its own region, and arrays that live there.
 
 Every page that is ever touched was asked for before (`posix_fallocate`, after a look at the container's limit), so that
-too little memory is an `ArenaFull` with numbers in it. An array keeps its memory through the `Block` at the end of its
+too little memory is an `SharedMemoryFull` with numbers in it. An array keeps its memory through the `SegmentBlock` at the end of its
 chain of bases; when the last view dies, at whatever moment and in whatever thread, the block only leaves a note, which
 the next allocation reads.
 """
@@ -20,13 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.core.errors import ArenaFull, ArenaUnavailable, ConfigError, InternalError, UsageError
+from syncvar.core.errors import (
+    ConfigError,
+    InternalError,
+    SharedMemoryFull,
+    SharedMemoryUnavailable,
+    UsageError,
+)
 from syncvar.shm import segment_layout
 from syncvar.shm.allocator import Extents, Range, Taken
-from syncvar.shm.debug_check import Given
-from syncvar.shm.host_limits import Room
+from syncvar.shm.debug_check import AllocationMap
+from syncvar.shm.host_limits import MemoryLimits
 from syncvar.shm.segment_file import why_not_here
-from syncvar.shm.segment_layout import Layout, bytes_in_words
+from syncvar.shm.segment_layout import SegmentLayout, bytes_in_words
 from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 
 if TYPE_CHECKING:
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["Arena", "Block"]
+__all__ = ["SegmentBlock", "SharedSegment"]
 
 _MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE is newer than the oldest Python we run on
 # Some systems undo a request when a signal comes: a profiler's timer would keep a large one from ever ending.
@@ -46,7 +52,7 @@ _WAIT_MAX_S = 3600.0
 _REMEDY = "ask for less, or raise {}"
 
 
-class Block:
+class SegmentBlock:
     """The owner of an array's memory, at the end of the chain of bases.
 
     Args:
@@ -58,7 +64,9 @@ class Block:
 
     __slots__ = ("__array_interface__", "arena", "ground", "nbytes", "offset")
 
-    def __init__(self, arena: Arena, ground: NDArray[np.uint8], offset: int, nbytes: int) -> None:
+    def __init__(
+        self, arena: SharedSegment, ground: NDArray[np.uint8], offset: int, nbytes: int
+    ) -> None:
         self.arena, self.ground, self.offset, self.nbytes = arena, ground, offset, nbytes
         self.__array_interface__ = {
             "shape": (nbytes,),
@@ -71,7 +79,7 @@ class Block:
         self.arena.release(self.offset)
 
 
-class Arena:
+class SharedSegment:
     """The arena as one process sees it. Made by `attach`.
 
     Attributes:
@@ -94,7 +102,13 @@ class Arena:
     )  # also there when this module is already being taken down
 
     def __init__(
-        self, fd: int, memory: mmap.mmap, local_rank: int, room: Room, *, checks: bool = False
+        self,
+        fd: int,
+        memory: mmap.mmap,
+        local_rank: int,
+        room: MemoryLimits,
+        *,
+        checks: bool = False,
     ) -> None:
         self.memory = memory
         self.words = memoryview(memory).cast("Q")
@@ -108,13 +122,13 @@ class Arena:
             self.words[segment_layout.SEGMENT_TOKEN],
         )
         self.local_rank = local_rank
-        self.layout = Layout(self.arena_bytes, self.local_world_size)
+        self.layout = SegmentLayout(self.arena_bytes, self.local_world_size)
         self.ground: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self.address: int = self.ground.__array_interface__["data"][0]
         self._fd = fd
         self._room = room
         start, stop = self.layout.arrays(local_rank)
-        self.given = Given(self) if checks else None
+        self.given = AllocationMap(self) if checks else None
         self._extents = Extents(start, stop if self.given is None else self.given.start)
         self._lock = (
             threading.RLock()
@@ -132,7 +146,7 @@ class Arena:
         generation: int,
         local_rank: int,
         config: RuntimeConfig,
-    ) -> Arena | str:
+    ) -> SharedSegment | str:
         """Ask for the arena of a generation and map it; return in words why there is none where that cannot be.
 
         Args:
@@ -157,7 +171,7 @@ class Arena:
             return reason or "the launcher gave no reason"
         try:
             arena = cls.attach(fd, local_rank, checks=config.check_arena == "on")
-        except ArenaUnavailable as error:
+        except SharedMemoryUnavailable as error:
             return str(error)
         if arena.segment[:2] != (environment.host_index, generation):
             arena.close()
@@ -167,8 +181,8 @@ class Arena:
 
     @classmethod
     def attach(
-        cls, fd: int, local_rank: int, *, room: Room | None = None, checks: bool = False
-    ) -> Arena:
+        cls, fd: int, local_rank: int, *, room: MemoryLimits | None = None, checks: bool = False
+    ) -> SharedSegment:
         """Map the arena behind a descriptor, which belongs to the arena from now on, also when this fails.
 
         Args:
@@ -178,7 +192,7 @@ class Arena:
             checks: Compare every use of the memory with what has been given out, and tell the others what this rank gives.
 
         Raises:
-            ArenaUnavailable: It is no arena, is of another version, could be cut short by somebody, or is too large
+            SharedMemoryUnavailable: It is no arena, is of another version, could be cut short by somebody, or is too large
                 for this process's address space.
         """
         try:
@@ -187,16 +201,16 @@ class Arena:
             memory = mmap.mmap(
                 fd, size, mmap.MAP_SHARED | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             )
-        except ArenaUnavailable:
+        except SharedMemoryUnavailable:
             os.close(fd)
             raise
         except (OSError, ValueError, OverflowError, MemoryError) as error:
             size = os.fstat(fd).st_size
             os.close(fd)
-            raise ArenaUnavailable(_mapping_refused(size, error)) from error
+            raise SharedMemoryUnavailable(_mapping_refused(size, error)) from error
         try:
             _check_header(memory, size, local_rank)
-        except ArenaUnavailable:
+        except SharedMemoryUnavailable:
             memory.close()
             os.close(fd)
             raise
@@ -204,7 +218,7 @@ class Arena:
             OSError
         ):  # a core file of a process that crashed would take minutes to find its pages
             memory.madvise(mmap.MADV_DONTDUMP)
-        return cls(fd, memory, local_rank, room or Room(), checks=checks)
+        return cls(fd, memory, local_rank, room or MemoryLimits(), checks=checks)
 
     # -- words that everybody sees -----------------------------------------------------------------
 
@@ -288,7 +302,7 @@ class Arena:
             Its offset, a multiple of 64; a cache line into a page where it is at least a page. The memory reads as zeros.
 
         Raises:
-            ArenaFull: The region, the container or the machine has no room; nothing was taken.
+            SharedMemoryFull: The region, the container or the machine has no room; nothing was taken.
 
         Cost: at most a microsecond or two where freed memory is used again, else 0.2 ms for each MiB.
         """
@@ -309,7 +323,7 @@ class Arena:
         """Return a new array in our region, with any content; its memory is freed with its last view.
 
         Raises:
-            ArenaFull: There is no room for it.
+            SharedMemoryFull: There is no room for it.
             ConfigError: Elements of this dtype are references, which mean nothing to another process.
         """
         kind = np.dtype(dtype)
@@ -321,7 +335,7 @@ class Arena:
         with self._alone():
             offset = self._take(nbytes).offset
             ground = self.ground
-        return np.ndarray(shape, kind, np.asarray(Block(self, ground, offset, nbytes)))
+        return np.ndarray(shape, kind, np.asarray(SegmentBlock(self, ground, offset, nbytes)))
 
     def locate(self, array: NDArray[Any]) -> int | None:
         """Return the offset of an array made by `empty` here, or of a view of one; None where it is none.
@@ -333,7 +347,11 @@ class Arena:
             return None
         while isinstance(base, np.ndarray):
             base = base.base
-        if not isinstance(base, Block) or base.arena is not self or not array.flags.c_contiguous:
+        if (
+            not isinstance(base, SegmentBlock)
+            or base.arena is not self
+            or not array.flags.c_contiguous
+        ):
             return None
         if array.nbytes == base.nbytes:
             return base.offset  # in one piece and as long as all of it: it begins where that begins
@@ -344,11 +362,11 @@ class Arena:
         """Make sure that there is memory behind a range, so that it can be touched.
 
         Raises:
-            ArenaFull: The container, the machine or the file system that holds the arena has no room.
+            SharedMemoryFull: The container, the machine or the file system that holds the arena has no room.
         """
         shortage = self._room.shortage(nbytes)
         if shortage is not None:
-            raise ArenaFull(
+            raise SharedMemoryFull(
                 f"{bytes_in_words(nbytes)} of shared memory asked for, but {bytes_in_words(shortage.used)} of "
                 f"{bytes_in_words(shortage.limit)} are in use: {_REMEDY.format(shortage.whose)}"
             )
@@ -358,7 +376,7 @@ class Arena:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise
-            raise ArenaFull(self._no_space(nbytes)) from error
+            raise SharedMemoryFull(self._no_space(nbytes)) from error
 
     @property
     def is_changing_here(self) -> bool:
@@ -411,7 +429,7 @@ class Arena:
         self._give_back(self._freed())
         try:
             return self._take_populated(nbytes)
-        except ArenaFull:
+        except SharedMemoryFull:
             kept = self._extents.trim(0)
             if not kept:
                 raise
@@ -421,7 +439,7 @@ class Arena:
     def _take_populated(self, nbytes: int) -> Taken:
         taken = self._extents.allocate(nbytes)
         if taken is None:
-            raise ArenaFull(self._no_room(nbytes))
+            raise SharedMemoryFull(self._no_room(nbytes))
         try:
             for start, stop in taken.missing:
                 self.populate(start, stop - start)
@@ -472,17 +490,19 @@ class Arena:
 def _check_machine() -> None:
     reason = why_not_here(os.uname().machine)
     if reason:
-        raise ArenaUnavailable(reason)
+        raise SharedMemoryUnavailable(reason)
 
 
 def _checked_size(fd: int) -> int:
     size = os.fstat(fd).st_size
     if size < segment_layout.HEADER_BYTES:
-        raise ArenaUnavailable(f"the descriptor handed over is no arena: it has {size} bytes")
+        raise SharedMemoryUnavailable(
+            f"the descriptor handed over is no arena: it has {size} bytes"
+        )
     if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
         needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & needed != needed:
-            raise ArenaUnavailable(
+            raise SharedMemoryUnavailable(
                 "the arena's size is not sealed: another process could cut it short"
             )
     return size
@@ -491,20 +511,20 @@ def _checked_size(fd: int) -> int:
 def _check_header(memory: mmap.mmap, size: int, local_rank: int) -> None:
     with memoryview(memory) as whole, whole.cast("Q") as words:
         if words[segment_layout.MAGIC] != segment_layout.MAGIC_VALUE:
-            raise ArenaUnavailable(
+            raise SharedMemoryUnavailable(
                 "the descriptor handed over is no arena: it begins with other bytes"
             )
         if words[segment_layout.VERSION] != segment_layout.LAYOUT_VERSION:
-            raise ArenaUnavailable(
+            raise SharedMemoryUnavailable(
                 f"the launcher's arena has layout {words[segment_layout.VERSION]}, this process reads {segment_layout.LAYOUT_VERSION}: "
                 "use the same version of syncvar for both"
             )
         if words[segment_layout.ARENA_BYTES] != size:
-            raise ArenaUnavailable(
+            raise SharedMemoryUnavailable(
                 f"the arena has {size} bytes but says {words[segment_layout.ARENA_BYTES]}"
             )
         if local_rank >= words[segment_layout.LOCAL_WORLD_SIZE]:
-            raise ArenaUnavailable(
+            raise SharedMemoryUnavailable(
                 f"the arena is for {words[segment_layout.LOCAL_WORLD_SIZE]} ranks, so there is no local rank {local_rank}"
             )
 

@@ -14,7 +14,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from syncvar.shm import segment_layout
-from syncvar.shm.segment_layout import Layout
+from syncvar.shm.segment_layout import SegmentLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +101,7 @@ def create(
         ('memfd', '', None)
     """
     size = -(-arena_bytes // segment_layout.PAGE_BYTES) * segment_layout.PAGE_BYTES
-    plan = Layout(size, local_world_size)
+    plan = SegmentLayout(size, local_world_size)
     header = struct.pack(
         "=8Q",
         segment_layout.MAGIC_VALUE,

@@ -26,7 +26,7 @@ __all__ = [
     "TABLE_BYTES",
     "USABLE_CORES",
     "VERSION",
-    "Layout",
+    "SegmentLayout",
     "bytes_in_words",
 ]
 
@@ -48,7 +48,7 @@ MAGIC_VALUE = int.from_bytes(b"SYNCVAR\x01", "little")
 LAYOUT_VERSION = 2
 
 
-class Layout:
+class SegmentLayout:
     """The offsets of one arena, all in bytes from its beginning.
 
     Args:

@@ -76,7 +76,7 @@ class Enrolled:
         """Let every call of the group be one of those who still work.
 
         Raises:
-            ArenaFull: The memory that the ranks share has no room for it.
+            SharedMemoryFull: The memory that the ranks share has no room for it.
         """
         channel = self.communicator.channel
         if channel is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from syncvar.bootstrap.process import current
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.core.lazy_import import Taught
+from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.communicator import begin_epochs
 from syncvar.runtime.deferred_queues import send_queued
 from syncvar.runtime.timeouts import checked_timeout
@@ -42,7 +42,7 @@ __all__ = ["Strategy", "strategies_of"]
 _REPLICA = Context.REPLICA
 
 
-class Strategy(Taught):
+class Strategy(MigrationHintsMixin):
     """Replicas in sync: one process each, all members of one group.
 
     Args:

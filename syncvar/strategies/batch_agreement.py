@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.protocol.fixed_records import ARRAY, Record
+from syncvar.protocol.fixed_records import ARRAY, InputRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,9 +46,9 @@ class Offer(NamedTuple):
         values = (int(self.has_batch), rows, self.epoch, self.position, self.kind, self.content)
         return np.array((*values, *(_LARGEST - value for value in values)), np.uint64)
 
-    def record(self) -> Record:
+    def record(self) -> InputRecord:
         """Return it as a record that can be exchanged."""
-        return Record(
+        return InputRecord(
             ARRAY,
             int(self.has_batch),
             (self.rows, self.epoch, self.position, self.content),
@@ -56,7 +56,7 @@ class Offer(NamedTuple):
         )
 
     @staticmethod
-    def from_record(record: Record) -> Offer:
+    def from_record(record: InputRecord) -> Offer:
         """Return the offer in a record."""
         rows, epoch, position, content = record.shape
         return Offer(bool(record.dtype), rows, epoch, position, record.nbytes, content)

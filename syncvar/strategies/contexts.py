@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import UsageError
-from syncvar.core.lazy_import import Taught
+from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.core.pytree import is_structure, parts_of, rebuilt
 from syncvar.strategies.value_reduction import gather_values, own_part, reduce_values
 from syncvar.variables.policy import Context
@@ -44,7 +44,7 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
-class ReplicaContext(Taught):
+class ReplicaContext(MigrationHintsMixin):
     """This replica among the others; got by `sv.get_replica_context()` inside `run`, or outside every scope.
 
     Example:

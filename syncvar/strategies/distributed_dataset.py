@@ -15,7 +15,7 @@ from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.sync_points import gather_objects, meet
 from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
-from syncvar.core.lazy_import import Taught
+from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_rows
 from syncvar.data.dataset import Dataset
 from syncvar.data.iterator_state import integer_of, read_state
@@ -157,7 +157,7 @@ class DistributedDataset:
         return f"<sv.DistributedDataset of {self._feed.what} for {self._feed.strategy!r}>"
 
 
-class DistributedIterator(Taught):
+class DistributedIterator(MigrationHintsMixin):
     """An epoch of a DistributedDataset being read; all replicas get their batches, and its end, together.
 
     A replica whose own dataset has ended gets batches without rows until all have ended. The state is the same on every

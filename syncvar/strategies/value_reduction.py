@@ -18,7 +18,7 @@ from syncvar.collectives.tensors import given_back
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import (
-    Structure,
+    TreeDef,
     arrays_of,
     describe,
     flatten,
@@ -93,7 +93,7 @@ class _Brought(NamedTuple):
 
     op: str
     name: str
-    structure: Structure  # of the value
+    structure: TreeDef  # of the value
     arrays: list[NDArray[Any]]
     finish: Callable[[list[NDArray[Any]]], Any]  # of what has been combined
 

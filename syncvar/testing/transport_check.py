@@ -10,8 +10,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from syncvar.protocol.frame import Header, Kind, pack_header
-from syncvar.transports.base import Frame, Lost, Transport
+from syncvar.protocol.frame import FrameType, Header, pack_header
+from syncvar.transports.base import Frame, PeerDisconnected, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,12 +128,12 @@ def _header_fields_arrive_as_they_were_sent(factory: TransportFactory) -> None:
     with factory.connect(2, _GENERATION) as world:
         seen = _Seen(world)
         wanted = [
-            Header(Kind.DATA, 1, _GENERATION, long, long - 1, big, big - 1, long - 2, 3),
-            Header(Kind.DATA, 1, _GENERATION, 0, 0, 0, 0, 0, 0),
-            Header(Kind.CREDIT, 1, _GENERATION, 5, 0, 0, 0, 0, 1 << 39),
+            Header(FrameType.DATA, 1, _GENERATION, long, long - 1, big, big - 1, long - 2, 3),
+            Header(FrameType.DATA, 1, _GENERATION, 0, 0, 0, 0, 0, 0),
+            Header(FrameType.CREDIT, 1, _GENERATION, 5, 0, 0, 0, 0, 1 << 39),
         ]
         for header in wanted:
-            payload = memoryview(bytes(header.nbytes)) if header.kind == Kind.DATA else None
+            payload = memoryview(bytes(header.nbytes)) if header.kind == FrameType.DATA else None
             world[1].send(0, pack_header(*header), payload)
         seen.until(lambda: len(seen.frames[0]) == len(wanted), "the headers to arrive")
         assert [one.header for one in seen.frames[0]] == wanted, seen.frames[0]
@@ -171,7 +171,7 @@ def _borrowed_memory_may_be_reused_when_its_loan_is_done(factory: TransportFacto
         memory = bytearray(factory.nbytes_max)
         for number in range(6):
             memory[:] = bytes([number + 1]) * len(memory)
-            header = pack_header(Kind.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
+            header = pack_header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
             loan = world[0].send(1, header, memoryview(memory), borrow=True)
             if loan is not None:
                 seen.until(loan.is_done, "the loan to be done")
@@ -189,7 +189,7 @@ def _memory_that_is_not_borrowed_may_be_reused_at_once(factory: TransportFactory
         memory = bytearray(factory.nbytes_max)
         for number in range(6):
             memory[:] = bytes([number + 1]) * len(memory)
-            header = pack_header(Kind.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
+            header = pack_header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
             loan = world[0].send(1, header, memoryview(memory))
             assert loan is None, "a payload that was copied has no loan"
         memory[:] = bytes(len(memory))
@@ -376,7 +376,7 @@ def _an_abrupt_loss_is_told_once_and_after_all_that_had_arrived(factory: Transpo
         for number in range(5):
             loan = world[0].send(
                 1,
-                pack_header(Kind.DATA, 0, _GENERATION, 1, number, nbytes=9),
+                pack_header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=9),
                 memoryview(bytes(9)),
                 borrow=True,
             )
@@ -400,7 +400,7 @@ def _loans_of_a_lost_link_end(factory: TransportFactory) -> None:
         loans = []
         factory.lose(world, 1)
         for number in range(1, 5):
-            header = pack_header(Kind.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
+            header = pack_header(FrameType.DATA, 0, _GENERATION, 1, number, nbytes=len(memory))
             loans.append(world[0].send(1, header, memory, borrow=True))
         seen.until(lambda: bool(seen.lost[0]), "the loss to be told", [0])
         seen.until(
@@ -451,14 +451,14 @@ class _Seen:
     def __init__(self, world: Sequence[Transport]) -> None:
         self.world = world
         self.frames: list[list[Frame]] = [[] for _ in world]
-        self.lost: list[list[Lost]] = [[] for _ in world]
-        self.order: list[list[Frame | Lost]] = [[] for _ in world]
+        self.lost: list[list[PeerDisconnected]] = [[] for _ in world]
+        self.order: list[list[Frame | PeerDisconnected]] = [[] for _ in world]
 
     def take(self, ranks: Iterable[int] | None = None) -> None:
         for rank in range(len(self.world)) if ranks is None else ranks:
             while (arrival := self.world[rank].receive()) is not None:
                 self.order[rank].append(arrival)
-                if isinstance(arrival, Lost):
+                if isinstance(arrival, PeerDisconnected):
                     self.lost[rank].append(arrival)
                 else:
                     self.frames[rank].append(arrival)
@@ -499,7 +499,7 @@ def _send(
     *,
     borrow: bool = False,
 ) -> None:
-    header = pack_header(Kind.DATA, source, _GENERATION, 1, number, nbytes=nbytes)
+    header = pack_header(FrameType.DATA, source, _GENERATION, 1, number, nbytes=nbytes)
     world[source].send(target, header, memoryview(_pattern(number, nbytes)), borrow=borrow)
 
 

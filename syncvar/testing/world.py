@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from syncvar.bootstrap.context import Context
 from syncvar.bootstrap.process import use
 from syncvar.core.environment import RankEnvironment
-from syncvar.core.errors import ArenaUnavailable
+from syncvar.core.errors import SharedMemoryUnavailable
 from syncvar.core.host_topology import HostMap, divided
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.coordinator import Coordinator
 from syncvar.runtime.gil_contention import crowd
-from syncvar.shm.segment import Arena
+from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
 from syncvar.transports.in_memory import Faults, MemoryControl, MemoryNetwork, MemoryTransport
 
@@ -71,7 +71,7 @@ def run_ranks(
 
     Raises:
         TimeoutError: A rank did not end in time.
-        ArenaUnavailable: Ranks cannot share memory on this machine.
+        SharedMemoryUnavailable: Ranks cannot share memory on this machine.
 
     Example:
         >>> import syncvar as sv
@@ -180,12 +180,12 @@ def _short_turns(*, needed: bool) -> Iterator[None]:
 def _make_arena(arena_bytes: int, world_size: int) -> CreatedArena:
     arena, reason = create(arena_bytes, world_size, 1)  # threads take turns, as on one core
     if arena is None:
-        raise ArenaUnavailable(reason)
+        raise SharedMemoryUnavailable(reason)
     return arena
 
 
-def _attach(arena: CreatedArena | None, rank: int, *, checks: bool) -> Arena | str:
+def _attach(arena: CreatedArena | None, rank: int, *, checks: bool) -> SharedSegment | str:
     """Map the arena for a rank, as if in a process of its own."""
     if arena is None:
         return "ranks of an in-process world have links between them"
-    return Arena.attach(os.dup(arena.fd), rank, checks=checks)
+    return SharedSegment.attach(os.dup(arena.fd), rank, checks=checks)

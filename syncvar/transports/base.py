@@ -8,7 +8,7 @@ A transport moves frames between the ranks of one generation. It knows no collec
 * **What blocks**: only `wait` and `wait_idle`, and `close` for at most its linger. `send` queues what cannot go at once.
 * **Who owns memory**: a payload given with `borrow=True` is borrowed until the returned loan says `is_done()`; with
   `borrow=False` it is copied before `send` returns. A received payload belongs to the receiver.
-* **Failure**: a link never heals. It is reported once as `Lost`, after every frame that arrived before; sends to a
+* **Failure**: a link never heals. It is reported once as `PeerDisconnected`, after every frame that arrived before; sends to a
   lost peer are dropped silently, since the report has been made.
 * **Errors**: operating system and ZeroMQ errors surface as children of `TransportError`, their cause kept.
 * **Threads**: one thread at a time may use a transport; only `wake` and `wait_idle` may be called
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from syncvar.protocol.control_messages import Message
     from syncvar.protocol.frame import Header
 
-__all__ = ["Arrival", "Control", "Frame", "Loan", "Lost", "Transport"]
+__all__ = ["Arrival", "BorrowedFrame", "Control", "Frame", "PeerDisconnected", "Transport"]
 
 
 class Frame(NamedTuple):
@@ -40,7 +40,7 @@ class Frame(NamedTuple):
     payload: bytes | memoryview
 
 
-class Lost(NamedTuple):
+class PeerDisconnected(NamedTuple):
     """A link that will deliver nothing more.
 
     Args:
@@ -52,10 +52,10 @@ class Lost(NamedTuple):
     reason: str
 
 
-Arrival = Frame | Lost
+Arrival = Frame | PeerDisconnected
 
 
-class Loan(Protocol):
+class BorrowedFrame(Protocol):
     """Memory that a transport still reads."""
 
     def is_done(self) -> bool:
@@ -78,7 +78,7 @@ class Transport(Protocol):
 
     def send(
         self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False
-    ) -> Loan | None:
+    ) -> BorrowedFrame | None:
         """Send a frame; returns a loan when the payload was borrowed and is still being read."""
 
     def receive(self) -> Arrival | None:

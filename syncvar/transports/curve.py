@@ -26,7 +26,7 @@ from syncvar.protocol.auth_keys import derive
 from syncvar.transports.unauthenticated_peers import (
     UNPROVED_NBYTES,
     UNPROVED_PLAIN_NBYTES,
-    Strangers,
+    UnauthenticatedPeers,
 )
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ class Gate:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._told, zmq.POLLIN)
-        guarded: list[Strangers] = []
+        guarded: list[UnauthenticatedPeers] = []
         look_at = float("inf")
         try:
             while True:
@@ -267,7 +267,7 @@ class Gate:
                     port = self._told.recv()
                     if not port:
                         return
-                    guarded.append(Strangers(int(port), self._unproved_nbytes))
+                    guarded.append(UnauthenticatedPeers(int(port), self._unproved_nbytes))
                     if guarded[-1].listener is not None:
                         poller.register(guarded[-1].listener, zmq.POLLIN)
                 now = time.monotonic()

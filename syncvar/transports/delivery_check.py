@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from syncvar.transports.disconnect_reasons import Sent
-    from syncvar.transports.zeromq_sender import Outgoing
+    from syncvar.transports.zeromq_sender import SendLink
 
 __all__ = ["Delivery"]
 
@@ -28,7 +28,7 @@ class Delivery:
 
     __slots__ = ("_before", "_end", "_link", "is_complete")
 
-    def __init__(self, link: Outgoing) -> None:
+    def __init__(self, link: SendLink) -> None:
         self._link = link
         self._before: tuple[int, Sent] | None = None
         self._end: int | None = None  # so many bytes had been written behind the last frame

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncvar.protocol.control_messages import Message, parse_message
-from syncvar.protocol.coordinator import Action, Coordinator, Fail, Mute, Say
-from syncvar.protocol.frame import Kind, parse_header
-from syncvar.transports.base import Arrival, Frame, Lost
+from syncvar.protocol.coordinator import AbortJob, Action, Coordinator, ShowMessage, Unresponsive
+from syncvar.protocol.frame import FrameType, parse_header
+from syncvar.transports.base import Arrival, Frame, PeerDisconnected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncvar.transports.base import Loan
+    from syncvar.transports.base import BorrowedFrame
 
 __all__ = ["Faults", "MemoryControl", "MemoryNetwork", "MemoryTransport"]
 
@@ -36,7 +36,7 @@ class Faults:
         reorder: Probability that a frame overtakes the one before it on its link.
         loss: Probability that a DATA frame vanishes without a trace (no real transport here does that; a call must
             then end by its deadline).
-        cut: (source, target, number): the link is cut before its frame of that number; both ends see `Lost`.
+        cut: (source, target, number): the link is cut before its frame of that number; both ends see `PeerDisconnected`.
 
     What happens to a frame depends on the seed, its link, whether it is data, and its number among such frames there.
     """
@@ -49,7 +49,7 @@ class Faults:
 
 
 @dataclass(slots=True)
-class _Flying:
+class _FrameInFlight:
     due: int
     frame: Frame
 
@@ -71,13 +71,13 @@ class MemoryNetwork:
         self.coordinator = coordinator
         self.lock = threading.RLock()
         self.arrived = [threading.Condition(self.lock) for _ in range(world_size)]
-        self.flying: list[collections.deque[_Flying]] = [
+        self.flying: list[collections.deque[_FrameInFlight]] = [
             collections.deque() for _ in range(world_size)
         ]
         self.control: list[collections.deque[bytes]] = [
             collections.deque() for _ in range(world_size)
         ]
-        self.events: list[collections.deque[Lost]] = [
+        self.events: list[collections.deque[PeerDisconnected]] = [
             collections.deque() for _ in range(world_size)
         ]
         self.looks = [0] * world_size
@@ -103,12 +103,12 @@ class MemoryNetwork:
                 self.cut(source, target)
                 return
             self.frames_sent += 1
-            is_data = frame.header.kind == Kind.DATA
+            is_data = frame.header.kind == FrameType.DATA
             delay, overtakes, is_lost = self._decide(source, target, is_data)
             if is_lost and is_data:
                 return
             queue = self.flying[target]
-            item = _Flying(self.looks[target] + delay, frame)
+            item = _FrameInFlight(self.looks[target] + delay, frame)
             if overtakes:
                 queue.appendleft(item)
             else:
@@ -158,7 +158,7 @@ class MemoryNetwork:
             for a, b in ((source, target), (target, source)):
                 if (a, b) not in self._dead_links:
                     self._dead_links.add((a, b))
-                    self.events[b].append(Lost(a, "connection cut"))
+                    self.events[b].append(PeerDisconnected(a, "connection cut"))
                     self.arrived[b].notify_all()
 
     def take(self, rank: int) -> Arrival | None:
@@ -237,11 +237,11 @@ class MemoryNetwork:
     def carry_out(self, actions: list[Action]) -> None:
         """Do what the coordinator decided."""
         for action in actions:
-            if isinstance(action, Say):
+            if isinstance(action, ShowMessage):
                 self.said.append(action.text)
-            elif isinstance(action, Fail):
+            elif isinstance(action, AbortJob):
                 self.said.append(action.reason)
-            elif isinstance(action, Mute):
+            elif isinstance(action, Unresponsive):
                 self.said.append(
                     f"rank {action.rank}: no Python thread answers since {action.seconds:.0f} s"
                 )
@@ -275,7 +275,7 @@ class MemoryTransport:
 
     def send(
         self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False
-    ) -> Loan | None:
+    ) -> BorrowedFrame | None:
         """Copy a frame over."""
         del borrow
         data = bytes(payload) if payload is not None else b""

@@ -21,8 +21,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import TransportError, WireError
-from syncvar.protocol.frame import CARRIERS, HEADER_NBYTES, Header, Kind, pack_header, parse_header
-from syncvar.transports.base import Arrival, Frame, Loan, Lost
+from syncvar.protocol.frame import (
+    CARRIERS,
+    HEADER_NBYTES,
+    FrameType,
+    Header,
+    pack_header,
+    parse_header,
+)
+from syncvar.transports.base import Arrival, BorrowedFrame, Frame, PeerDisconnected
 from syncvar.transports.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -58,7 +65,7 @@ def tag_of(generation: int) -> int:
     return 1 + generation % _TAGS
 
 
-class _Loan:
+class _MpiLoan:
     """A borrowed payload that MPI reads until its request is complete."""
 
     __slots__ = ("done",)
@@ -75,7 +82,7 @@ class _Sending:
 
     __slots__ = ("data", "loan", "peer", "request")
 
-    def __init__(self, request: Any, peer: int, data: Any, loan: _Loan | None) -> None:
+    def __init__(self, request: Any, peer: int, data: Any, loan: _MpiLoan | None) -> None:
         self.request = request
         self.peer = peer
         self.data = data
@@ -232,7 +239,7 @@ class MpiTransport:
 
     def send(
         self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False
-    ) -> Loan | None:
+    ) -> BorrowedFrame | None:
         """Hand a frame to MPI."""
         if peer in self._lost or peer in self._departed:
             return None
@@ -248,7 +255,7 @@ class MpiTransport:
                 )
                 return None
             self._post(peer, target, header)
-            loan = _Loan() if borrow else None
+            loan = _MpiLoan() if borrow else None
             self._post(peer, target, payload if borrow else bytes(payload), loan)
             return None if loan is None or loan.done else loan
 
@@ -315,7 +322,9 @@ class MpiTransport:
             if linger_s > 0:
                 with contextlib.suppress(TransportError):
                     self._advance()  # so that peers whose frames nobody took are known, and told
-            last = pack_header(Kind.BYE, self._rank, self._generation, 0) if linger_s > 0 else b""
+            last = (
+                pack_header(FrameType.BYE, self._rank, self._generation, 0) if linger_s > 0 else b""
+            )
             for peer in self._linked - self._lost - self._departed:
                 self._post(peer, self._targets[peer], last)
             began = now = time.monotonic()
@@ -338,7 +347,7 @@ class MpiTransport:
 
     # -- inside; the lock is held ------------------------------------------------------------------
 
-    def _post(self, peer: int, target: int, data: Any, loan: _Loan | None = None) -> None:
+    def _post(self, peer: int, target: int, data: Any, loan: _MpiLoan | None = None) -> None:
         if peer in self._lost:
             if loan is not None:
                 loan.done = True
@@ -429,7 +438,7 @@ class MpiTransport:
                 f"a frame of rank {one.rank} announces {header.nbytes} bytes and has {len(payload)}"
             )
         self._linked.add(one.rank)
-        if header.kind != Kind.BYE:
+        if header.kind != FrameType.BYE:
             self._ready.append(Frame(header, payload))
             return
         self._departed.add(one.rank)
@@ -438,7 +447,7 @@ class MpiTransport:
     def _lose(self, peer: int, reason: str) -> None:
         if peer >= 0 and peer not in self._lost:
             self._lost.add(peer)
-            self._ready.append(Lost(peer, reason))
+            self._ready.append(PeerDisconnected(peer, reason))
             self._forget(peer)
 
     def _forget(self, peer: int) -> None:

@@ -17,7 +17,7 @@ import struct
 
 from syncvar.protocol.message_limits import UNPROVED_NBYTES_MAX
 
-__all__ = ["UNPROVED_NBYTES", "UNPROVED_PLAIN_NBYTES", "WAITING_MAX", "Strangers"]
+__all__ = ["UNPROVED_NBYTES", "UNPROVED_PLAIN_NBYTES", "WAITING_MAX", "UnauthenticatedPeers"]
 
 WAITING_MAX = 16
 """How many connections may stay that have not proved themselves within PROVE_S."""
@@ -40,7 +40,7 @@ _COUNTERS = struct.Struct(
 )  # tcp_info: tcpi_bytes_acked and tcpi_bytes_received, since Linux 4.1
 
 
-class Strangers:
+class UnauthenticatedPeers:
     """The strangers at one tcp port of this process.
 
     Args:

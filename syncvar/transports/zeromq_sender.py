@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from syncvar.core.errors import WireError
-from syncvar.protocol.frame import HEADER_NBYTES, Kind, parse_header
+from syncvar.protocol.frame import HEADER_NBYTES, FrameType, parse_header
 from syncvar.transports.disconnect_reasons import CLOSED, ConnectionCopy, Sent, unanswered
 from syncvar.transports.zeromq_sockets import close_monitor, events_of, monitor_of
 
 if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["Outgoing"]
+__all__ = ["SendLink"]
 
 _JOINED_NBYTES_MAX = 4096  # a payload up to this size travels in one message part with its header
 _BORROW_NBYTES_MIN = (
@@ -30,7 +30,7 @@ _EVENTS = (
 )
 
 
-class _Loan:
+class _ZeroMQLoan:
     """A borrowed payload that ZeroMQ reads until its tracker is done; it has none before ZeroMQ has taken the frame."""
 
     __slots__ = ("tracker",)
@@ -42,7 +42,7 @@ class _Loan:
         return self.tracker is not None and bool(self.tracker.done)
 
 
-class Outgoing:
+class SendLink:
     """A link to a peer.
 
     Args:
@@ -79,12 +79,14 @@ class Outgoing:
         self.is_connected = self.is_answered = False
         self._copy: ConnectionCopy | None = None
         self.is_remote = address.startswith("tcp://")
-        self.outbox: collections.deque[tuple[bytes, memoryview | None, _Loan | None]] = (
+        self.outbox: collections.deque[tuple[bytes, memoryview | None, _ZeroMQLoan | None]] = (
             collections.deque()
         )
         socket.connect(address)
 
-    def send(self, header: bytes, payload: memoryview | None, *, borrow: bool) -> _Loan | None:
+    def send(
+        self, header: bytes, payload: memoryview | None, *, borrow: bool
+    ) -> _ZeroMQLoan | None:
         """Send a frame now.
 
         Raises:
@@ -98,16 +100,18 @@ class Outgoing:
             return None
         self.socket.send(header, _MORE)
         if borrow and payload.nbytes >= _BORROW_NBYTES_MIN:
-            return _Loan(self.socket.send(payload, zmq.NOBLOCK, copy=False, track=True))
+            return _ZeroMQLoan(self.socket.send(payload, zmq.NOBLOCK, copy=False, track=True))
         self.socket.send(payload, zmq.NOBLOCK)
         return None
 
-    def put_off(self, header: bytes, payload: memoryview | None, *, borrow: bool) -> _Loan | None:
+    def put_off(
+        self, header: bytes, payload: memoryview | None, *, borrow: bool
+    ) -> _ZeroMQLoan | None:
         """Keep a frame, to be sent by `flush` behind those that are kept already."""
         loan = None
         if payload is not None:
             if borrow:
-                loan = _Loan()
+                loan = _ZeroMQLoan()
             else:
                 payload = memoryview(bytes(payload))
         self.outbox.append((header, payload, loan))
@@ -158,7 +162,9 @@ class Outgoing:
             except zmq.ZMQError:
                 return said
             with contextlib.suppress(WireError):
-                said = said or (len(data) == HEADER_NBYTES and parse_header(data).kind == Kind.BYE)
+                said = said or (
+                    len(data) == HEADER_NBYTES and parse_header(data).kind == FrameType.BYE
+                )
 
     def close(self, linger_ms: int) -> None:
         """Close the link, flushing what ZeroMQ has taken for so long; what was put off is not sent any more."""

@@ -22,12 +22,12 @@ import zmq
 from zmq.backend import zmq_poll
 
 from syncvar.core.errors import TransportError, WireError
-from syncvar.protocol.frame import CARRIERS, HEADER_NBYTES, Kind, pack_header, parse_header
-from syncvar.transports.base import Arrival, Frame, Loan, Lost
+from syncvar.protocol.frame import CARRIERS, HEADER_NBYTES, FrameType, pack_header, parse_header
+from syncvar.transports.base import Arrival, BorrowedFrame, Frame, PeerDisconnected
 from syncvar.transports.delivery_check import Delivery
 from syncvar.transports.wakeup import Wakeup
 from syncvar.transports.zeromq_connections import Connections
-from syncvar.transports.zeromq_sender import Outgoing
+from syncvar.transports.zeromq_sender import SendLink
 from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
@@ -93,7 +93,7 @@ class ZeromqTransport:
         self._incarnation = os.urandom(8)
         self._generation = 0
         self._addresses: Mapping[int, str] = {}
-        self._links: dict[int, Outgoing] = {}
+        self._links: dict[int, SendLink] = {}
         self._sources: dict[bytes, int] = {}
         self._checksummed: frozenset[int] = (
             frozenset()
@@ -108,7 +108,7 @@ class ZeromqTransport:
             int, float
         ] = {}  # peer that disconnected -> when to judge it, once the ROUTER is empty
         self._ends: dict[int, str] = {}  # peer that disconnected -> why, in words
-        self._pending_losses: collections.deque[Lost] = collections.deque()
+        self._pending_losses: collections.deque[PeerDisconnected] = collections.deque()
         self._watched = 0.0
         self._unsent: dict[
             int, int
@@ -167,7 +167,7 @@ class ZeromqTransport:
 
     def send(
         self, peer: int, header: bytes, payload: memoryview | None = None, *, borrow: bool = False
-    ) -> Loan | None:
+    ) -> BorrowedFrame | None:
         """Send a frame to a peer; opens the link when it is the first."""
         if peer in self._lost or peer in self._departed:
             return None
@@ -318,7 +318,7 @@ class ZeromqTransport:
             raise TransportError(f"cannot listen on {endpoint}: {error}") from error
         return f"tcp://{place}:{port}"
 
-    def _open_link(self, peer: int) -> Outgoing:
+    def _open_link(self, peer: int) -> SendLink:
         address = self._addresses.get(peer)
         if address is None:
             raise TransportError(f"no address of rank {peer} is known")
@@ -332,12 +332,12 @@ class ZeromqTransport:
             _IDENTITY.pack(b"s", self._nonce, self._generation, self._rank, self._incarnation),
         )
         try:
-            self._links[peer] = Outgoing(self._context, socket, address)
+            self._links[peer] = SendLink(self._context, socket, address)
         except zmq.ZMQError as error:
             raise TransportError(f"cannot connect to rank {peer} at {address}: {error}") from error
         return self._links[peer]
 
-    def _hold_back(self, peer: int, link: Outgoing) -> None:
+    def _hold_back(self, peer: int, link: SendLink) -> None:
         """Let `wait_idle` end when a link can take frames: whoever has left them may do something else for long."""
         descriptor = self._unsent[peer] = link.socket.getsockopt(zmq.FD)
         self._wakeup.watch_idle(descriptor)
@@ -397,7 +397,7 @@ class ZeromqTransport:
             self.refused_frames += 1
             self._lose(source, str(error))
             return None
-        if header.kind == Kind.BYE:
+        if header.kind == FrameType.BYE:
             self._departed.add(source)
             self._complete.add(source)
             return None
@@ -466,7 +466,7 @@ class ZeromqTransport:
         if peer in self._lost:
             return
         self._lost.add(peer)
-        self._pending_losses.append(Lost(peer, reason))
+        self._pending_losses.append(PeerDisconnected(peer, reason))
         self._end_link(peer)
 
     def _end_link(self, peer: int) -> None:
@@ -503,7 +503,7 @@ class ZeromqTransport:
                 time.sleep(_FLUSH_LOOK_S)
 
     def _say_goodbye(self, linger_s: float) -> None:
-        header = pack_header(Kind.BYE, self._rank, self._generation, 0)
+        header = pack_header(FrameType.BYE, self._rank, self._generation, 0)
         while (
             self.receive() is not None
         ):  # so that peers whose frames nobody took are known, and told

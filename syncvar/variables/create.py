@@ -13,7 +13,7 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.stage_builders import broadcast_flat, exchange, gather_flat
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, InternalError, MismatchError
-from syncvar.protocol.fixed_records import BYTES, Record
+from syncvar.protocol.fixed_records import BYTES, InputRecord
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import Request, fingerprint
 from syncvar.variables.array_protocol import ArrayProtocol
@@ -297,7 +297,7 @@ def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) ->
     packed = pack_object([[*mine], None if value is None else digest_of(value), gone])
 
     def body() -> Generator[Stage, None, tuple[NDArray[Any], list[int]]]:
-        records = yield from exchange(communicator, Record(BYTES, nbytes=len(packed)))
+        records = yield from exchange(communicator, InputRecord(BYTES, nbytes=len(packed)))
         counts = tuple(record.nbytes for record in records)
         flat = (
             yield from gather_flat(communicator, np.frombuffer(packed, np.uint8), counts)

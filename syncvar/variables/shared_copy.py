@@ -17,7 +17,7 @@ import numpy as np
 
 from syncvar.collectives.shared_array import Wanted, memory_in_common
 from syncvar.collectives.sync_points import meet
-from syncvar.core.errors import ArenaFull
+from syncvar.core.errors import SharedMemoryFull
 from syncvar.variables.storage import Storage, say_arena_is_full
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def shared_copy(
     content = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     wanted = Wanted("share a copy", (), value.nbytes, content)
     found = memory_in_common(context, on_host, "share a copy", lambda: wanted, timeout)
-    if isinstance(found, ArenaFull):
+    if isinstance(found, SharedMemoryFull):
         if rank == 0:
             say_arena_is_full(context, found)
         return SharedCopy(np.array(value, order="C"), slice(0, value.size))

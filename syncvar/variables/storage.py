@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from syncvar._native import Copied
-from syncvar.core.errors import ArenaFull, UsageError
+from syncvar.core.errors import SharedMemoryFull, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ __all__ = ["Storage", "being_written", "refuse_overlap", "say_arena_is_full"]
 _log = logging.getLogger("syncvar")
 
 
-def say_arena_is_full(context: Context, error: ArenaFull) -> None:
+def say_arena_is_full(context: Context, error: SharedMemoryFull) -> None:
     """Say once what it means that there is no room in the arena."""
     if not context.extras.get("said_arena_is_full"):
         context.extras["said_arena_is_full"] = True
@@ -186,7 +186,7 @@ class Storage(Copied):
             return None
         try:
             return arena.empty(shape, dtype)
-        except ArenaFull as error:
+        except SharedMemoryFull as error:
             say_arena_is_full(self._context, error)
             return None
 

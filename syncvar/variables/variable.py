@@ -18,7 +18,7 @@ from syncvar.core.errors import (
     SyncvarError,
     UsageError,
 )
-from syncvar.core.lazy_import import Taught
+from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import fingerprint
 from syncvar.variables.array_protocol import ArrayProtocol
@@ -93,7 +93,7 @@ _PACES = ("eager", "deferred")
 _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it with dtype='int64'"
 
 
-class Variable(Taught, ArrayProtocol):
+class Variable(MigrationHintsMixin, ArrayProtocol):
     """A value with one copy on each replica, kept in step as its mode says.
 
     Making one is collective, except under NONE. It belongs to the strategy in force: the scope's, or outside every

@@ -23,7 +23,7 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.core.errors import ArenaFull
+from syncvar.core.errors import SharedMemoryFull
 
 TURNS = 6
 DTYPES = ["f4", "f8", "f2", "bf16", "i4", "i8", "u1", "c8", "?"]
@@ -82,7 +82,7 @@ def fill_the_arena(least=128 << 10):
     while step >= least:
         try:
             held.append(sv.empty(step, np.uint8))
-        except ArenaFull:
+        except SharedMemoryFull:
             step //= 2
     return held
 
@@ -126,7 +126,7 @@ def _bytes(nbytes, resident):
     if resident:
         try:
             return sv.empty(nbytes, np.uint8)
-        except ArenaFull:
+        except SharedMemoryFull:
             pass
     return np.empty(nbytes, np.uint8)
 
@@ -158,7 +158,7 @@ def make(shape, dtype, place):
     if extra == "":  # an array that is no view of anything, as far as that goes
         array = None
         if resident:
-            with contextlib.suppress(ArenaFull):
+            with contextlib.suppress(SharedMemoryFull):
                 array = sv.empty(shape, dtype)
         array = np.empty(shape, dtype) if array is None else array
         ground = array.reshape(-1).view(np.uint8)

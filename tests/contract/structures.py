@@ -10,7 +10,7 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.collectives.groups import communicator_of
-from syncvar.core.errors import ArenaFull
+from syncvar.core.errors import SharedMemoryFull
 
 SMALL = [(3, 1, 4), (1, 1), (0, 2), (5,) * 17, (200, 1, 30), (2,) * 161]
 LONG = [
@@ -64,7 +64,7 @@ def laid(values, chance):
     way = chance.integers(12)
     made = np.empty(values.size, values.dtype)
     if way == 0:
-        with contextlib.suppress(ArenaFull):
+        with contextlib.suppress(SharedMemoryFull):
             made = sv.empty(values.size, values.dtype)
     elif way < 3:
         made = np.empty(values.size + 9, values.dtype)[4:-5]

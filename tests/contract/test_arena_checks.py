@@ -12,7 +12,7 @@ from syncvar.core.errors import InternalError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.programs import shm_reduce as shared_reduce
 from syncvar.shm import segment_layout
-from syncvar.shm.segment import Arena
+from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
 from syncvar.testing import run_ranks
 
@@ -25,7 +25,7 @@ def arenas():
     """Two ranks' views of one arena."""
     created, reason = create(64 * MIB, 2, 2)
     assert created is not None, reason
-    made = [Arena.attach(os.dup(created.fd), rank, checks=True) for rank in range(2)]
+    made = [SharedSegment.attach(os.dup(created.fd), rank, checks=True) for rank in range(2)]
     yield made
     for arena in made:
         arena.close()
@@ -46,7 +46,7 @@ def test_what_has_been_given_out_may_be_used_by_all_ranks(arenas):
 
 def test_what_has_not_may_be_used_by_nobody(arenas):
     offset = arenas[1].allocate(5000)
-    plan = segment_layout.Layout(64 * MIB, 2)
+    plan = segment_layout.SegmentLayout(64 * MIB, 2)
     start, stop = plan.arrays(1)
     nobodys = [
         (0, 8),
@@ -88,7 +88,7 @@ def test_what_has_been_given_back_is_nobodys_again(arenas):
 def test_without_the_setting_nothing_is_looked_at():
     created, reason = create(64 * MIB, 1, 1)
     assert created is not None, reason
-    arena = Arena.attach(os.dup(created.fd), 0)
+    arena = SharedSegment.attach(os.dup(created.fd), 0)
     assert not arena.is_checked
     assert arena.view(0, 8, np.uint8).size == 8
     arena.close()

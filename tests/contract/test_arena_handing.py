@@ -17,7 +17,7 @@ import pytest
 from syncvar.protocol.object_codec import unpack_object
 from syncvar.shm import fd_passing
 from syncvar.shm.fd_passing import Handing, arena_path, fetch
-from syncvar.shm.segment import Arena
+from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
 
 MIB = 1 << 20
@@ -294,7 +294,7 @@ def test_a_number_that_was_another_descriptor_s(launcher, pytestconfig):
 def fetched(launcher, generation, rank):
     fd, reason = fetch(launcher.path, JOB, generation, rank, 5)
     assert reason is None, reason
-    return Arena.attach(fd, rank)
+    return SharedSegment.attach(fd, rank)
 
 
 def test_each_generation_has_its_own_and_old_ones_are_let_go(launcher):

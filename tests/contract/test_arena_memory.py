@@ -16,10 +16,16 @@ import timeit
 import numpy as np
 import pytest
 
-from syncvar.core.errors import ArenaFull, ArenaUnavailable, ConfigError, SyncvarError, UsageError
+from syncvar.core.errors import (
+    ConfigError,
+    SharedMemoryFull,
+    SharedMemoryUnavailable,
+    SyncvarError,
+    UsageError,
+)
 from syncvar.shm import segment, segment_file, segment_layout
 from syncvar.shm.host_limits import Shortage
-from syncvar.shm.segment import Arena
+from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
 
 MIB = 1 << 20
@@ -38,7 +44,7 @@ def host():
             return arena
 
         def attach(self, arena, rank=0, **more):
-            attached.append(Arena.attach(os.dup(arena.fd), rank, **more))
+            attached.append(SharedSegment.attach(os.dup(arena.fd), rank, **more))
             return attached[-1]
 
         def one(self, arena_bytes=256 * MIB, ranks=2, **more):
@@ -222,8 +228,8 @@ def header(
 )
 def test_what_is_no_arena_is_refused_and_closed(data, size, seals, words):
     fd = memfd(data, size, seals)
-    with pytest.raises(ArenaUnavailable, match=words):
-        Arena.attach(fd, 1)
+    with pytest.raises(SharedMemoryUnavailable, match=words):
+        SharedSegment.attach(fd, 1)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
     assert mappings() == []
@@ -235,7 +241,7 @@ def test_another_processor_is_refused(host, monkeypatch):
     other = type("Uname", (), {"machine": "aarch64", "sysname": uname.sysname})
     monkeypatch.setattr(os, "uname", other)
     with pytest.raises(
-        ArenaUnavailable, match="aarch64 may show stores to other cores in another order"
+        SharedMemoryUnavailable, match="aarch64 may show stores to other cores in another order"
     ):
         host.attach(made)
 
@@ -243,10 +249,10 @@ def test_another_processor_is_refused(host, monkeypatch):
 def test_an_address_space_that_is_too_small(host):
     made = host.create(1 << 40)
     code = (
-        "import resource, sys; from syncvar.shm.segment import Arena; from syncvar.core.errors import ArenaUnavailable\n"
+        "import resource, sys; from syncvar.shm.segment import Arena; from syncvar.core.errors import SharedMemoryUnavailable\n"
         "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
         "try:\n    Arena.attach(int(sys.argv[1]), 0)\n"
-        "except ArenaUnavailable as error:\n    print(error)\n"
+        "except SharedMemoryUnavailable as error:\n    print(error)\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code, str(made.fd)],
@@ -281,7 +287,7 @@ def test_arrays_of_every_shape_and_dtype(host, shape, dtype):
     assert array.flags.aligned
     offset = arena.locate(array)
     assert offset % 64 == 0
-    start, stop = segment_layout.Layout(arena.arena_bytes, 2).arrays(0)
+    start, stop = segment_layout.SegmentLayout(arena.arena_bytes, 2).arrays(0)
     assert start <= offset < stop
     array[...] = np.zeros(shape, dtype)
 
@@ -392,7 +398,7 @@ def test_the_reserve_is_used_before_an_allocation_fails(host):
     del small
     large = arena.empty(22 * MIB, np.uint8)
     large[:] = 1
-    with pytest.raises(ArenaFull):
+    with pytest.raises(SharedMemoryFull):
         arena.empty(22 * MIB, np.uint8)
     del large
     assert arena.allocate(20 * MIB) > 0, "and what failed took nothing"
@@ -402,7 +408,7 @@ def test_arrays_outlive_the_arena_and_take_it_with_them(host):
     made = host.create()
     gc.collect()
     fds = len(os.listdir("/proc/self/fd"))
-    arena = Arena.attach(os.dup(made.fd), 0)
+    arena = SharedSegment.attach(os.dup(made.fd), 0)
     array = arena.empty((1000, 1000), np.float32)
     array[:] = 3
     view = array[10:20]
@@ -485,7 +491,7 @@ def test_a_forked_child_frees_nothing(host):
 def test_a_full_region_is_told(host):
     arena = host.one(64 * MIB, 2)
     arrays = [arena.empty(MIB - 64, np.uint8) for _ in range(20)]  # 1 MiB of pages each
-    with pytest.raises(ArenaFull) as caught:
+    with pytest.raises(SharedMemoryFull) as caught:
         arena.empty((40, MIB), np.uint8)
     assert str(caught.value) == (
         "40 MiB of shared memory asked for, but 20 MiB of the 29.8 MiB of local rank 0 are in use and no free piece is as "
@@ -506,7 +512,7 @@ def test_a_container_s_limit_is_told_before_anything_is_touched(host):
 
     made = host.create()
     arena, before = host.attach(made, room=Full()), held(made)
-    with pytest.raises(ArenaFull) as caught:
+    with pytest.raises(SharedMemoryFull) as caught:
         arena.empty(100 * MIB, np.uint8)
     assert str(caught.value) == (
         "100 MiB of shared memory asked for, but 1.9 GiB of 2 GiB are in use: ask for less, or raise the container's "
@@ -518,7 +524,7 @@ def test_a_container_s_limit_is_told_before_anything_is_touched(host):
 def test_a_full_file_system_is_told(host, monkeypatch):
     arena = host.one()
     monkeypatch.setattr(segment.os, "posix_fallocate", full)
-    with pytest.raises(ArenaFull) as caught:
+    with pytest.raises(SharedMemoryFull) as caught:
         arena.allocate(100 * MIB)
     assert str(caught.value).startswith(
         "100 MiB of shared memory asked for, but the system has no more room where the arena is"

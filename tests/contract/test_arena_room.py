@@ -2,7 +2,7 @@
 
 import pytest
 
-from syncvar.shm.host_limits import Room, core_quota
+from syncvar.shm.host_limits import MemoryLimits, core_quota
 
 MIB = 1 << 20
 MACHINE = "MemTotal: 16000 kB\nMemFree: 100 kB\nMemAvailable: 8000 kB\nSwapTotal: 4000 kB\nSwapFree: 2000 kB\n"
@@ -24,7 +24,7 @@ def tree(tmp_path):
 
 
 def room(root, membership):
-    return Room(membership, root, f"{root}/meminfo")
+    return MemoryLimits(membership, root, f"{root}/meminfo")
 
 
 def second_version(folder, limit, usage, stat=""):
@@ -96,8 +96,11 @@ def test_the_machine_s_memory(tree):
 
 
 def test_nothing_readable_is_no_limit(tree):
-    assert Room("", "/nonexistent", "/nonexistent").shortage(1 << 60) is None
-    assert Room("garbage\n\n:::\n0::", "/nonexistent", "/nonexistent").shortage(1 << 60) is None
+    assert MemoryLimits("", "/nonexistent", "/nonexistent").shortage(1 << 60) is None
+    assert (
+        MemoryLimits("garbage\n\n:::\n0::", "/nonexistent", "/nonexistent").shortage(1 << 60)
+        is None
+    )
     root = tree(**second_version("a", "what?", "is this"))
     assert room(root, "0::/a").shortage(1 << 60) is None
 
@@ -142,5 +145,5 @@ def test_a_quota_of_core_time(tree, files, membership, cores):
 
 
 def test_this_machine_can_be_asked():
-    assert Room().shortage(1) is None
+    assert MemoryLimits().shortage(1) is None
     assert core_quota() is None or core_quota() >= 1

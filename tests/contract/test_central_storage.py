@@ -8,7 +8,7 @@ from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.core.errors import ArenaFull, MismatchError, UsageError
+from syncvar.core.errors import MismatchError, SharedMemoryFull, UsageError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 from syncvar.variables.shared_copy import SharedCopy
@@ -192,7 +192,7 @@ def test_where_there_is_no_room_each_replica_has_a_copy():
 
             def deny(shape, dtype):
                 del arena.empty
-                raise ArenaFull("planted")
+                raise SharedMemoryFull("planted")
 
             arena.empty = deny
         with strategy.scope():

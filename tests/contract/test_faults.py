@@ -10,7 +10,7 @@ from harness import covering
 import syncvar as sv
 from syncvar.core.errors import DeadlineExceeded, PeerLost, TransportError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.protocol.frame import Kind, pack_header
+from syncvar.protocol.frame import FrameType, pack_header
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.in_memory import MemoryNetwork, MemoryTransport
 
@@ -33,8 +33,8 @@ def survivors(seed, disturbance):
             draw.shuffle(targets)
             for peer in targets:
                 if draw.random() < 0.3:
-                    transports[rank].send(peer, pack_header(Kind.CREDIT, rank, 0, 0, nbytes=1))
-                transports[rank].send(peer, pack_header(Kind.DATA, rank, 0, 0, number))
+                    transports[rank].send(peer, pack_header(FrameType.CREDIT, rank, 0, 0, nbytes=1))
+                transports[rank].send(peer, pack_header(FrameType.DATA, rank, 0, 0, number))
 
     threads = [threading.Thread(target=send, args=(rank,), daemon=True) for rank in range(3)]
     for thread in threads:
@@ -46,7 +46,7 @@ def survivors(seed, disturbance):
         arrived[rank] = sorted(
             (item.frame.header.source, item.frame.header.call, item.due)
             for item in network.flying[rank]
-            if item.frame.header.kind == Kind.DATA
+            if item.frame.header.kind == FrameType.DATA
         )
     return arrived
 

@@ -8,7 +8,7 @@ from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.core.errors import ArenaFull, ConfigError, MismatchError, PeerLost
+from syncvar.core.errors import ConfigError, MismatchError, PeerLost, SharedMemoryFull
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 from syncvar.transports.in_memory import Faults
@@ -157,14 +157,14 @@ def test_memory_that_runs_out_on_one_rank_is_told_on_all_hosts(odd):
 
             def deny(nbytes):
                 del arena.allocate
-                raise ArenaFull("planted")
+                raise SharedMemoryFull("planted")
 
             arena.allocate = deny
         errors = [type(caught(lambda: sv.all_reduce(np.ones(60_000)))), type(caught(sv.barrier))]
         return errors, float(sv.all_reduce(np.ones(60_000))[0])
 
     for rank, (errors, total) in enumerate(ranks(5, 2, fn)):
-        assert errors[0] is (ArenaFull if rank == odd else MismatchError)
+        assert errors[0] is (SharedMemoryFull if rank == odd else MismatchError)
         assert total == 5.0
 
 

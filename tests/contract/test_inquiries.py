@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from syncvar.cli.stacks import stacks_text
-from syncvar.core.stack_dump import Frame, Thread
+from syncvar.core.stack_dump import StackFrame, Thread
 from syncvar_launcher.job import status_socket
 from syncvar_launcher.job.status_socket import ANSWER_S, SOCKET, Inquiries
 from syncvar_launcher.local.stack_requests import Asked
@@ -29,7 +29,7 @@ class Stacks:
 
     def __init__(self):
         self.asked = []
-        self.frames = (Frame("/job/a.py", 3, "f"),)
+        self.frames = (StackFrame("/job/a.py", 3, "f"),)
 
     def ask(self, rank, *, all_threads=False):
         self.asked.append((rank, all_threads))
@@ -133,7 +133,7 @@ def test_strangers_nonsense_and_silence_are_let_go(server, monkeypatch):
 
 def test_who_reads_late_gets_all_and_holds_up_nobody(server):
     service, stacks, connect = server
-    stacks.frames = tuple(Frame("/job/" + "a" * 1000, line, "f") for line in range(2000))
+    stacks.frames = tuple(StackFrame("/job/" + "a" * 1000, line, "f") for line in range(2000))
     late = connect(question())
     service.tick(ANSWER_S)
     assert msgpack.unpackb(received(connect(msgpack.packb({"question": "job"})))) == {"job": JOB}

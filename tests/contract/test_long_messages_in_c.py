@@ -20,8 +20,8 @@ from syncvar.shm.message_ring import (
     RING,
     USED,
     Form,
-    Inbox,
-    Outbox,
+    RingReader,
+    RingWriter,
     what_of,
 )
 from syncvar.shm.ring_table import Boxes
@@ -43,7 +43,7 @@ class Pair:
         arena = SimpleNamespace(
             words=self.words, memory=self.memory, ground=np.frombuffer(self.memory, np.uint8)
         )
-        self.out, self.into = Outbox(arena, BOX), Inbox(arena, BOX)
+        self.out, self.into = RingWriter(arena, BOX), RingReader(arena, BOX)
 
     def at(self, word):
         return self.words[BOX // 8 + word]

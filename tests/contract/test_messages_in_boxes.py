@@ -11,7 +11,7 @@ from contract.harness import caught, everywhere
 import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.collectives.pair_calls import line_of
-from syncvar.core.errors import ArenaFull
+from syncvar.core.errors import SharedMemoryFull
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.p2p.channel import NOT_YET
 from syncvar.shm import ring_table
@@ -256,7 +256,7 @@ def test_of_messages_that_nobody_asks_for_no_more_is_kept_than_a_window():
 
 def test_without_room_in_the_arena_all_messages_go_over_links(monkeypatch):
     def full(*_):
-        raise ArenaFull("no room")
+        raise SharedMemoryFull("no room")
 
     def fn():
         if sv.rank() == 0:
@@ -283,7 +283,7 @@ def test_where_there_is_no_room_for_a_long_ring_there_may_be_for_a_short_one(mon
 
         def narrow(nbytes):
             if nbytes > 1 << 20:
-                raise ArenaFull("no room")
+                raise SharedMemoryFull("no room")
             return allocate(nbytes)
 
         if sv.rank() == 0:

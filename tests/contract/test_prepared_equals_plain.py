@@ -255,7 +255,7 @@ def test_a_first_long_call_that_finds_no_room_is_refused_and_the_group_goes_on(k
         timeout_s=60,
     )
     last = None if collective is sv.reduce else "made"
-    assert done == [["MismatchError"] * 2 + [2.0, "made"], ["ArenaFull"] * 2 + [2.0, last]]
+    assert done == [["MismatchError"] * 2 + [2.0, "made"], ["SharedMemoryFull"] * 2 + [2.0, last]]
 
 
 @pytest.mark.parametrize("name", ["scan", pytest.param("exscan", marks=pytest.mark.slow)])

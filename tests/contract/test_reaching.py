@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import syncvar as sv
-from syncvar.shm.cross_process_read import Reach, Spot
+from syncvar.shm.cross_process_read import ProbeCell, ProcessReader
 
 CHILD = """
 import ctypes, sys
@@ -37,7 +37,7 @@ def child():
 
 def test_the_memory_of_another_process_is_read(child):
     process, address, _ = child
-    reach = Reach([process, os.getpid()])
+    reach = ProcessReader([process, os.getpid()])
     wanted = np.tile(np.arange(250, dtype=np.uint8), 400)
     own = np.arange(300_000, dtype=np.float32)
     for hold in (False, True):
@@ -51,8 +51,8 @@ def test_the_memory_of_another_process_is_read(child):
 
 def test_a_spot_is_found_only_where_it_is(child):
     process, address, end = child
-    spot = Spot()
-    reach = Reach([process, os.getpid()])
+    spot = ProbeCell()
+    reach = ProcessReader([process, os.getpid()])
     assert reach.finds(1, spot.address, spot.number)
     assert not reach.finds(1, spot.address, spot.number ^ 1)
     assert not reach.finds(1, 4096, spot.number)
@@ -64,7 +64,7 @@ def test_a_spot_is_found_only_where_it_is(child):
 
 def test_the_end_of_a_process_and_a_refusal_are_told_apart(child):
     process, _, end = child
-    reach = Reach([process])
+    reach = ProcessReader([process])
     made = np.zeros(10)
     with pytest.raises(
         sv.SyncvarError, match=r"rank 0 .* cannot be read any more .*SYNCVAR_SINGLE_COPY=off"

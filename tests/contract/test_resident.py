@@ -37,7 +37,7 @@ def test_an_array_has_the_shape_and_dtype_asked_for(shape, dtype):
 @pytest.mark.parametrize("shape", [1 << 60, 1 << 50, (1 << 40, 1 << 40)])
 def test_more_than_any_machine_has_is_the_same_error_on_every_path(shape):
     def program():
-        with pytest.raises(sv.ArenaFull, match=r"TiB of (shared|private) memory asked for"):
+        with pytest.raises(sv.SharedMemoryFull, match=r"TiB of (shared|private) memory asked for"):
             sv.empty(shape)
 
     everywhere(2, program)

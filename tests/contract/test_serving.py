@@ -25,7 +25,7 @@ from syncvar.parameter_server.transport.server_links import Links
 from syncvar.parameter_server.transport.shm_buffers import LEND_NBYTES_MIN, Lender
 from syncvar.parameter_server.transport.unix_stream import Door, Pipe
 from syncvar.protocol.control_messages import pack_message, parse_message
-from syncvar.shm.segment import Arena
+from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
 from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 
@@ -372,7 +372,7 @@ def test_who_has_closed_a_pipe_is_not_sent_to_and_can_be_reached_again(place):
 @pytest.fixture
 def arenas():
     made, _ = create(64 * MIB, 2, 2, 0)
-    both = [Arena.attach(os.dup(made.fd), place) for place in range(2)]
+    both = [SharedSegment.attach(os.dup(made.fd), place) for place in range(2)]
     made.close()
     yield both
     for one in both:
@@ -520,7 +520,7 @@ def test_what_lies_outside_is_not_borrowed(lenders, offset, nbytes):
 def other_host():
     """A lender in the memory of another host, with the same places in it."""
     made, _ = create(64 * MIB, 2, 2, 0, host=1)
-    one = Lender(Arena.attach(made.fd, 0))
+    one = Lender(SharedSegment.attach(made.fd, 0))
     yield one
     one.close()
 

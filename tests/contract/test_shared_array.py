@@ -155,4 +155,4 @@ def test_no_room_is_the_same_error_on_every_rank_and_the_group_goes_on():
         full = caught(lambda: sv.shared_array(1 << 50))
         return type(full), "shared memory" in str(full), int(sv.all_reduce(1))
 
-    assert everywhere(2, program) == [(sv.ArenaFull, True, 2)] * 2
+    assert everywhere(2, program) == [(sv.SharedMemoryFull, True, 2)] * 2

@@ -12,7 +12,7 @@ from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
-from syncvar.core.errors import ArenaFull, SyncvarError
+from syncvar.core.errors import SharedMemoryFull, SyncvarError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.gil_contention import Crowd
 from syncvar.testing import run_ranks
@@ -32,7 +32,7 @@ def deny_memory(arena, times=1):
         left[0] -= 1
         if not left[0]:
             del arena.allocate
-        raise ArenaFull("planted")
+        raise SharedMemoryFull("planted")
 
     arena.allocate = deny
 
@@ -64,7 +64,7 @@ def test_memory_that_runs_out_in_the_middle_never_gives_others_stale_bytes():
         return first, [int((x != 1).sum()) for x in got]
 
     (zero, wrong), (one, _) = ranks(2, fn)
-    assert isinstance(one, ArenaFull)
+    assert isinstance(one, SharedMemoryFull)
     assert isinstance(zero, SyncvarError), f"{wrong} elements are wrong"
 
 
@@ -82,7 +82,7 @@ def test_memory_that_runs_out_at_the_start_is_told_to_the_others():
         return first, caught(sv.all_reduce, 1)
 
     (zero, _), (one, _) = ranks(2, fn)
-    assert isinstance(one, ArenaFull)
+    assert isinstance(one, SharedMemoryFull)
     assert isinstance(zero, SyncvarError)
 
 

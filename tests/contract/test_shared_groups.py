@@ -16,7 +16,7 @@ from harness import caught, covering, everywhere
 
 import syncvar as sv
 from syncvar.bootstrap.process import current, use
-from syncvar.core.errors import ArenaFull, ConfigError, MismatchError, UsageError
+from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull, UsageError
 from syncvar.core.settings import RuntimeConfig
 
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.02, shutdown_timeout_s=1.0)
@@ -252,7 +252,7 @@ def test_groups_dropped_on_one_rank_later_than_on_the_other():
 def test_a_table_that_is_full_says_what_to_do():
     def fn():
         kept = []
-        with contextlib.suppress(ArenaFull):
+        with contextlib.suppress(SharedMemoryFull):
             while len(kept) < 10_000:
                 kept.append(sv.new_group([0, 1]))
         made = len(kept)

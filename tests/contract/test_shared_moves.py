@@ -12,7 +12,7 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.programs import block_transfer, program_runner
 from syncvar.runtime.programs.buffer_location import ADDRESS
-from syncvar.shm.cross_process_read import Reach
+from syncvar.shm.cross_process_read import ProcessReader
 from syncvar.testing import run_ranks
 
 COUNTS = [0, 1, 7, 5_000, 40_000, 300_000]  # nothing, small slots, one window, several
@@ -160,7 +160,7 @@ def test_the_runner_in_c_sees_that_a_rank_is_gone(monkeypatch):
         reach.processes = NOBODY
         return True
 
-    monkeypatch.setattr(Reach, "finds", finds)
+    monkeypatch.setattr(ProcessReader, "finds", finds)
     monkeypatch.setattr(block_transfer, "_READ_BYTES", 0)
     config = RuntimeConfig(collective_timeout_s=1.0)
     found = run_ranks(
@@ -189,8 +189,8 @@ def test_memory_that_others_cannot_read_goes_by_cells(monkeypatch, is_prepared):
                 assert np.array_equal(collective(x)[:100_000], np.arange(100_000) + turn)
 
     results(2, fn)
-    monkeypatch.setattr(Reach, "can_read", lambda *_: False)
-    monkeypatch.setattr(Reach, "read", None)
+    monkeypatch.setattr(ProcessReader, "can_read", lambda *_: False)
+    monkeypatch.setattr(ProcessReader, "read", None)
     results(2, fn)
 
 

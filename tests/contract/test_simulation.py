@@ -7,7 +7,7 @@ import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS, build, sums_by_the_tree
 from syncvar.algorithms.collective_contracts import contract_of
 from syncvar.algorithms.compile_messages import prepare
-from syncvar.algorithms.schedule import Buffer, Chunk, Plan, Recv, Reduce, Send
+from syncvar.algorithms.schedule import Buffer, Chunk, Recv, Reduce, Schedule, Send
 from syncvar.runtime.communicator import Request
 from syncvar.runtime.request import Stage
 from syncvar.testing import Simulation
@@ -232,7 +232,7 @@ def test_a_plan_that_overwrites_what_it_has_lent_is_found_out():
             steps = (Send(other, whole), Recv(other, Chunk(0, 3, Buffer.SCRATCH)))
             add = Reduce(Chunk(0, 3, Buffer.SCRATCH), whole, source_left=False)
             yield Stage(
-                prepare(Plan("all_reduce", "bad", rank, 2, 3, 3, ((*steps, add),)), range(2)),
+                prepare(Schedule("all_reduce", "bad", rank, 2, 3, 3, ((*steps, add),)), range(2)),
                 work,
                 np.add,
             )

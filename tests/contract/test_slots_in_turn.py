@@ -6,7 +6,7 @@ from contract.harness import everywhere
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.core.errors import ArenaFull
+from syncvar.core.errors import SharedMemoryFull
 from syncvar.core.settings import RuntimeConfig
 from syncvar.shm.channel_table import RING_SLOTS, SMALL_BYTES, WIDE_BYTES
 
@@ -74,7 +74,7 @@ def test_each_rank_is_read_where_it_tells_that_it_has_put_its_vector():
 
         def narrow(nbytes):
             if nbytes == RING_SLOTS * SMALL_BYTES:
-                raise ArenaFull("no room")
+                raise SharedMemoryFull("no room")
             return allocate(nbytes)
 
         if sv.rank() == 1:

@@ -17,9 +17,9 @@ from harness import start_the_collector_of_pyzmq
 import syncvar.transports.zeromq_transport as zeromq_module
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.protocol.frame import Kind, pack_header
+from syncvar.protocol.frame import FrameType, pack_header
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
-from syncvar.transports.base import Lost
+from syncvar.transports.base import PeerDisconnected
 from syncvar.transports.curve import link_keys
 from syncvar.transports.zeromq_sockets import job_nonce
 from syncvar.transports.zeromq_transport import ZeromqTransport
@@ -138,7 +138,7 @@ class Outsider:
 
 def frame(payload=b"", **fields):
     numbers = {"source": 1, "generation": GENERATION, "group": 0, "nbytes": len(payload)} | fields
-    return pack_header(Kind.DATA, **numbers), payload
+    return pack_header(FrameType.DATA, **numbers), payload
 
 
 def drive(transport, seconds=5.0, until=lambda seen: False):
@@ -155,7 +155,9 @@ def drive(transport, seconds=5.0, until=lambda seen: False):
 
 
 def check_rank_2_is_heard(world):
-    world[2].send(0, pack_header(Kind.DATA, 2, GENERATION, 0, 77, nbytes=3), memoryview(b"abc"))
+    world[2].send(
+        0, pack_header(FrameType.DATA, 2, GENERATION, 0, 77, nbytes=3), memoryview(b"abc")
+    )
     seen = []
     deadline = time.monotonic() + 5.0
     while not seen and time.monotonic() < deadline:
@@ -219,7 +221,7 @@ def test_a_frame_that_is_not_what_it_claims_ends_its_link_and_is_not_delivered(
         peer.send(*frame(b"after"))
         first, lost = drive(world[0], until=lambda seen: len(seen) == 2)
         assert bytes(first.payload) == b"good"
-        assert isinstance(lost, Lost)
+        assert isinstance(lost, PeerDisconnected)
         assert lost.peer == 1
         assert reason in lost.reason
         check_rank_2_is_heard(world)
@@ -234,7 +236,7 @@ def test_a_header_with_any_bit_flipped_is_never_delivered():
         with ipc(2, GENERATION) as world, Outsider(world[0].address) as peer:
             peer.send(bytes(flipped), payload)
             (lost,) = drive(world[0], until=bool)
-            assert isinstance(lost, Lost), f"bit {bit} was not noticed"
+            assert isinstance(lost, PeerDisconnected), f"bit {bit} was not noticed"
 
 
 def test_a_message_of_too_many_parts_is_refused_and_counted(world):
@@ -253,7 +255,7 @@ def test_a_message_larger_than_a_frame_may_be_closes_the_connection(world):
         header, _ = frame(b"", nbytes=CONFIG.segment_bytes)
         peer.send(header, bytes(CONFIG.segment_bytes + 8192))
         (lost,) = drive(world[0], until=bool)
-        assert isinstance(lost, Lost)
+        assert isinstance(lost, PeerDisconnected)
         check_rank_2_is_heard(world)
 
 
@@ -335,13 +337,13 @@ def test_a_killed_peer_is_lost_within_a_second_and_after_its_frames(scheme):
         transport = ZeromqTransport(context, 0, endpoint, JOB, CONFIG)
         try:
             transport.open({0: transport.address, 1: peer.stdout.readline().strip()}, GENERATION)
-            transport.send(1, pack_header(Kind.DATA, 0, GENERATION, 0, 0))
+            transport.send(1, pack_header(FrameType.DATA, 0, GENERATION, 0, 0))
             peer.stdin.write(transport.address + "\n")
             peer.stdin.flush()
             assert len(drive(transport, 10.0, until=lambda seen: len(seen) == 50)) == 50
             peer.send_signal(signal.SIGKILL)
             (lost,) = drive(transport, 60.0, until=bool)
-            assert isinstance(lost, Lost)
+            assert isinstance(lost, PeerDisconnected)
         finally:
             transport.close(0)
             peer.kill()
@@ -355,7 +357,7 @@ def test_a_peer_that_is_not_there_is_lost_after_the_handshake_timeout():
         world[0].open({1: "tcp://127.0.0.1:1"}, GENERATION)
         world[0].send(1, *frame(b"abc", source=0)[:1])
         (lost,) = drive(world[0], until=bool)
-        assert isinstance(lost, Lost)
+        assert isinstance(lost, PeerDisconnected)
         assert lost.peer == 1
 
 
@@ -366,9 +368,9 @@ def test_a_socket_path_that_is_too_long_is_refused_with_a_remedy():
 
 def test_frames_of_a_peer_whose_goodbye_came_first_on_the_other_connection_are_delivered(world):
     """A pair of ranks has two connections: that one has ended in order says nothing of frames still on the other."""
-    world[0].send(1, pack_header(Kind.DATA, 0, GENERATION, 0, 0))
+    world[0].send(1, pack_header(FrameType.DATA, 0, GENERATION, 0, 0))
     for number in range(3):
-        world[1].send(0, pack_header(Kind.DATA, 1, GENERATION, 0, number))
+        world[1].send(0, pack_header(FrameType.DATA, 1, GENERATION, 0, number))
     deadline = time.monotonic() + 5.0
     while world[1]._unsent and time.monotonic() < deadline:
         drive(world[1], 0.05)
@@ -383,8 +385,8 @@ def test_frames_of_a_peer_whose_goodbye_came_first_on_the_other_connection_are_d
 
 def test_a_peer_is_lost_whose_frames_broke_off_after_its_goodbye_on_the_other_connection(world):
     """A goodbye overtakes long frames on the other connection: it does not say that these have arrived."""
-    world[0].send(1, pack_header(Kind.DATA, 0, GENERATION, 0, 0))
-    world[1].send(0, pack_header(Kind.DATA, 1, GENERATION, 0, 7))
+    world[0].send(1, pack_header(FrameType.DATA, 0, GENERATION, 0, 0))
+    world[1].send(0, pack_header(FrameType.DATA, 1, GENERATION, 0, 7))
     deadline = time.monotonic() + 60.0
     while world[1]._unsent and time.monotonic() < deadline:
         drive(world[1], 0.05)
@@ -392,7 +394,7 @@ def test_a_peer_is_lost_whose_frames_broke_off_after_its_goodbye_on_the_other_co
     world[0]._departed.add(1)
     world[1]._links.pop(0).close(0)  # the connection that carries its frames
     (lost,) = drive(world[0], 60.0, until=bool)
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, PeerDisconnected)
     assert lost.peer == 1
 
 
@@ -418,7 +420,7 @@ def test_a_stopped_peer_is_lost_over_tcp_and_is_the_agents_business_within_a_hos
             assert drive(transport, 1.5) == []  # alive, and silent but for its signs of life
             peer.send_signal(signal.SIGSTOP)
             (lost,) = drive(transport, 10.0, until=bool)
-            assert isinstance(lost, Lost)
+            assert isinstance(lost, PeerDisconnected)
         finally:
             transport.close(0)
             peer.kill()
@@ -436,7 +438,7 @@ def test_a_wait_before_the_peers_are_known_waits():
         )
         addresses = {0: early.address, 1: late.address}
         early.open(addresses, 1)
-        early.send(1, pack_header(Kind.DATA, 0, 1, 0, 7))
+        early.send(1, pack_header(FrameType.DATA, 0, 1, 0, 7))
         for _ in range(4):  # it leaves once the link is there
             assert early.receive() is None
             early.wait(0.05)

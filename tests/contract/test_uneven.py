@@ -770,7 +770,7 @@ def test_a_call_within_another_is_refused_and_makes_no_roll(world):
 
 
 @pytest.mark.parametrize(("world", "made"), [("arena", 0), ("arena", 1), ("links", 1)])
-@pytest.mark.parametrize("kind", [sv.ArenaFull, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [sv.SharedMemoryFull, KeyboardInterrupt])
 def test_a_rank_that_cannot_begin_the_block_is_outside_it_and_the_others_hear_of_it(
     world, made, kind
 ):

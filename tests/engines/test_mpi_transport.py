@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from mpi_jobs import MPIS, MpiJob, await_true
 
-from syncvar.protocol.frame import Kind, pack_header
+from syncvar.protocol.frame import FrameType, pack_header
 from syncvar.testing import TRANSPORT_CHECKS, TransportFactory
-from syncvar.transports.base import Frame, Lost
+from syncvar.transports.base import Frame, PeerDisconnected
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 
@@ -78,7 +78,7 @@ class RemoteTransport:
         if arrival is None:
             return None
         name, values = arrival
-        return Lost(*values) if name == "Lost" else Frame(*values)
+        return PeerDisconnected(*values) if name == "PeerDisconnected" else Frame(*values)
 
     def wait(self, timeout_s):
         return self.agent("call", self.key, "wait", timeout_s)
@@ -150,16 +150,20 @@ GENERATION = 5
 @pytest.mark.parametrize(
     ("header", "payload", "reason"),
     [
-        (pack_header(Kind.DATA, 2, GENERATION, 0, nbytes=3), b"abc", "claims rank 2"),
-        (pack_header(Kind.DATA, 1, GENERATION + 1, 0, nbytes=3), b"abc", "generation 6"),
-        (pack_header(Kind.DATA, 1, GENERATION, 0, nbytes=4), b"abc", "announces 4 bytes and has 3"),
+        (pack_header(FrameType.DATA, 2, GENERATION, 0, nbytes=3), b"abc", "claims rank 2"),
+        (pack_header(FrameType.DATA, 1, GENERATION + 1, 0, nbytes=3), b"abc", "generation 6"),
         (
-            pack_header(Kind.DATA, 1, GENERATION, 0, nbytes=9000),
+            pack_header(FrameType.DATA, 1, GENERATION, 0, nbytes=4),
+            b"abc",
+            "announces 4 bytes and has 3",
+        ),
+        (
+            pack_header(FrameType.DATA, 1, GENERATION, 0, nbytes=9000),
             b"x" * 8000,
             "announces 9000 bytes and has 8000",
         ),
         (
-            pack_header(Kind.DATA, 1, GENERATION, 0, nbytes=NBYTES_MAX + 1),
+            pack_header(FrameType.DATA, 1, GENERATION, 0, nbytes=NBYTES_MAX + 1),
             b"abc",
             "exceeds the limit",
         ),
@@ -171,7 +175,7 @@ def test_a_message_that_is_not_what_it_claims_ends_its_link_and_is_not_delivered
     factory, header, payload, reason
 ):
     with factory.connect(3, GENERATION) as world:
-        good = pack_header(Kind.DATA, 1, GENERATION, 0, 8)
+        good = pack_header(FrameType.DATA, 1, GENERATION, 0, 8)
         for one in ((good, None), (header, payload and memoryview(payload)), (good, None)):
             world[1].send(0, *one)
         seen = []
@@ -186,10 +190,10 @@ def test_a_message_that_is_not_what_it_claims_ends_its_link_and_is_not_delivered
                 seen.append(arrival)
         first, lost = seen
         assert first.header.call == 8
-        assert isinstance(lost, Lost)
+        assert isinstance(lost, PeerDisconnected)
         assert lost.peer == 1
         assert reason in lost.reason
-        world[2].send(0, pack_header(Kind.DATA, 2, GENERATION, 0, 77))
+        world[2].send(0, pack_header(FrameType.DATA, 2, GENERATION, 0, 77))
         while (arrival := world[0].receive()) is None:
             world[0].wait(0.5)
         assert arrival.header.call == 77

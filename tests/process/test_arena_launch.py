@@ -262,7 +262,7 @@ USE = (
     + """
 import numpy as np
 import syncvar as sv
-from syncvar.core.errors import ArenaFull
+from syncvar.core.errors import SharedMemoryFull
 
 for count in (1, 1000, 100_000, 2_000_000):
     found = sv.all_reduce(np.arange(count, dtype=np.float32))
@@ -284,7 +284,7 @@ if arena is not None and "fill" in sys.argv:  # until there is nothing left, and
             while len(arrays) < 200:
                 arrays.append(arena.empty(1 << 20, np.uint8))
                 arrays[-1][:] = 255
-        except ArenaFull as full:
+        except SharedMemoryFull as full:
             words = str(full)
         probe.note("filled", count=len(arrays), words=words)
         del arrays

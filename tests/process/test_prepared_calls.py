@@ -106,7 +106,7 @@ sv.all_reduce(np.zeros(100_000))
 while sv.rank() == 1 and step >= 1 << 16:
     try:
         held.append(sv.empty(step, np.uint8))
-    except sv.ArenaFull:
+    except sv.SharedMemoryFull:
         step //= 2
 for call in range(10):
     strategy.run(lambda: optimizer.apply_gradients([(np.full(20_000, call + sv.rank(), float), w)]))

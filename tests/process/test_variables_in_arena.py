@@ -18,7 +18,7 @@ for number in range(int(sys.argv[1])):
     del v
 try:
     sv.empty(200 << 20, np.uint8)
-except sv.ArenaFull as error:
+except sv.SharedMemoryFull as error:
     print("said", "arena_bytes" in str(error) and "256 MiB" in str(error))
 kept = [sv.Variable(np.zeros(1 << 22, np.float32), name=f"kept{number}", aggregation="SUM") for number in range(12)]
 strategy = sv.MirroredStrategy()

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from syncvar.protocol.deadlock_detector import Report, find_deadlock, find_mismatch, stalls
+from syncvar.protocol.deadlock_detector import WaitReport, find_deadlock, find_mismatch, stalls
 
 ALL = (0, 1, 2, 3, 4)
 
@@ -20,7 +20,7 @@ def report(
         "mismatch": False,
         "may_move": False,
     } | more
-    return Report(
+    return WaitReport(
         rank=rank,
         group=group,
         members=tuple(members),

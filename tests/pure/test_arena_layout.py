@@ -14,14 +14,14 @@ from syncvar.shm.segment_layout import (
     LINE_BYTES,
     PAGE_BYTES,
     TABLE_BYTES,
-    Layout,
+    SegmentLayout,
     bytes_in_words,
 )
 
 
 @given(st.integers(1, 300), st.integers(0, 1 << 42))
 def test_regions_are_equal_apart_and_inside(ranks, more):
-    plan = Layout(HUGE_BYTES * (ranks + 1) + more, ranks)
+    plan = SegmentLayout(HUGE_BYTES * (ranks + 1) + more, ranks)
     regions = [plan.region(rank) for rank in range(ranks)]
     assert regions[0][0] >= HEADER_BYTES
     assert regions[-1][1] <= plan.arena_bytes
@@ -56,11 +56,11 @@ def test_too_little_is_refused(arena_bytes, ranks):
         ConfigError,
         match=rf"arena_bytes \({arena_bytes}\) is too small for {ranks} ranks on a host",
     ):
-        Layout(arena_bytes, ranks)
+        SegmentLayout(arena_bytes, ranks)
 
 
 def test_the_smallest_setting_serves_seven_ranks():
-    assert Layout(16 << 20, 7).region_bytes == HUGE_BYTES
+    assert SegmentLayout(16 << 20, 7).region_bytes == HUGE_BYTES
 
 
 @pytest.mark.parametrize(

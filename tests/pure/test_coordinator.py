@@ -5,7 +5,13 @@ import pytest
 from syncvar.core.errors import WireError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.control_messages import pack_message, parse_message
-from syncvar.protocol.coordinator import Coordinator, Fail, Mute, Say, Tell
+from syncvar.protocol.coordinator import (
+    AbortJob,
+    Coordinator,
+    SendMessage,
+    ShowMessage,
+    Unresponsive,
+)
 
 CONFIG = RuntimeConfig(rendezvous_timeout_s=30.0, roll_call_s=5.0, stall_warning_s=10.0)
 
@@ -44,7 +50,7 @@ def told(actions):
     """{rank: [messages]} of the actions; every message passes the schema that workers check."""
     result = {}
     for action in actions:
-        assert isinstance(action, Tell), action
+        assert isinstance(action, SendMessage), action
         result.setdefault(action.rank, []).append(parse_message(action.data))
     return result
 
@@ -120,16 +126,18 @@ def test_what_ranks_had_better_have_alike_is_said_once():
     coordinator = made(2)
     join(coordinator, 0, numpy="1.26")
     actions = join(coordinator, 1, numpy="2.1")[1]
-    assert [action.text for action in actions if isinstance(action, Say)] == [
+    assert [action.text for action in actions if isinstance(action, ShowMessage)] == [
         "the ranks differ: NumPy '1.26' (rank 0), '2.1' (rank 1)"
     ]
-    assert kinds(told(action for action in actions if isinstance(action, Tell))) == {
+    assert kinds(told(action for action in actions if isinstance(action, SendMessage))) == {
         0: ["roll"],
         1: ["roll"],
     }
     join(coordinator, 0, generation=1, numpy="1.26")
     assert not [
-        one for one in join(coordinator, 1, generation=1, numpy="2.1")[1] if isinstance(one, Say)
+        one
+        for one in join(coordinator, 1, generation=1, numpy="2.1")[1]
+        if isinstance(one, ShowMessage)
     ]
 
 
@@ -148,10 +156,10 @@ def test_the_missing_are_named_then_the_meeting_fails_for_launcher_and_ranks():
     join(coordinator, 1)
     assert coordinator.tick(4.9) == []
     (sentence,) = coordinator.tick(5.0)
-    assert isinstance(sentence, Say)
+    assert isinstance(sentence, ShowMessage)
     assert "waiting for ranks 0, 2" in sentence.text
     failure, *tells = coordinator.tick(30.0)
-    assert isinstance(failure, Fail)
+    assert isinstance(failure, AbortJob)
     assert "ranks 0, 2 did not join within 30 s" in failure.reason
     ((message,),) = told(tells).values()
     assert (message["kind"], message["missing"]) == ("refused", [0, 2])
@@ -321,7 +329,7 @@ WAITS = "rank 0 waits since {} s in barrier (call 4) at a.py:1 for ranks 1, 2, n
 
 
 def sentences(actions):
-    return [action.text for action in actions if isinstance(action, Say)]
+    return [action.text for action in actions if isinstance(action, ShowMessage)]
 
 
 def test_a_stall_names_what_the_late_ranks_did_last_and_where_they_are():
@@ -352,7 +360,7 @@ def test_a_stall_is_said_after_10_60_and_300_seconds():
     said = []
     for now in range(1000):
         for action in coordinator.tick(float(now)):
-            if isinstance(action, Tell):
+            if isinstance(action, SendMessage):
                 say(coordinator, action.rank, "here", now=float(now), **HERE)
         said += [now] * len(sentences(coordinator.tick(float(now))))
     assert said == [10, 60, 300, 600, 900]
@@ -383,7 +391,7 @@ def test_who_is_waited_for_is_asked_and_who_does_not_answer_is_told_of():
     say(coordinator, 2, "here", now=10.0, **HERE)
     assert coordinator.tick(10.9) == []
     *said, mute = coordinator.tick(11.0)
-    assert mute == Mute(1, 1.0)
+    assert mute == Unresponsive(1, 1.0)
     assert sentences(said) == [
         WAITS.format(11)
         + "; rank 2: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1"

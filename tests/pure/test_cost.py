@@ -6,7 +6,7 @@ import pytest
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
 from syncvar.algorithms.chunks import PIECES
-from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Send
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Schedule, Send
 from syncvar.algorithms.schedule_cost import ARENA, LINKS, CostModel, predicted_seconds
 
 A, B, G = (
@@ -148,7 +148,7 @@ def test_other_numbers_of_ranks_stay_within_the_formula(pair):
 
 def one(*rounds_of_ranks):
     return [
-        Plan("test", "test", rank, len(rounds_of_ranks), 9, 9, tuple(rounds))
+        Schedule("test", "test", rank, len(rounds_of_ranks), 9, 9, tuple(rounds))
         for rank, rounds in enumerate(rounds_of_ranks)
     ]
 

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.core.errors import WireError
-from syncvar.protocol.frame import HEADER_NBYTES, Header, Kind, pack_header, parse_header
+from syncvar.protocol.frame import HEADER_NBYTES, FrameType, Header, pack_header, parse_header
 
 U32 = st.integers(0, (1 << 32) - 1)
 U64 = st.integers(0, (1 << 64) - 1)
 headers = st.builds(
     Header,
-    st.sampled_from([int(kind) for kind in Kind]),
+    st.sampled_from([int(kind) for kind in FrameType]),
     U32,
     U32,
     U64,
@@ -24,7 +24,7 @@ headers = st.builds(
     st.integers(0, 1 << 40),
 )
 many = settings(max_examples=400, deadline=None, derandomize=True)
-SAMPLE = pack_header(Kind.DATA, 3, 1, 99, 12345, 6, 7, 0xDEADBEEF, 4096)
+SAMPLE = pack_header(FrameType.DATA, 3, 1, 99, 12345, 6, 7, 0xDEADBEEF, 4096)
 
 
 @many
@@ -95,6 +95,6 @@ def test_the_refusal_says_what_is_wrong(data, reason):
 
 
 def test_a_payload_beyond_the_limit_is_refused_and_one_at_the_limit_is_not():
-    assert parse_header(pack_header(Kind.DATA, 0, 0, 0, nbytes=1000), 1000).nbytes == 1000
+    assert parse_header(pack_header(FrameType.DATA, 0, 0, 0, nbytes=1000), 1000).nbytes == 1000
     with pytest.raises(WireError, match="1001 bytes exceeds the limit of 1000"):
-        parse_header(pack_header(Kind.DATA, 0, 0, 0, nbytes=1001), 1000)
+        parse_header(pack_header(FrameType.DATA, 0, 0, 0, nbytes=1001), 1000)

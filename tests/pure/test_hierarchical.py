@@ -6,7 +6,7 @@ import pytest
 
 from syncvar.algorithms.collective_contracts import contract_of, tree_expression
 from syncvar.algorithms.hierarchical import COMPOSED, flattened, keeps_the_tree
-from syncvar.algorithms.schedule import Plan, Reduce
+from syncvar.algorithms.schedule import Reduce, Schedule
 from syncvar.algorithms.schedule_checker import verify
 from syncvar.core.errors import PlanError
 
@@ -117,7 +117,7 @@ def test_every_step_is_needed(collective):
                     continue  # this rank owns no shard; what it does with nothing changes nothing
                 rounds = list(plan.rounds)
                 rounds[number] = steps[:place] + steps[place + 1 :]
-                mutant = Plan(
+                mutant = Schedule(
                     plan.collective,
                     plan.algorithm,
                     plan.rank,

@@ -4,7 +4,7 @@ import pytest
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
 from syncvar.algorithms.collective_contracts import contract_of
-from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Schedule
 from syncvar.algorithms.shm_rounds import publications
 from syncvar.core.errors import PlanError
 
@@ -138,7 +138,7 @@ def test_each_rank_publishes_its_foreign_blocks_once():
 
 def test_a_receive_without_a_send_is_told():
     plans = [
-        Plan("test", "test", rank, 2, 1, 0, rounds)
+        Schedule("test", "test", rank, 2, 1, 0, rounds)
         for rank, rounds in enumerate([((Recv(1, Chunk(0, 1)),),), ((),)])
     ]
     with pytest.raises(PlanError, match="rank 1 sends nothing to rank 0"):

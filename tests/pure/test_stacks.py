@@ -12,7 +12,7 @@ from syncvar.core import stack_dump
 from syncvar.core.process_ids import SERVER_0, SERVING
 from syncvar.core.stack_dump import (
     STOPPED,
-    Frame,
+    StackFrame,
     Thread,
     _of_program,
     doing,
@@ -24,18 +24,18 @@ from syncvar.core.stack_dump import (
 PACKAGE = os.path.dirname(syncvar.__file__)
 STANDARD = sysconfig.get_path("stdlib")
 START = [
-    Frame(f"{PACKAGE}/bootstrap/worker_main.py", 130, "_run"),
-    Frame("<frozen runpy>", 88, "_run_code"),
+    StackFrame(f"{PACKAGE}/bootstrap/worker_main.py", 130, "_run"),
+    StackFrame("<frozen runpy>", 88, "_run_code"),
 ]
-LOOP = [Frame(f"{PACKAGE}/parameter_server/server/server_main.py", 9, "run")]
+LOOP = [StackFrame(f"{PACKAGE}/parameter_server/server/server_main.py", 9, "run")]
 
 
 def user(*lines, file="/job/train.py"):
-    return [Frame(file, line, "f") for line in lines]
+    return [StackFrame(file, line, "f") for line in lines]
 
 
 def ours(*lines, file="runtime/progress.py"):
-    return [Frame(f"{PACKAGE}/{file}", line, "wait") for line in lines]
+    return [StackFrame(f"{PACKAGE}/{file}", line, "wait") for line in lines]
 
 
 DUMP = r"""  File "left over", line 1 in of_another
@@ -59,11 +59,14 @@ def test_dumps_are_read_with_their_names():
         Thread(
             "",
             True,
-            (Frame("/job/tré中😀.py", 8, "éa"), Frame('/job/a", line 2 in it.py', 0, "<module>")),
+            (
+                StackFrame("/job/tré中😀.py", 8, "éa"),
+                StackFrame('/job/a", line 2 in it.py', 0, "<module>"),
+            ),
         ),
-        Thread("0x00007f0950cc66c0", False, (Frame("/job/a.py", 10, "<lambda>"),)),
+        Thread("0x00007f0950cc66c0", False, (StackFrame("/job/a.py", 10, "<lambda>"),)),
         Thread("0x00007f0950cc66c1", False, ()),
-        Thread("0x00007f0951a19b80", True, (Frame("/job/a.py", 9, "f"),)),
+        Thread("0x00007f0951a19b80", True, (StackFrame("/job/a.py", 9, "f"),)),
     ]
     assert dumps_of("") == []
 
@@ -91,13 +94,13 @@ def test_dumps_are_read_with_their_names():
             "in user code, tool/run.py:7 < tool/run.py:8",
         ),
         (
-            [*user(9), Frame("<frozen importlib._bootstrap>", 1, "_load"), *user(49)],
+            [*user(9), StackFrame("<frozen importlib._bootstrap>", 1, "_load"), *user(49)],
             "in user code, train.py:9 < train.py:49",
         ),
         (user(9) + ours(2) + user(49), "in user code, train.py:9 < train.py:49"),
         (
             [
-                Frame("/v/site-packages/zmq/poll.py", 3, "poll"),
+                StackFrame("/v/site-packages/zmq/poll.py", 3, "poll"),
                 *ours(4, file="parameter_server/transport/poller.py"),
                 *LOOP,
             ],
@@ -107,7 +110,7 @@ def test_dumps_are_read_with_their_names():
         (
             [
                 *user(7, file="/v/site-packages/numpy/core.py"),
-                Frame(f"{PACKAGE}/parameter_server/server/replicated_state.py", 5, "execute"),
+                StackFrame(f"{PACKAGE}/parameter_server/server/replicated_state.py", 5, "execute"),
                 *LOOP,
             ],
             "at a request, in numpy/core.py:7",
@@ -179,7 +182,7 @@ def test_equal_stacks_are_shown_once_and_who_does_not_answer_is_named():
 
 def test_servers_are_shown_beside_ranks_with_their_own_frames():
     waiting = [
-        Frame("/v/site-packages/zmq/poll.py", 3, "poll"),
+        StackFrame("/v/site-packages/zmq/poll.py", 3, "poll"),
         *ours(4, file="parameter_server/transport/poller.py"),
         *LOOP,
     ]

@@ -7,7 +7,7 @@ import pytest
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.collective_contracts import (
     Contract,
-    Wanted,
+    ExpectedRange,
     all_gather_contract,
     all_reduce_contract,
     all_to_all_contract,
@@ -21,8 +21,17 @@ from syncvar.algorithms.collective_contracts import (
     scatter_contract,
     tree_expression,
 )
-from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Plan, Recv, RecvReduce, Reduce, Send
-from syncvar.algorithms.schedule_checker import Report, verify
+from syncvar.algorithms.schedule import (
+    Buffer,
+    Chunk,
+    Copy,
+    Recv,
+    RecvReduce,
+    Reduce,
+    Schedule,
+    Send,
+)
+from syncvar.algorithms.schedule_checker import TrafficReport, verify
 from syncvar.algorithms.symbolic_values import Expressions
 from syncvar.algorithms.tree import binomial_reduce
 from syncvar.core.errors import InternalError, PlanError
@@ -34,7 +43,7 @@ SLOT = Chunk(0, 1, Buffer.SCRATCH)
 
 def plans_of(*rounds_of_ranks, work=1, scratch=0):
     return [
-        Plan("test", "test", rank, len(rounds_of_ranks), work, scratch, tuple(rounds))
+        Schedule("test", "test", rank, len(rounds_of_ranks), work, scratch, tuple(rounds))
         for rank, rounds in enumerate(rounds_of_ranks)
     ]
 
@@ -56,7 +65,7 @@ def test_an_empty_plan_of_one_rank_meets_every_contract():
         all_gather_contract([3]),
         broadcast_contract(1, 3, 0),
     ):
-        assert verify(plans_of((), work=3), contract) == Report(0, (0,), (0,))
+        assert verify(plans_of((), work=3), contract) == TrafficReport(0, (0,), (0,))
     verify(plans_of((), work=0), barrier_contract(1))
 
 
@@ -77,10 +86,10 @@ def test_an_impossible_contract_fails():
     plans = build_all("all_reduce", "ring", 3, count=4)
     good = all_reduce_contract(3, 4)
     verify(plans, good)
-    absent = replace(good, after=((Wanted(Chunk(0, 4), (0, 1, 2, 3)),),) * 3)
+    absent = replace(good, after=((ExpectedRange(Chunk(0, 4), (0, 1, 2, 3)),),) * 3)
     rejected(plans, absent, "wants ranks (0, 1, 2, 3)")
     rejected(plans, replace(good, heard_of=((0, 1, 2, 3),) * 3), "not heard of rank 3")
-    backwards = replace(good, after=((Wanted(Chunk(0, 4), (0, 1, 2), (2, (1, 0))),),) * 3)
+    backwards = replace(good, after=((ExpectedRange(Chunk(0, 4), (0, 1, 2), (2, (1, 0))),),) * 3)
     rejected(plans, backwards, "operand order")
 
 
@@ -333,7 +342,7 @@ def test_memory_is_borrowed_until_the_receipt_is_known_however_many_rounds_pass(
 def test_a_receive_may_overwrite_borrowed_memory_only_with_a_message_that_follows_the_receipt():
     # Rank 0 gives its value to 1, and 2 gives one to 0 in the next round. Only if 2 has heard from 1 may it land there.
     contract = Contract(
-        "test", 3, (1,) * 3, (ONE, NOTHING, ONE), ((Wanted(ONE, (2,)),), (), ()), ((),) * 3
+        "test", 3, (1,) * 3, (ONE, NOTHING, ONE), ((ExpectedRange(ONE, (2,)),), (), ()), ((),) * 3
     )
     ignorant = plans_of(
         [(Send(1, ONE),), (Recv(2, ONE),)], [(Recv(0, ONE),)], [(), (Send(0, ONE),)]
@@ -370,9 +379,9 @@ def test_the_tree_of_the_contract_is_demanded():
 def test_a_reduction_to_rank_0_meets_its_own_contract():
     rounds = [tuple(binomial_reduce(rank, 6, 2)) for rank in range(6)]
     work = Chunk(0, 2)
-    wanted = Wanted(work, tuple(range(6)), tree_expression(0, 6))
+    wanted = ExpectedRange(work, tuple(range(6)), tree_expression(0, 6))
     contract = Contract("reduce", 6, (2,) * 6, (work,) * 6, ((wanted,), *((),) * 5), ((),) * 6)
-    assert verify(plans_of(*rounds, work=2), contract) == Report(
+    assert verify(plans_of(*rounds, work=2), contract) == TrafficReport(
         3, (0, 1, 1, 1, 1, 1), (0, 2, 2, 2, 2, 2)
     )
 

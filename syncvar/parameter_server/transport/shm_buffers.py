@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from syncvar.core.errors import ArenaFull, InternalError
+from syncvar.core.errors import InternalError, SharedMemoryFull
 from syncvar.core.process_ids import server_hosts
 from syncvar.shm.fd_passing import servers_arena_path
-from syncvar.shm.segment import Arena
+from syncvar.shm.segment import SharedSegment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ def lender_of(environment: RankEnvironment, config: RuntimeConfig) -> Lender | N
         else len(here) + environment.local_rank
     )
     path = servers_arena_path(environment.socket_directory)
-    arena = Arena.fetch(path, environment, environment.generation, place, config)
+    arena = SharedSegment.fetch(path, environment, environment.generation, place, config)
     if isinstance(arena, str):
         return None
     # What an earlier process in this one's place has lent may still be read: who came after it lends nothing.
@@ -78,7 +78,7 @@ class Lender:
         segment: The memory. An array may be lent to a process only after that one has said that it has mapped the same.
     """
 
-    def __init__(self, arena: Arena, *, lends: bool = True) -> None:
+    def __init__(self, arena: SharedSegment, *, lends: bool = True) -> None:
         self.lent = 0
         self.segment = arena.segment
         self._arena = arena
@@ -195,7 +195,7 @@ class Lender:
             return spare.pop()
         try:
             block = self._arena.empty(_WORDS_NBYTES + nbytes, np.uint8)
-        except ArenaFull:
+        except SharedMemoryFull:
             self._spare.clear()
             self._spare_nbytes = 0
             return None
@@ -226,7 +226,7 @@ class _Borrowed:
 
     __slots__ = ("__array_interface__", "_ground", "_word", "_words")
 
-    def __init__(self, arena: Arena, word: int, offset: int, nbytes: int) -> None:
+    def __init__(self, arena: SharedSegment, word: int, offset: int, nbytes: int) -> None:
         self._ground = arena.ground  # the mapping lives as long as this
         self._words = arena.words
         self._word = word // 8

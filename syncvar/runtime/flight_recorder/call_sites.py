@@ -12,7 +12,7 @@ from syncvar.core.stack_dump import current_frames, frames_of
 if TYPE_CHECKING:
     from types import CodeType, FrameType
 
-    from syncvar.core.stack_dump import Frame
+    from syncvar.core.stack_dump import StackFrame
 
 __all__ = ["call_site", "main_stack", "own_site", "site_of"]
 
@@ -58,7 +58,7 @@ def site_of(code: CodeType, instruction: int) -> str:
     return f"{code.co_filename}:{line} in {code.co_name}"
 
 
-def main_stack() -> list[Frame]:
+def main_stack() -> list[StackFrame]:
     """Return the calls of the process's main thread, innermost first."""
     ident = threading.main_thread().ident
     return frames_of(_innermost(ident)) if ident is not None else []

@@ -37,7 +37,7 @@ from syncvar.runtime.flight_recorder.call_sites import call_site, main_stack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from syncvar.core.stack_dump import Frame
+    from syncvar.core.stack_dump import StackFrame
     from syncvar.runtime.flight_recorder.call_stats import Totals
 
 __all__ = ["FORMAT", "RING", "Recorder", "boot_identity", "record_name"]
@@ -137,7 +137,7 @@ class Recorder:
         self._broken_by = self._broken_by or error_text(error)
         self.is_due = True
 
-    def ended(self, reason: str = "", stack: Sequence[Frame] = ()) -> None:
+    def ended(self, reason: str = "", stack: Sequence[StackFrame] = ()) -> None:
         """Write the record, because this rank ends badly; nothing when that has been done already.
 
         Args:
@@ -189,7 +189,7 @@ class Recorder:
         return {"last": what, "age_s": age_s, "is_over": last.ended_ns != 0, "stack": stack}
 
     def record(
-        self, reason: str = "", *, is_final: bool = True, stack: Sequence[Frame] = ()
+        self, reason: str = "", *, is_final: bool = True, stack: Sequence[StackFrame] = ()
     ) -> dict[str, Any]:
         """Return the ring and who this is, as plain data.
 
@@ -232,7 +232,9 @@ class Recorder:
             with contextlib.suppress(RuntimeError):  # another thread has added an entry meanwhile
                 return list(self._ring)
 
-    def _write(self, folder: str, reason: str, level: int, stack: Sequence[Frame] = ()) -> None:
+    def _write(
+        self, folder: str, reason: str, level: int, stack: Sequence[StackFrame] = ()
+    ) -> None:
         """Write the record; whatever goes wrong here must not hide what went wrong before."""
         # A thread may come here again from a signal handler while it is here: then there is no waiting for ever.
         if os.getpid() != self._process or not self._writing.acquire(timeout=_WRITING_S):

@@ -12,7 +12,7 @@ import numpy as np
 from syncvar.algorithms.compile_messages import INCOMING_LEFT, OVERWRITE
 from syncvar.algorithms.schedule import Copy, Reduce
 from syncvar.core.errors import InternalError
-from syncvar.protocol.frame import Kind, pack_header
+from syncvar.protocol.frame import FrameType, pack_header
 from syncvar.runtime.programs.arithmetic import combine_two
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ class Links:
             end = min(stop, start + per_segment)
             piece = array[start:end]
             header = pack_header(
-                Kind.DATA,
+                FrameType.DATA,
                 outlet.rank,
                 outlet.generation,
                 self.group,

@@ -17,7 +17,7 @@ from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING
 
-from syncvar.protocol.frame import HEADER_NBYTES, Kind, pack_header
+from syncvar.protocol.frame import HEADER_NBYTES, FrameType, pack_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,7 +83,7 @@ class Flow:
         owed = self._owed.get(key, 0) + nbytes + HEADER_NBYTES
         if owed * 4 >= self._window_bytes:
             self._transport.send(
-                peer, pack_header(Kind.CREDIT, self.rank, self.generation, group, nbytes=owed)
+                peer, pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed)
             )
             owed = 0
         self._owed[key] = owed
@@ -101,13 +101,13 @@ class Flow:
     def use_up(self, frames: Iterable[Frame]) -> None:
         """Give credit back for frames that nobody will look at."""
         for frame in frames:
-            if frame.header.kind != Kind.KNOCK:
+            if frame.header.kind != FrameType.KNOCK:
                 self.consumed(frame.header.source, frame.header.group, frame.header.nbytes)
 
     def knock(self, operation: Operation, peer: int) -> None:
         """Tell a rank that has not come: shared memory says nothing to those who are not looking."""
         header = pack_header(
-            Kind.KNOCK,
+            FrameType.KNOCK,
             self.rank,
             self.generation,
             operation.group,
@@ -128,7 +128,8 @@ class Flow:
             owed = self._owed.pop((peer, group), 0)
             if owed:
                 self._transport.send(
-                    peer, pack_header(Kind.CREDIT, self.rank, self.generation, group, nbytes=owed)
+                    peer,
+                    pack_header(FrameType.CREDIT, self.rank, self.generation, group, nbytes=owed),
                 )
 
     def go_on(self, group: int) -> None:

@@ -13,7 +13,7 @@ from syncvar.runtime.programs.round_runner import prepare_published
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncvar.algorithms.hierarchical import Part
+    from syncvar.algorithms.hierarchical import StagePart
     from syncvar.runtime.programs.round_runner import Published
 
 __all__ = ["Planner", "PreparedStages"]
@@ -154,7 +154,7 @@ class Planner:
         return prepare(build(collective, chosen, rank, size, root=root, **sizes), self._members)
 
 
-def _prepare_stages(parts: Sequence[Part], members: Sequence[int]) -> PreparedStages:
+def _prepare_stages(parts: Sequence[StagePart], members: Sequence[int]) -> PreparedStages:
     """Make the stages of this rank ready to run; `members` are the ranks of the group in the world."""
     made = []
     for part in parts:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.progress import Engine
-    from syncvar.shm.message_ring import Entry, Inbox, Outbox
+    from syncvar.shm.message_ring import RingEntry, RingReader, RingWriter
     from syncvar.shm.ring_table import Boxes
 
     Key = tuple[int, int]  # identity of the pair's calls, number
@@ -90,10 +90,10 @@ class Outward:
         self.arena = boxes.channels.arena
         self.wait = boxes.channels.wait
         self._boxes = boxes
-        self._box: Outbox | None = None
+        self._box: RingWriter | None = None
         self._has_none = False
 
-    def box(self) -> Outbox | None:
+    def box(self) -> RingWriter | None:
         """Return the box, made by the first message; None where the arena has no room for it."""
         if self._box is None and not self._has_none:
             self._box = self._boxes.outbox(self.dest)
@@ -111,7 +111,7 @@ class Outward:
         *,
         waits: bool,
     ) -> bool:
-        """Put a message in the box; False where there is no room, nor soon where it `waits`, or another thread is at it. See `Outbox.put`."""
+        """Put a message in the box; False where there is no room, nor soon where it `waits`, or another thread is at it. See `RingWriter.put`."""
         if not self.lock.acquire(blocking=False):
             return False
         try:
@@ -127,7 +127,7 @@ class Outward:
             self.lock.release()
 
     def tell(self, what: int, stream: int, call: int, array: NDArray[Any]) -> int:
-        """Tell the receiver of a long message in one piece; returns its number in the box, 0 where that cannot be. See `Outbox.tell`."""
+        """Tell the receiver of a long message in one piece; returns its number in the box, 0 where that cannot be. See `RingWriter.tell`."""
         if not self.lock.acquire(blocking=False):
             return 0
         try:
@@ -218,9 +218,9 @@ class Inward:
         self.links = 0  # messages that have come over a link
         self._boxes = boxes
         self._wait = boxes.channels.wait
-        self._box: Inbox | None = None
+        self._box: RingReader | None = None
         self.seen = 0  # of what the sender has told
-        self._kept: dict[Key, _Kept | Entry] = {}
+        self._kept: dict[Key, _Kept | RingEntry] = {}
         self._kept_nbytes = 0
         self._kept_nbytes_max = kept_nbytes_max
         self._refuses = False
@@ -334,19 +334,21 @@ class Inward:
                 box.free()
                 return self._opened(key, entry, landing)
 
-    def _landed(self, entry: Entry, landing: Landing, source: NDArray[np.uint8]) -> NDArray[Any]:
+    def _landed(
+        self, entry: RingEntry, landing: Landing, source: NDArray[np.uint8]
+    ) -> NDArray[Any]:
         made = self._place(entry, landing)
         if entry.nbytes:
             made.reshape(-1).view(np.uint8)[...] = source
         return made
 
     @staticmethod
-    def _place(entry: Entry, landing: Landing) -> NDArray[Any]:
+    def _place(entry: RingEntry, landing: Landing) -> NDArray[Any]:
         dtype = dtype_from_index(entry.dtype)
         made = landing(entry.kind, dtype, entry.shape)
         return np.empty(entry.shape, dtype) if made is None else made
 
-    def _keep(self, box: Inbox, entry: Entry) -> None:
+    def _keep(self, box: RingReader, entry: RingEntry) -> None:
         key = entry.stream, entry.call
         # In this order: another thread that begins the receive meanwhile expects it before the number grows.
         if entry.call < self._following(entry.stream) and key not in self.expected:
@@ -373,7 +375,7 @@ class Inward:
             self._refuses = False
             self._box.refuse(refuses=False)
 
-    def _opened(self, key: Key, found: _Kept | Entry, landing: Landing) -> Taken | None:
+    def _opened(self, key: Key, found: _Kept | RingEntry, landing: Landing) -> Taken | None:
         if isinstance(found, _Kept):
             self._let_go(found)
             made = landing(found.kind, found.message.dtype, found.message.shape)
@@ -383,7 +385,7 @@ class Inward:
             return found.kind, made
         return self._read(key, found, landing)
 
-    def _read(self, key: Key, entry: Entry, landing: Landing) -> Taken | None:
+    def _read(self, key: Key, entry: RingEntry, landing: Landing) -> Taken | None:
         """Read a long message where it lies; None where it was given up, is on its way, or the sender is no more."""
         box = self._box
         assert box is not None
@@ -412,7 +414,7 @@ class Inward:
         box.taken(entry.number)
         return entry.kind, made
 
-    def _add(self, box: Inbox, entry: Entry) -> Key | None:
+    def _add(self, box: RingReader, entry: RingEntry) -> Key | None:
         """Add a part to its message; returns which, where that was the last one."""
         key = entry.stream, entry.call
         parts = self._parts.get(key)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.core.pytree import Leaves
+    from syncvar.core.pytree import PyTree
     from syncvar.runtime.communicator import Communicator, PreparedCall
     from syncvar.runtime.progress import Engine
     from syncvar.shm.group_channel import Channel
@@ -194,7 +194,7 @@ class Preparation(NamedTuple):
         tells: bool = False,
         nothing: NDArray[Any] | None = None,
         steps: Callable[[int, Any], Any] | None = None,
-        leaves: Leaves | None = None,
+        leaves: PyTree | None = None,
         kinds: Sequence[Kind] = (),
         **copies: Any,
     ) -> PreparedCall | None:

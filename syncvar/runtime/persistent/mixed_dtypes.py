@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from syncvar.core.pytree import Leaves
+from syncvar.core.pytree import PyTree
 from syncvar.runtime.gil_contention import crowd
 from syncvar.runtime.persistent.builder import Kind, preparation_of
 from syncvar.runtime.persistent.persistent_reduce import Fate, has_segments, reducing, then
@@ -48,7 +48,7 @@ def prepare_kinds(
     kinds: Mapping[Reduction, Sequence[int]],
     sizes: Sequence[int],
     longest: int | None,
-    leaves: Leaves,
+    leaves: PyTree,
     digest: int,
     what: str,
 ) -> PreparedCall | None:
@@ -92,7 +92,7 @@ class _Kinds(NamedTuple):
 
     kinds: Sequence[tuple[Reduction, Sequence[int]]]
     sizes: Sequence[int]
-    leaves: Leaves
+    leaves: PyTree
     size: int
 
     def vectors_of(
@@ -112,7 +112,7 @@ class _Kinds(NamedTuple):
 
     def prepared_by(self, x: Any, out: Any) -> tuple[list[Vector], Any] | None:
         """Return of a call's (x, out) the vectors and the result; None where the general way has to be taken."""
-        if out is not None or not isinstance(x, Leaves):
+        if out is not None or not isinstance(x, PyTree):
             return None
         made: list[Any] = [None] * len(x.arrays)
         for how, places in self.kinds:

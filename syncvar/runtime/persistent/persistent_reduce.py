@@ -13,7 +13,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from syncvar.algorithms.reproducible import tree_order
 from syncvar.core.errors import SyncvarError
-from syncvar.core.pytree import Leaves
+from syncvar.core.pytree import PyTree
 from syncvar.core.reduce_ops import quiet_caller, reduction
 from syncvar.runtime.gil_contention import crowd
 from syncvar.runtime.persistent.builder import as_far_as_others_come, preparation_of
@@ -57,7 +57,7 @@ def prepare_reduction(
     apply: np.ufunc | None = None,
     ends: Ends = EVERYWHERE,
     neutral: Any = None,
-    leaves: Leaves | None = None,
+    leaves: PyTree | None = None,
 ) -> PreparedCall | None:
     """Return the prepared call of a reduction, or None where there is none.
 
@@ -73,7 +73,7 @@ def prepare_reduction(
         leaves: Of calls that take several short arrays as one flat vector: such arrays.
 
     Returns:
-        A function of (x, out): x a native array of this dtype and shape, or `Leaves` such as these, out None or anything. It returns the result,
+        A function of (x, out): x a native array of this dtype and shape, or `PyTree` such as these, out None or anything. It returns the result,
         or None when it has done nothing and the long way has to be taken. A third argument, (words, fingerprint), is
         for a call that is not the same each time: it has these instead of `what` and `digest`. A fourth one is the
         timeout in seconds, None for the job's default; `is_seconds` must hold of it.
@@ -146,7 +146,7 @@ def _small(
     shape: tuple[int, ...],
     apply: np.ufunc | None,
     fate: Fate,
-    leaves: Leaves | None,
+    leaves: PyTree | None,
 ) -> PreparedCall:
     """Return the prepared call of a vector that goes through slots."""
     ends, terms, nothing, _ = fate
@@ -394,11 +394,11 @@ def _one_by_one(terms: list[NDArray[Any]], shape: tuple[int, ...], dtype: np.dty
     return steps
 
 
-def _joining(flat: PreparedCall, leaves: Leaves) -> PreparedCall:
+def _joining(flat: PreparedCall, leaves: PyTree) -> PreparedCall:
     """Return what makes small calls of several arrays by what makes those of one flat array."""
 
     def call(x: Any, out: Any, said: Said | None = None, timeout: float | None = None) -> Any:
-        if out is not None or not isinstance(x, Leaves):
+        if out is not None or not isinstance(x, PyTree):
             return None
         made = flat(np.concatenate(flat_of(x.arrays)), None, said, timeout)
         if made is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.algorithms.schedule import Plan
+    from syncvar.algorithms.schedule import Schedule
     from syncvar.core.reduce_ops import Combiner
     from syncvar.runtime.programs.instructions import Code
     from syncvar.shm.group_channel import Channel
@@ -62,7 +62,7 @@ SIDE_BY_SIDE = Published(reduces=False, rounds=(), algorithm="side by side")
 """Stands for the plan of a stage that has a movement."""
 
 
-def prepare_published(plans: Sequence[Plan], rank: int, root: int | None = None) -> Published:
+def prepare_published(plans: Sequence[Schedule], rank: int, root: int | None = None) -> Published:
     """Make the plans of a group ready to run on a rank, in shared memory.
 
     Args:
