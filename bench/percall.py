@@ -24,7 +24,7 @@ import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
 from syncvar.core.reduce_ops import reduction
-from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
 from syncvar.shm.channel_table import CHECK, DONE, PHASE
@@ -120,7 +120,7 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
     words, scratch = channel.words, memoryview(bytearray(64 * 8)).cast("Q")
     slots = [channel.small(rank, 0, x.size, x.dtype) for rank in range(channel.size)]
     mine, empty = np.empty_like(slots[0]), communicator.busy
-    told = Told("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "arena small")
+    told = CallInfo("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "arena small")
 
     def find() -> None:
         same = communicator_of(None)

@@ -18,11 +18,11 @@ from syncvar.core.host_topology import HostMap
 from syncvar.core.rank_text import rank_list
 from syncvar.protocol.control_messages import pack_message
 from syncvar.protocol.unreceived_messages import SentCount, unreceived_text
-from syncvar.runtime.communicator import Communicator, Hosts
+from syncvar.runtime.communicator import Communicator, GroupHosts
 from syncvar.runtime.deferred_queues import send_queued
 from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.p2p.endpoints import Post
-from syncvar.runtime.progress import Engine
+from syncvar.runtime.p2p.endpoints import EndpointTable
+from syncvar.runtime.progress import ProgressEngine
 from syncvar.shm.channel_table import Channels
 from syncvar.shm.group_channel import Channel
 from syncvar.shm.ring_table import Boxes
@@ -86,8 +86,8 @@ class Context:
         self._communicators: weakref.WeakSet[Communicator] = (
             weakref.WeakSet()
         )  # programs may make many
-        self.engine: Engine | None = None
-        self.post: Post | None = None  # messages between ranks of this host
+        self.engine: ProgressEngine | None = None
+        self.post: EndpointTable | None = None  # messages between ranks of this host
         if config.trace:
             from syncvar.core.output_files import check_folder
 
@@ -136,7 +136,7 @@ class Context:
                 self._let_go_of_arena()
                 rank, self.without_arena = next(iter(without.items()))
                 self.without_arena += f" (rank {rank})"
-            self.engine = Engine(
+            self.engine = ProgressEngine(
                 self.rank,
                 self.world_size,
                 generation,
@@ -148,7 +148,7 @@ class Context:
                 self.recorder,
             )
             if self._channels is not None:
-                self.post = Post(Boxes(self._channels), self.engine, config.window_bytes)
+                self.post = EndpointTable(Boxes(self._channels), self.engine, config.window_bytes)
             self.recorder.transport = self.transport  # the ring forgets
             self.recorder.note("joined", self.transport)
             _log.info("rank %d of %d: transport %s", self.rank, self.world_size, self.transport)
@@ -212,7 +212,7 @@ class Context:
         self._communicators.add(made)
         return made
 
-    def _hosts_of(self, identity: int, members: tuple[int, ...]) -> Hosts | None:
+    def _hosts_of(self, identity: int, members: tuple[int, ...]) -> GroupHosts | None:
         """Return the hosts of a group that goes through the arenas of several; the same answer on all its ranks."""
         sizes = self.hosts.blocks(members)
         if self.rank not in members or sizes is None or len(sizes) == 1 or max(sizes) == 1:
@@ -227,8 +227,8 @@ class Context:
             return None
         mine = on_hosts[self.host_index]
         if len(mine) == 1 or self._channels is None:
-            return Hosts(sizes, None)
-        return Hosts(sizes, Channel(self._channels, identity, mine))
+            return GroupHosts(sizes, None)
+        return GroupHosts(sizes, Channel(self._channels, identity, mine))
 
     def groups_within(self, members: Collection[int]) -> list[Communicator]:
         """Return the groups of some ranks that this one makes collective calls in, with others, in the order of their identities."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.shm_rounds import publications
 from syncvar.runtime.programs.block_transfer import cells_of_blocks, fits_slots, is_worth_reading
-from syncvar.runtime.programs.compile_reduce import Ends, Places, lower_reduce, lower_small
+from syncvar.runtime.programs.compile_reduce import ResultPlacement, BufferPlacement, lower_reduce, lower_small
 from syncvar.runtime.programs.compile_rounds import lower_rounds
-from syncvar.runtime.programs.compile_transfer import Move, Way, lower_move
+from syncvar.runtime.programs.compile_transfer import Move, TransferPath, lower_move
 from syncvar.runtime.programs.instructions import program_text
 from syncvar.runtime.programs.shm_reduce import cells_of, is_direct
 from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
@@ -64,12 +64,12 @@ def _program(
     is_demanded: bool,
 ) -> tuple[str, Program]:
     if collective in _REDUCED and algorithm in ("direct", "owners"):
-        ends = Ends(collective, root)
+        ends = ResultPlacement(collective, root)
         if is_direct(count * itemsize, size) or not count:
             return "", lower_small(rank, size, count, ends=ends)
         cells, block = cells_of(size, itemsize, are_native=True)
         return ", of ordinary arrays, with the C kernel", lower_reduce(
-            rank, size, count, cells, Places(), block, ends
+            rank, size, count, cells, BufferPlacement(), block, ends
         )
     if collective in _MOVED and not is_demanded:
         return _move(collective, rank, size, count, itemsize, root)
@@ -102,9 +102,9 @@ def _move(
         folds=collective == "reduce_scatter",
     )
     if fits_slots(count * itemsize * most, are_native=True):
-        return ", side by side", lower_move(move, Way.SLOTS)
+        return ", side by side", lower_move(move, TransferPath.SLOTS)
     if not move.folds and is_worth_reading(
         count * itemsize, most, 1 if collective == "broadcast" else size - 1, are_native=True
     ):
-        return ", of blocks that are read where they lie", lower_move(move, Way.LYING)
-    return ", of ordinary arrays, with the C kernel", lower_move(move, Way.CELLS)
+        return ", of blocks that are read where they lie", lower_move(move, TransferPath.LYING)
+    return ", of ordinary arrays, with the C kernel", lower_move(move, TransferPath.CELLS)

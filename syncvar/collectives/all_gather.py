@@ -16,7 +16,7 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import TreeDef, arrays_in, describe, fresh, unflatten
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, Layout
+from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, TransferLayout
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -207,7 +207,7 @@ def _turned(whole: NDArray[Any], axis: int) -> NDArray[Any]:
 
 def gathered_layout(
     array: NDArray[Any], axis: int, size: int, rank: int, root: int | None = None
-) -> Layout:
+) -> TransferLayout:
     """Return how arrays are moved where all ranks bring one of this shape and dtype."""
     shape = array.shape if axis == 0 else np.moveaxis(array, axis, 0).shape
     takes = (
@@ -215,7 +215,7 @@ def gathered_layout(
         if root in (None, rank)
         else ()
     )
-    return Layout(
+    return TransferLayout(
         detail_of(array.dtype, array.shape, axis), array.dtype, shape, 1, takes, most_takes=size - 1
     )
 

@@ -23,7 +23,7 @@ from syncvar.core.array_arguments import as_array, checked_output
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import arrays_of, flatten, fresh, is_structure, unflatten
 from syncvar.core.reduce_ops import op_name
-from syncvar.runtime.communicator import Request
+from syncvar.runtime.communicator import CollectiveSpec
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -128,7 +128,7 @@ def _request(
     reproducible: bool,
     scales: tuple[Any, Any, Any] | None,
     algorithm: str | None,
-) -> Request:
+) -> CollectiveSpec:
     """Return the request of a public call; scales make new contributions and results around the plain one."""
     if scales is None:
         for leaf in (flatten(x)[1] if is_structure(x) else [x]) if nan_check.is_on() else ():
@@ -185,7 +185,7 @@ def _request(
             postscale,
         )
 
-    return Request(request.what, request.digest, body())
+    return CollectiveSpec(request.what, request.digest, body())
 
 
 def reduce_request(
@@ -296,7 +296,7 @@ def agreement_request(
     op: str,
     numbers: NDArray[Any],
     said: tuple[str, int] | None,
-) -> Request:
+) -> CollectiveSpec:
     """Return the request of such a call; see `agree`."""
     request = reduce_request(communicator, numbers, op, name=name)
-    return request if said is None else Request(*said, request.body)
+    return request if said is None else CollectiveSpec(*said, request.body)

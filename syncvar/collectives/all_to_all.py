@@ -19,7 +19,7 @@ from syncvar.core.dtypes import DTYPE_NAMES, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.programs.block_transfer import Blocks, Layout
+from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def _request(
         )
         is_alike = all(part.shape == shape for part in mine)
         layout = (
-            Layout(detail_of(dtype, shape), dtype, shape, size - 1, takes, most_takes=size - 1)
+            TransferLayout(detail_of(dtype, shape), dtype, shape, size - 1, takes, most_takes=size - 1)
             if is_alike
             else UNMOVED
         )

@@ -35,7 +35,7 @@ from syncvar.core.pytree import (
 from syncvar.protocol.fixed_records import ARRAY, BYTES, NOTHING, InputRecord, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.programs.block_transfer import Blocks, Layout
+from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -187,9 +187,9 @@ def broadcast_request(
     )
 
 
-def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> Layout:
+def _layout(array: NDArray[Any], root: int, *, is_root: bool) -> TransferLayout:
     """Return how an array is moved where all ranks bring one of its shape and dtype."""
-    return Layout(
+    return TransferLayout(
         detail_of(array.dtype, array.shape),
         array.dtype,
         array.shape,

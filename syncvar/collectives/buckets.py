@@ -18,7 +18,7 @@ from syncvar.collectives.reduce_args import contribution, kinds_of, outcome, siz
 from syncvar.core.reduce_ops import divided
 from syncvar.runtime.programs.arithmetic import store, store_parts
 from syncvar.runtime.programs.round_runner import Published
-from syncvar.runtime.programs.shm_reduce import Vector, flat_of, in_one_exchange
+from syncvar.runtime.programs.shm_reduce import ReduceBuffers, flat_of, in_one_exchange
 from syncvar.runtime.request import Stage
 from syncvar.shm.segment import SegmentBlock
 
@@ -134,7 +134,7 @@ def _side_by_side(
         )
         outs = flat_of(made)
         vectors.append(
-            Vector.of(
+            ReduceBuffers.of(
                 flat_of([arrays[index] for index in places]),
                 outs,
                 how.ufunc,
@@ -170,7 +170,7 @@ def _stored(
     results = _results(how, arrays, targets)
     outs, sources = flat_of(results), flat_of(arrays)
     if _is_shared(plan, how):
-        vector = Vector.of(
+        vector = ReduceBuffers.of(
             sources, outs, how.ufunc, how.accumulate, size if how.is_mean else 0, apply
         )
         yield Stage(plan, np.empty(0, how.accumulate), how.ufunc, vector)

@@ -17,7 +17,7 @@ from syncvar.bootstrap.process import entered_natively
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.tensors import in_kind, is_foreign
 from syncvar.core.lazy_import import unexpected
-from syncvar.runtime.communicator import Request
+from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.runtime.flight_recorder.call_sites import own_site
 from syncvar.runtime.programs.block_transfer import NOTHING
 from syncvar.runtime.timeouts import is_seconds
@@ -41,7 +41,7 @@ _NUMBERS = frozenset((float, int, bool, complex))
 _NUMBERS_MAX = 1024  # of a list, as in dispatch.c
 
 
-class Repeatable(Request):
+class Repeatable(CollectiveSpec):
     """A checked call whose like are prepared."""
 
     __slots__ = ()
@@ -97,7 +97,7 @@ def make_call(
         form_of: Of (communicator, x, out, how): what prepared calls take in place of `x`, with a dtype and a shape, or None for a call
             that has to be made generally, as any in which something is wrong or unusual. None where all calls bring the same.
         make: Checks the arguments: of (communicator, x, out, keep, *how), with `keep` where it takes copies of what the caller may
-            change before the call ends. Returns a `Request`, and a `Repeatable` where there is a form.
+            change before the call ends. Returns a `CollectiveSpec`, and a `Repeatable` where there is a form.
         x: As the caller gave it; so are the others.
         out: Where the result goes; None for nowhere.
         group: None for the world.

@@ -24,8 +24,8 @@ from syncvar.collectives.stage_builders import (
 from syncvar.collectives.transfer_args import UNMOVED, Moving, detail_of, moves
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runtime.communicator import Request, fingerprint
-from syncvar.runtime.programs.block_transfer import Blocks, Layout
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -206,14 +206,14 @@ def _call(
             if made is not None:
                 return finish(communicator, _in_heads(made), root)
 
-    def check() -> Request:
+    def check() -> CollectiveSpec:
         source = _checked(root, communicator)
         request = make(name, communicator, bring(communicator, given, source), source)
 
         def body() -> Generator[Stage, None, Any]:
             return finish(communicator, (yield from request.body), source)
 
-        return Request(request.what, request.digest, body())
+        return CollectiveSpec(request.what, request.digest, body())
 
     return communicator.perform(name, check, timeout, async_op=async_op)
 
@@ -350,7 +350,7 @@ def _moving(
 ) -> Moving:
     """Return the request of a call of objects; a rank whose object is longer than a head moves nothing, and so does nobody."""
     heads = _heads(packed)
-    layout: Layout | None = Layout(
+    layout: TransferLayout | None = TransferLayout(
         detail_of(_BYTE, (_HEAD_BYTES,), "objects"), _BYTE, (_HEAD_BYTES,), blocks, takes
     )
     if not (layout.is_small and moves(communicator, name)):  # type: ignore[union-attr]

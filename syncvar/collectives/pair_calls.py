@@ -24,9 +24,9 @@ from syncvar.protocol.fixed_records import (
     pack_record,
     unpack_record,
 )
-from syncvar.runtime.communicator import Request, fingerprint
-from syncvar.runtime.p2p.channel import Line
-from syncvar.runtime.p2p.endpoints import Inward, Outward
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.p2p.channel import P2PChannel
+from syncvar.runtime.p2p.endpoints import RecvEndpoint, SendEndpoint
 from syncvar.runtime.p2p.message_requests import Receiving, Sending
 from syncvar.runtime.request import Stage
 from syncvar.shm.message_ring import what_of
@@ -47,7 +47,7 @@ _SOURCE, _DEST = 0, 1  # ranks of the pair
 _STREAMS_MAX = 128  # of a group: beyond, pairs and tags that wait for nothing are let go
 
 
-def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> Line:
+def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> P2PChannel:
     """Return the pair's own calls: message number k of the sender meets message number k of the receiver.
 
     A tag may be a step's number. What is kept of one that is not used any more is the number of its next message.
@@ -62,7 +62,7 @@ def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> Lin
         context = current()
         made = context.communicator(identity, pair, shares=False)
         post, engine = context.post, context.engine
-        end: Inward | Outward | None = None
+        end: RecvEndpoint | SendEndpoint | None = None
         if post is not None and engine is not None and all(map(post.serves, pair)):
             end = (
                 post.outward(pair[1])
@@ -73,11 +73,11 @@ def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> Lin
             engine.book.count_by(made.count)
         if engine is not None and communicator.member_rank == source:
             engine.sent.note(identity, pair[1], tag)
-        found = streams[source, dest, tag] = Line(context, made, end, ARRAY, partial(_begun, tag))
+        found = streams[source, dest, tag] = P2PChannel(context, made, end, ARRAY, partial(_begun, tag))
     return found
 
 
-def _let_go(streams: dict[tuple[int, int, int], Line]) -> None:
+def _let_go(streams: dict[tuple[int, int, int], P2PChannel]) -> None:
     for key, line in list(streams.items()):
         stream, engine = line.stream, line.stream.engine
         if engine is not None and not stream.busy.locked() and engine.is_idle(stream.identity):
@@ -86,15 +86,15 @@ def _let_go(streams: dict[tuple[int, int, int], Line]) -> None:
             engine.flow.rest(stream.identity, stream.members[1 - stream.member_rank])
 
 
-def sending_words(name: str, line: Line, array: NDArray[Any], kind: int, tag: int) -> str:
+def sending_words(name: str, line: P2PChannel, array: NDArray[Any], kind: int, tag: int) -> str:
     """Return in words that a message is sent."""
     shown = f"{array.nbytes} bytes" if kind == BYTES else f"{array.dtype.name}{list(array.shape)}"
     return f"{name}({shown} to rank {line.stream.members[_DEST]}, tag {tag})"
 
 
 def to_send(
-    name: str, line: Line, array: NDArray[Any], kind: int, tag: int, *, waits: bool, copies: bool
-) -> Request:
+    name: str, line: P2PChannel, array: NDArray[Any], kind: int, tag: int, *, waits: bool, copies: bool
+) -> CollectiveSpec:
     """Return the call that sends an array, or an object as bytes; `waits` for a long one, which waits for its receiver."""
     stream = line.stream
     work = np.array(array, order="C", copy=copies or not array.flags.c_contiguous, ndmin=0).reshape(
@@ -111,17 +111,17 @@ def to_send(
     what = what_of(kind, told.dtype, array.ndim)
     message = (
         Sending(line.end, what, work.reshape(array.shape), waits=waits)
-        if isinstance(line.end, Outward)
+        if isinstance(line.end, SendEndpoint)
         else None
     )
-    return Request(
+    return CollectiveSpec(
         sending_words(name, line, array, kind, tag), fingerprint("message"), body(), message
     )
 
 
 def to_receive(
-    name: str, line: Line, tag: int, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
-) -> Request:
+    name: str, line: P2PChannel, tag: int, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
+) -> CollectiveSpec:
     """Return the call that receives a message."""
     stream = line.stream
 
@@ -136,13 +136,13 @@ def to_receive(
         return finish(record.kind, made)
 
     what = f"{name}(from rank {stream.members[_SOURCE]}, tag {tag})"
-    message = Receiving(line.end, landing, finish) if isinstance(line.end, Inward) else None
-    return Request(what, fingerprint("message"), body(), message)
+    message = Receiving(line.end, landing, finish) if isinstance(line.end, RecvEndpoint) else None
+    return CollectiveSpec(what, fingerprint("message"), body(), message)
 
 
-def _begun(tag: int, line: Line, array: NDArray[Any]) -> Request:
+def _begun(tag: int, line: P2PChannel, array: NDArray[Any]) -> CollectiveSpec:
     """Return the call of a long array's message that the C runner has begun, with the array that goes, or where it comes to."""
-    if isinstance(line.end, Outward):
+    if isinstance(line.end, SendEndpoint):
         return to_send("send", line, array, ARRAY, tag, waits=True, copies=False)
     return to_receive("recv", line, tag, lambda *_: None, lambda _kind, made: made)
 

@@ -19,7 +19,7 @@ from syncvar.core.array_arguments import checked_output
 from syncvar.core.pytree import arrays_in, fresh, unflatten
 from syncvar.core.reduce_ops import op_name
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.programs.compile_reduce import Ends
+from syncvar.runtime.programs.compile_reduce import ResultPlacement
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -146,5 +146,5 @@ def _request(
         return Reducing(f"reduce({op}, {len(arrays)} arrays, root {target})", digest, body(), op)
     ((how, digest, what),) = parts
     return Reducing(
-        what, digest, body(), op, Ends("reduce", target), is_entered=arrays[0].dtype == how.result
+        what, digest, body(), op, ResultPlacement("reduce", target), is_entered=arrays[0].dtype == how.result
     )

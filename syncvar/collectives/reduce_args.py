@@ -17,9 +17,9 @@ from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent.mixed_dtypes import prepare_kinds
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, Ends
+from syncvar.runtime.programs.compile_reduce import EVERYWHERE, ResultPlacement
 from syncvar.runtime.programs.round_runner import Published
-from syncvar.runtime.programs.shm_reduce import Vector, in_one_exchange, is_direct
+from syncvar.runtime.programs.shm_reduce import ReduceBuffers, in_one_exchange, is_direct
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def run_plan(
     vector = None
     if how.is_mean and isinstance(plan, Published) and plan.reduces:
         divisor = plan.ends.divisor(communicator.member_rank, communicator.size)
-        vector = Vector.of([work], [work], how.ufunc, work.dtype, divisor, ends=plan.ends)
+        vector = ReduceBuffers.of([work], [work], how.ufunc, work.dtype, divisor, ends=plan.ends)
         how = how._replace(is_mean=False)
     yield Stage(plan, work, how.ufunc, vector)
     return how
@@ -293,7 +293,7 @@ class Reducing(Repeatable):
         digest: int,
         body: Generator[Stage, None, Any],
         op: str,
-        ends: Ends = EVERYWHERE,
+        ends: ResultPlacement = EVERYWHERE,
         *,
         is_entered: bool = False,
     ) -> None:
@@ -313,7 +313,7 @@ def prepare_form(
     op: str,
     digest: int,
     what: str,
-    ends: Ends = EVERYWHERE,
+    ends: ResultPlacement = EVERYWHERE,
     apply: np.ufunc | None = None,
 ) -> PreparedCall | None:
     """Return what makes the reductions of values in a form, or None where there is no such way at present; `never` where there never is.

@@ -19,7 +19,7 @@ from syncvar.collectives.reduce_args import (
 )
 from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.reduce_ops import identity, op_name
-from syncvar.runtime.programs.compile_reduce import Ends
+from syncvar.runtime.programs.compile_reduce import ResultPlacement
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -148,7 +148,7 @@ def _request(
             return outcome(left, work, count, array.shape, into)
         return deliver(np.full(array.shape, neutral, how.result), into)
 
-    return Reducing(what, digest, body(), op, Ends(name), is_entered=array.dtype == how.result)
+    return Reducing(what, digest, body(), op, ResultPlacement(name), is_entered=array.dtype == how.result)
 
 
 _scan_request, _exscan_request = partial(_request, "scan"), partial(_request, "exscan")

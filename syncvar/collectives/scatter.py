@@ -25,7 +25,7 @@ from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint
-from syncvar.runtime.programs.block_transfer import Blocks, Layout
+from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -140,7 +140,7 @@ def _request(
         layout = UNMOVED
     else:
         takes = () if rank == source else ((source, place_of(source, rank)),)
-        layout = Layout(detail_of(like.dtype, like.shape), like.dtype, like.shape, size - 1, takes)
+        layout = TransferLayout(detail_of(like.dtype, like.shape), like.dtype, like.shape, size - 1, takes)
 
     def blocks_of(parts: list[NDArray[Any]], out: Any) -> Blocks:
         made = result_buffer(out, layout.shape, layout.dtype, *parts)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.communicator import Communicator, Request
-    from syncvar.runtime.p2p.channel import Line
+    from syncvar.runtime.communicator import Communicator, CollectiveSpec
+    from syncvar.runtime.p2p.channel import P2PChannel
 
 __all__ = ["recv", "recv_object", "send", "send_object", "sendrecv"]
 
@@ -178,7 +178,7 @@ def _sent(
     def words_of(array: NDArray[Any]) -> tuple[str, int]:
         return sending_words(name, line, array, kind, tag), array_record(array).dtype
 
-    def check() -> Request:
+    def check() -> CollectiveSpec:
         array = make()
         return to_send(
             name, line, array, kind, tag, waits=array.nbytes > eager_bytes, copies=async_op
@@ -405,7 +405,7 @@ def _received(
     def landing(kind: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any] | None:
         return out if kind == ARRAY and _is_alike(out, dtype, shape) else None
 
-    def check() -> Request:
+    def check() -> CollectiveSpec:
         return to_receive(name, line, tag, landing, finish)
 
     if line.end is not None and (timeout is None or is_seconds(timeout)):
@@ -452,7 +452,7 @@ if not TYPE_CHECKING:
     recv = messages_entered_natively(recv, is_sending=False)
 
 
-def _remember(door: Any, line: Line, communicator: Communicator, peer: int, tag: int) -> None:
+def _remember(door: Any, line: P2PChannel, communicator: Communicator, peer: int, tag: int) -> None:
     """Let messages of the world find the C runner at once from now on."""
     if not line.is_remembered and communicator is current().world:
         line.is_remembered = True

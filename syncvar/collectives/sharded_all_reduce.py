@@ -40,7 +40,7 @@ from syncvar.core.pytree import (
 )
 from syncvar.core.reduce_ops import finish, quiet, reduction
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def shards_request(
     *,
     name: str = "all_reduce_shards",
     digest: int = 0,
-) -> Request:
+) -> CollectiveSpec:
     """Check the arguments of an all-reduce of shards and return the request; `digest` must be the same on all ranks too."""
     ids, leaves, kind = _checked(shards)
     like = shards[ids[0]] if ids else None
@@ -212,7 +212,7 @@ def shards_request(
                 results[place] = total[end - _size(shape) : end].reshape(shape)
         return given_back(like, unflatten(agreed.structure, results, like))
 
-    return Request(
+    return CollectiveSpec(
         f"{name}({op}, {_shown(told.runs)})", fingerprint("all_reduce_shards", op, digest), body()
     )
 

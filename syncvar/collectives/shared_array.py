@@ -16,7 +16,7 @@ from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.shm_empty import checked_kind, zeros
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
-from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.shm.segment_layout import bytes_in_words
 from syncvar.shm.shm_references import REFERENCE_NBYTES, SharedMemoryReference
 
@@ -141,7 +141,7 @@ def memory_in_common(
     wanted: list[Wanted] = []
     refused: list[SharedMemoryFull] = []
 
-    def request() -> Request:
+    def request() -> CollectiveSpec:
         one = check()
         wanted.append(one)
         reference = bytes(REFERENCE_NBYTES)  # of no memory
@@ -156,7 +156,7 @@ def memory_in_common(
             except SharedMemoryFull as error:
                 refused.append(error)
         made = broadcast_request(communicator, np.frombuffer(reference, np.uint8), name=name)
-        return Request(one.what, fingerprint(name, *one.parts), made.body)
+        return CollectiveSpec(one.what, fingerprint(name, *one.parts), made.body)
 
     try:
         found = communicator.perform(name, request, timeout).tobytes()

@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar.collectives.stage_builders import gather_bytes
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runtime.communicator import Communicator, Request, fingerprint
+from syncvar.runtime.communicator import Communicator, CollectiveSpec, fingerprint
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ def meet(
 ) -> None:
     """Meet at a point that all ranks name alike; `parts` is compared."""
 
-    def request() -> Request:
+    def request() -> CollectiveSpec:
         if check is not None:
             check()
-        return Request(what, fingerprint(*parts), meeting(communicator))
+        return CollectiveSpec(what, fingerprint(*parts), meeting(communicator))
 
     communicator.perform(what, request, timeout)
 
@@ -51,12 +51,12 @@ def gather_objects(
 ) -> Any:
     """Gather what `make` returns; what it raises is the caller's error, of which the group is told."""
 
-    def check() -> Request:
+    def check() -> CollectiveSpec:
         mine = pack_object(make())
 
         def body() -> Generator[Stage, None, list[Any]]:
             return [unpack_object(data) for data in (yield from gather_bytes(communicator, mine))]
 
-        return Request(name, fingerprint(name), body())
+        return CollectiveSpec(name, fingerprint(name), body())
 
     return communicator.perform(name, check, timeout, async_op=async_op)

@@ -9,7 +9,7 @@ import numpy as np
 from syncvar.collectives.dispatch import Repeatable, never
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent.persistent_transfer import prepare_move
-from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, Layout, Movement
+from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, TransferLayout, Movement
 from syncvar.runtime.programs.round_runner import SIDE_BY_SIDE
 from syncvar.runtime.request import Stage
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UNMOVED", "Moving", "detail_of", "fits_out", "moves", "place_of", "result_buffer"]
 
-UNMOVED = Layout(0, NOTHING.dtype)
+UNMOVED = TransferLayout(0, NOTHING.dtype)
 """How a rank moves that brings something else than an array of one kind: nothing, and so does nobody."""
 
 
@@ -52,7 +52,7 @@ class Moving(Repeatable):
         self,
         what: str,
         digest: int,
-        layout: Layout | None,
+        layout: TransferLayout | None,
         arrange: Callable[[], Blocks | None],
         finish: Callable[[Any], Any],
         general: Callable[[], Generator[Stage, None, Any]] | None,

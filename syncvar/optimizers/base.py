@@ -36,7 +36,7 @@ from syncvar.optimizers.remote_step import Elsewhere, stepper_of
 from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
 from syncvar.optimizers.sparse_gradients import dense_gradient
 from syncvar.optimizers.update_rule import Rule
-from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies, copy_of
 from syncvar.variables.policy import Context
@@ -456,7 +456,7 @@ class Optimizer(MigrationHintsMixin, Rule):
         self._refused = None
         if travels:
 
-            def check() -> Request:
+            def check() -> CollectiveSpec:
                 raise failure
 
             (owner or current_owner()).communicator.perform("apply_gradients", check)
@@ -625,7 +625,7 @@ class Optimizer(MigrationHintsMixin, Rule):
             return
         op = "" if call.is_given else "sum" if weighted else call.op
 
-        def check() -> Request:
+        def check() -> CollectiveSpec:
             if refused is not None:
                 raise ConfigError(
                     f"an earlier call of this step was refused, so the step is left out: {refused}"

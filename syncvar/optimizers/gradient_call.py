@@ -12,7 +12,7 @@ from syncvar.collectives.dispatch import call_prepared
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype, is_apart
 from syncvar.optimizers.sparse_gradients import dense_gradient
-from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.collective_requests import request_of
 from syncvar.variables.policy import (
@@ -150,7 +150,7 @@ def whose(pairs: Any) -> tuple[Owner, bool]:
 
 def combining_request(
     owner: Owner, plan: Plan, op: str, what: str, digest: int, *, weighted: bool
-) -> Request:
+) -> CollectiveSpec:
     """Return the request that combines the gradients of all replicas in place, or compares them.
 
     Args:
@@ -174,7 +174,7 @@ def combining_request(
         request = reduce_request(
             communicator, value, op, out=value, reproducible=owner.reproducible, name=what
         )
-    return Request(what, digest, request.body)
+    return CollectiveSpec(what, digest, request.body)
 
 
 def combined_shortly(

@@ -11,11 +11,11 @@ from syncvar.core.errors import DeadlineExceeded
 from syncvar.core.rank_text import rank_list
 from syncvar.protocol.frame import FrameType
 from syncvar.runtime.flight_recorder.call_sites import call_site
-from syncvar.runtime.request import State
+from syncvar.runtime.request import RequestState
 
 if TYPE_CHECKING:
     from syncvar.runtime.links.flow_control import Flow
-    from syncvar.runtime.request import Operation
+    from syncvar.runtime.request import Request
     from syncvar.runtime.state import Core
     from syncvar.transports.base import Frame
 
@@ -44,7 +44,7 @@ class StartedCalls:
         self._flow = flow
 
     @property
-    def all(self) -> list[Operation]:
+    def all(self) -> list[Request]:
         """Those that run, and those that wait to begin; not one that is over, whom its waiter has heard before it is let go of here."""
         return [
             one
@@ -82,7 +82,7 @@ class StartedCalls:
             if operation.is_over and key in self._core.active:
                 self.retire(operation)
 
-    def deliver(self, operation: Operation, frame: Frame) -> None:
+    def deliver(self, operation: Request, frame: Frame) -> None:
         """Hand a frame to its operation."""
         if frame.header.kind == FrameType.KNOCK:
             return
@@ -96,7 +96,7 @@ class StartedCalls:
         self._core.tell_accident(operation)
         if operation.is_shared:
             self.moved = time.monotonic()  # it may look for its neighbours again
-        if operation.state == State.DRAINING:
+        if operation.state == RequestState.DRAINING:
             operation.advance()
         if operation.is_over:
             self.retire(operation)
@@ -109,7 +109,7 @@ class StartedCalls:
             if (
                 first is not None
                 and first is not operation
-                and operation.state == State.RUNNING
+                and operation.state == RequestState.RUNNING
                 and not operation.mismatch
             ):
                 continue  # it is not its turn; there may be thousands of such
@@ -124,7 +124,7 @@ class StartedCalls:
             if operation.mismatch and not operation.reported:
                 self._report(operation, time.monotonic())
 
-    def retire(self, operation: Operation) -> None:
+    def retire(self, operation: Request) -> None:
         """Let go of an operation that is over, and give back what it has not used."""
         self._core.active.pop((operation.group, operation.call), None)
         if operation.is_shared:
@@ -149,7 +149,7 @@ class StartedCalls:
         """Give up those whose deadline has passed, and report those that wait long; return when the next is due, or `due`."""
         groups: set[int] = set()
         for operation in list(self._core.active.values()):
-            if operation.state == State.DRAINING:
+            if operation.state == RequestState.DRAINING:
                 operation.advance()
                 if operation.is_over:
                     self.retire(operation)
@@ -171,7 +171,7 @@ class StartedCalls:
             )
         return due
 
-    def _miss_deadline(self, operation: Operation, now: float) -> None:
+    def _miss_deadline(self, operation: Request, now: float) -> None:
         """Break the generation because an operation has not ended in time."""
         missing = operation.awaiting
         call = self._core.recorder.numbers.text(operation.what, operation.group, operation.call)
@@ -192,7 +192,7 @@ class StartedCalls:
             missing=list(missing),
         )
 
-    def _report(self, operation: Operation, now: float) -> None:
+    def _report(self, operation: Request, now: float) -> None:
         operation.report_at = _FOREVER
         operation.reported = True
         threads = sum(

@@ -11,13 +11,13 @@ from syncvar._native import CommunicatorState, note_change
 from syncvar.core.errors import ConfigError, MismatchError, UsageError
 from syncvar.core.reduce_ops import quiet
 from syncvar.runtime.deferred_queues import send_queued
-from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.call_sites import own_site
 from syncvar.runtime.flight_recorder.recorder import Recorder
-from syncvar.runtime.links.exchange import Links, NoOutlet
+from syncvar.runtime.links.exchange import LinkExchange, NullSink
 from syncvar.runtime.links.planner import Planner
-from syncvar.runtime.request import Operation
-from syncvar.runtime.sequence import CallBlock
+from syncvar.runtime.request import Request
+from syncvar.runtime.sequence import EpochRange
 from syncvar.runtime.stage_executor import stage_steps
 from syncvar.runtime.timeouts import checked_timeout
 from syncvar.runtime.work import Work
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar._native import Count
-    from syncvar.runtime.links.exchange import Outlet
+    from syncvar.runtime.links.exchange import FrameSink
     from syncvar.runtime.p2p.message_requests import Receiving, Sending
-    from syncvar.runtime.progress import Engine
+    from syncvar.runtime.progress import ProgressEngine
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import Channel
 
     PreparedCall = Callable[..., NDArray[Any] | None]
 
-__all__ = ["Communicator", "Hosts", "Request", "Uneven", "Work", "begin_epochs", "fingerprint"]
+__all__ = ["Communicator", "GroupHosts", "CollectiveSpec", "MembershipRoll", "Work", "begin_epochs", "fingerprint"]
 
 _PREPARED_MAX = 2048
 _EPOCH_CALLS = 10**6
@@ -50,7 +50,7 @@ def fingerprint(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-class Request:
+class CollectiveSpec:
     """A checked call, ready to become an operation.
 
     Args:
@@ -101,14 +101,14 @@ def begin_epochs(communicators: Sequence[Communicator]) -> None:
         if block is not None and block.epoch_end == following - 1 and not block.is_gone:
             block.epoch_end = end  # no call has been made since; another thread may take the block away, or cut it
         else:
-            block = one.ended = CallBlock(one.members, following - 1, end)
+            block = one.ended = EpochRange(one.members, following - 1, end)
             engine.book.blocks(one.identity).append(block)
         is_shared = is_shared and one.channel is not None
     if engine is not None and not (is_shared and engine.is_quiet):
         engine.passed_over(communicators)
 
 
-class Hosts(NamedTuple):
+class GroupHosts(NamedTuple):
     """The hosts of a group that spans several, as this rank sees them.
 
     Args:
@@ -120,7 +120,7 @@ class Hosts(NamedTuple):
     channel: Channel | None
 
 
-class Uneven(Protocol):
+class MembershipRoll(Protocol):
     """What stands before each call of a group inside a block of sv.uneven."""
 
     def roll(self, name: str, timeout: float | None) -> None:
@@ -152,11 +152,11 @@ class Communicator(CommunicatorState):
         identity: int,
         members: Sequence[int],
         world_rank: int,
-        engine: Engine | None,
+        engine: ProgressEngine | None,
         channel: Channel | None = None,
         forced: Mapping[str, str] | None = None,
         recorder: Recorder | None = None,
-        hosts: Hosts | None = None,
+        hosts: GroupHosts | None = None,
     ) -> None:
         self.identity = identity
         self.members = tuple(members)
@@ -165,15 +165,15 @@ class Communicator(CommunicatorState):
         self.whole = (
             self.members
         )  # with the ranks that have left a block of sv.uneven, without which its calls are made
-        self.uneven: Uneven | None = None
+        self.uneven: MembershipRoll | None = None
         self.is_pair = False  # its calls are messages
         self.count: Count | None = None  # of those that go through a box
         self.engine = engine
         self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
-        self.outlet: Outlet = NoOutlet() if engine is None or self.size == 1 else engine.flow
+        self.outlet: FrameSink = NullSink() if engine is None or self.size == 1 else engine.flow
         self.next_call = 0
         self._block_end = _EPOCH_CALLS - 1  # last number of the block of calls that it is in
-        self.ended: CallBlock | None = None  # the block that has ended last
+        self.ended: EpochRange | None = None  # the block that has ended last
         self.busy = threading.Lock()
         self.channel = channel
         self.hosts = hosts
@@ -333,7 +333,7 @@ class Communicator(CommunicatorState):
     def perform(
         self,
         name: str,
-        check: Callable[[], Request],
+        check: Callable[[], CollectiveSpec],
         timeout: float | None = None,
         *,
         async_op: bool = False,
@@ -372,7 +372,7 @@ class Communicator(CommunicatorState):
                         f"refused on rank {self.members[self.member_rank]}; the other ranks of the group raise MismatchError"
                     )
                 self.recorder.refused(
-                    Told(name, self.identity, self.members, 0, 0, ""), call, error
+                    CallInfo(name, self.identity, self.members, 0, 0, ""), call, error
                 )
                 if engine is not None and self.size > 1:
                     engine.book.announce(self.identity, call + 1)
@@ -418,10 +418,10 @@ class Communicator(CommunicatorState):
     def interrupt(self, call: int, begin: int, error: BaseException) -> None:
         """Break the generation: an exception has left a message that the other rank may have seen, or wait for."""
         if self.engine is not None:
-            told = Told("a message", self.identity, self.members, 0, 0, "")
-            self.engine.interrupted(Operation(self.recorder.begin(told, call, begin), None), error)
+            told = CallInfo("a message", self.identity, self.members, 0, 0, "")
+            self.engine.interrupted(Request(self.recorder.begin(told, call, begin), None), error)
 
-    def operation(self, call: int, request: Request, begin: int | None = None) -> Operation:
+    def operation(self, call: int, request: CollectiveSpec, begin: int | None = None) -> Request:
         """Return a call as the engine runs it.
 
         Args:
@@ -434,15 +434,15 @@ class Communicator(CommunicatorState):
         is_shared = hosts is None and channel is not None
         way = "hosts" if hosts is not None else "arena" if is_shared else "links"
         entry = self.recorder.begin(
-            Told(request.what, self.identity, self.members, request.digest, 0, way), call, begin
+            CallInfo(request.what, self.identity, self.members, request.digest, 0, way), call, begin
         )
-        links = None if is_shared else Links(entry, self.outlet)
+        links = None if is_shared else LinkExchange(entry, self.outlet)
         if is_shared and self.engine is not None and self.engine.begun:
             self.engine.adopt()  # those that come before it in the channel's queue
         steps = stage_steps(entry, request.body, channel, links)
         if message is None or links is None:
-            return Operation(entry, steps, channel, links)
-        operation = Operation(entry, message.steps(entry, links, steps), channel, links)
+            return Request(entry, steps, channel, links)
+        operation = Request(entry, message.steps(entry, links, steps), channel, links)
         operation.is_shared = True
         operation.abandon = message.abandon
         return operation

@@ -13,9 +13,9 @@ from syncvar.runtime.state import GONE_ON
 if TYPE_CHECKING:
     from syncvar.protocol.control_messages import Message
     from syncvar.runtime.active_requests import StartedCalls
-    from syncvar.runtime.request import Operation
-    from syncvar.runtime.rma_get import Questions
-    from syncvar.runtime.sequence import Overtaken
+    from syncvar.runtime.request import Request
+    from syncvar.runtime.rma_get import GetRequests
+    from syncvar.runtime.sequence import SkippedCall
     from syncvar.runtime.state import Core
 
 __all__ = ["VERDICT_GRACE_S", "Verdicts"]
@@ -33,7 +33,7 @@ class Verdicts:
         questions: Those to a rank that left are not answered.
     """
 
-    def __init__(self, core: Core, started: StartedCalls, questions: Questions) -> None:
+    def __init__(self, core: Core, started: StartedCalls, questions: GetRequests) -> None:
         self.late: dict[
             tuple[int, int], float
         ] = {}  # calls of peers that this rank has passed: when to tell
@@ -60,7 +60,7 @@ class Verdicts:
         elif kind == "are_you_there":
             self._core.tell("here", **self._core.recorder.whereabouts())
 
-    def _call(self, operation: Operation) -> str:
+    def _call(self, operation: Request) -> str:
         """Return a call in words, with its number as the program counts."""
         return self._core.recorder.numbers.text(operation.what, operation.group, operation.call)
 
@@ -192,14 +192,14 @@ class Verdicts:
             return
         self._refuse_following(group, block, block.last, self._gone_on(group, block))
 
-    def _gone_on(self, group: int, block: Overtaken) -> str:
+    def _gone_on(self, group: int, block: SkippedCall) -> str:
         place = "computes"
         operation = self._core.active.get((group, block.following))
         if operation is not None:
             place = f"is in {self._call(operation)} at {call_site(operation.thread)}"
         return f"{GONE_ON}, and {place}"
 
-    def _refuse_following(self, group: int, block: Overtaken, last: int, reason: str) -> None:
+    def _refuse_following(self, group: int, block: SkippedCall, last: int, reason: str) -> None:
         """Let all calls after `last` fail on the other ranks, and here the call after the block.
 
         The others hear of both at once: who knew only that its call in the block has failed would make the next one, which

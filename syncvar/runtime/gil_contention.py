@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Copier = Callable[[NDArray[Any], NDArray[Any]], Any]  # of (target, value)
 
-__all__ = ["PIECE", "Copier", "Crowd", "copier", "crowd", "ufunc_holding"]
+__all__ = ["PIECE", "Copier", "GilMonitor", "copier", "crowd", "ufunc_holding"]
 
 PIECE = 500  # elements up to which NumPy keeps the lock
 _SLOW_S = 0.002
@@ -31,7 +31,7 @@ _SLOW_S_PER_BYTE = 2e-9
 _HOLD_S = 2.0
 
 
-class Crowd:
+class GilMonitor:
     """What this process knows about its other threads."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Crowd:
             self.is_alert = True
 
 
-crowd = Crowd()
+crowd = GilMonitor()
 
 
 def ufunc_holding(

@@ -21,12 +21,12 @@ from syncvar.protocol.frame import FrameType
 from syncvar.protocol.unreceived_messages import pack_counts
 from syncvar.runtime.active_requests import StartedCalls
 from syncvar.runtime.failures import VERDICT_GRACE_S, Verdicts
-from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.runtime.gil_contention import crowd
 from syncvar.runtime.links.flow_control import Flow
 from syncvar.runtime.p2p.sent_messages import SentMessages
-from syncvar.runtime.rma_get import Answer, Question, Questions
+from syncvar.runtime.rma_get import Answer, GetRequest, GetRequests
 from syncvar.runtime.state import Awaited, Core
 from syncvar.shm.spin_wait import pause_after
 from syncvar.transports.base import PeerDisconnected
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
     from syncvar.core.errors import UsageError
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.runtime.request import Operation
+    from syncvar.runtime.request import Request
     from syncvar.shm.segment import SharedSegment
     from syncvar.transports.base import Control, Transport
 
-__all__ = ["Engine"]
+__all__ = ["ProgressEngine"]
 
 _log = logging.getLogger("syncvar")
 _APPEAR_S = 2.0  # how long a question for what is not there is repeated
@@ -62,7 +62,7 @@ _LOOK_S = 0.005  # so long a wait in shared memory looks, before it sleeps
 _SLEEP_MIN_S = 0.001  # shorter waits are no business of the transport
 
 
-class Engine(Core):
+class ProgressEngine(Core):
     """Everything that runs in a process of a world larger than one. Its progress thread runs from the beginning.
 
     Args:
@@ -96,7 +96,7 @@ class Engine(Core):
         super().__init__(rank, generation, transport, control, config, hosts, arena, recorder)
         self.flow = Flow(self)
         self.sent = SentMessages()
-        self._questions = Questions(self)
+        self._questions = GetRequests(self)
         self._started = StartedCalls(self, self.flow)
         self._verdicts = Verdicts(self, self._started, self._questions)
         self.around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
@@ -117,7 +117,7 @@ class Engine(Core):
     # -- calls -------------------------------------------------------------------------------------
 
     def start(
-        self, operation: Operation, timeout_s: float | None, began: float | None = None
+        self, operation: Request, timeout_s: float | None, began: float | None = None
     ) -> None:
         """Start an operation, which may have begun a while ago; it advances whenever somebody drives."""
         now = time.monotonic() if began is None else began
@@ -175,7 +175,7 @@ class Engine(Core):
             raise operation.error
         return operation.result
 
-    def run(self, operation: Operation, timeout_s: float | None) -> Any:
+    def run(self, operation: Request, timeout_s: float | None) -> Any:
         """Start an operation and wait for it."""
         operation.thread = threading.get_ident()
         if not (
@@ -186,13 +186,13 @@ class Engine(Core):
             self.start(operation, timeout_s)
         return self.wait(operation)
 
-    def take_over(self, operation: Operation, timeout_s: float | None) -> Any:
+    def take_over(self, operation: Request, timeout_s: float | None) -> Any:
         """Go on with an operation that its caller has begun without the lock."""
         operation.thread = threading.get_ident()
         self.start(operation, timeout_s)
         return self.wait(operation)
 
-    def _inline(self, operation: Operation) -> bool:
+    def _inline(self, operation: Request) -> bool:
         """Run an operation in shared memory without the lock; False when it takes long, for the engine to go on."""
         channel = operation.channel
         if channel is None:
@@ -236,9 +236,9 @@ class Engine(Core):
         deadline, appears, pause = now + allowed, now + min(_APPEAR_S, allowed / 2), _APPEAR_LOOK_S
         while True:
             self.check()
-            question = Question(peer, key, what, deadline, allowed)
+            question = GetRequest(peer, key, what, deadline, allowed)
             question.entry = self.recorder.begin(
-                Told(what, -1, (), 0, 0, f"question to rank {peer}"), -1
+                CallInfo(what, -1, (), 0, 0, f"question to rank {peer}"), -1
             )
             self._questions.asked.append(question)
             self.transport.wake()

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.compile_messages import Prepared
     from syncvar.core.reduce_ops import Combiner
-    from syncvar.runtime.flight_recorder.call_record import Entry
-    from syncvar.runtime.links.exchange import Links
+    from syncvar.runtime.flight_recorder.call_record import PendingRecord
+    from syncvar.runtime.links.exchange import LinkExchange
     from syncvar.runtime.links.planner import PreparedStages
     from syncvar.runtime.programs.block_transfer import Movement
     from syncvar.runtime.programs.round_runner import Published
-    from syncvar.runtime.programs.shm_reduce import Vector
+    from syncvar.runtime.programs.shm_reduce import ReduceBuffers
     from syncvar.shm.group_channel import Channel
     from syncvar.transports.base import Frame
 
     Steps = Generator[int | "Wait", None, Any]
 
-__all__ = ["BodyError", "Operation", "Stage", "State", "Wait"]
+__all__ = ["BodyError", "Request", "Stage", "RequestState", "Wait"]
 
 _START = 1  # what is reached at once: words of a channel begin at 2
 
@@ -52,7 +52,7 @@ class BodyError(Exception):
         self.error = error
 
 
-class State(IntEnum):
+class RequestState(IntEnum):
     """Where an operation stands."""
 
     CREATED = 0
@@ -78,10 +78,10 @@ class Stage(NamedTuple):
     plan: Prepared | Published | PreparedStages
     work: NDArray[Any]
     ufunc: Combiner | None = None
-    vector: Vector | None = None
+    vector: ReduceBuffers | None = None
     movement: Movement | None = None
     brought: NDArray[Any] | None = None
-    several: Sequence[Vector] = ()
+    several: Sequence[ReduceBuffers] = ()
 
 
 class Wait(Protocol):
@@ -110,7 +110,7 @@ class Wait(Protocol):
         """Look for a short while whether something has changed."""
 
 
-class Operation:
+class Request:
     """A started call.
 
     Args:
@@ -123,10 +123,10 @@ class Operation:
 
     def __init__(
         self,
-        entry: Entry,
+        entry: PendingRecord,
         steps: Steps | None,
         channel: Channel | None = None,
-        links: Links | None = None,
+        links: LinkExchange | None = None,
         wait: int | Wait = _START,
     ) -> None:
         told = entry.told
@@ -141,7 +141,7 @@ class Operation:
         self.is_shared = (
             channel is not None
         )  # its bytes go through memory, where somebody has to look: no frame arrives
-        self.state = State.CREATED
+        self.state = RequestState.CREATED
         self.result: Any = None
         self.error: BaseException | None = None
         self.accident: Exception | None = (
@@ -167,7 +167,7 @@ class Operation:
     @property
     def is_over(self) -> bool:
         """Whether the caller may take the result or the error."""
-        return self.state >= State.DONE
+        return self.state >= RequestState.DONE
 
     @property
     def is_published(self) -> bool:
@@ -198,7 +198,7 @@ class Operation:
     def awaiting(self) -> tuple[int, ...]:
         """Ranks that this one is waiting for."""
         channel, wait = self.channel, self._wait
-        first: Operation | None = None if channel is None else channel.first
+        first: Request | None = None if channel is None else channel.first
         if channel is not None and first is not None:
             if first is not self and self in channel.queue:
                 return first.awaiting
@@ -222,7 +222,7 @@ class Operation:
     @property
     def needs_looks(self) -> bool:
         """Whether nothing tells of what this call waits for, so that somebody has to look."""
-        if not self.is_shared or self.state >= State.DRAINING:
+        if not self.is_shared or self.state >= RequestState.DRAINING:
             return False
         wait = self._wait
         return (
@@ -256,13 +256,13 @@ class Operation:
 
     # -- going on ----------------------------------------------------------------------------------
 
-    def advance(self) -> State:
+    def advance(self) -> RequestState:
         """Go on as far as possible without waiting."""
-        if self.state == State.CREATED:
-            self.state = State.RUNNING
-        if self.state == State.RUNNING:
+        if self.state == RequestState.CREATED:
+            self.state = RequestState.RUNNING
+        if self.state == RequestState.RUNNING:
             self._go_on()
-        if self.state == State.DRAINING:
+        if self.state == RequestState.DRAINING:
             self._drain()
         return self.state
 
@@ -271,7 +271,7 @@ class Operation:
         links = self.links
         if links is None:
             raise InternalError(f"{self.what}: a frame came to a call that sends none")
-        if self.state != State.RUNNING or not links.expects(frame):
+        if self.state != RequestState.RUNNING or not links.expects(frame):
             links.put_aside(frame)
         else:
             self._go_on(frame)
@@ -298,12 +298,12 @@ class Operation:
             with quiet():
                 if frame is not None and links is not None:
                     links.apply(frame)
-                while self.state == State.RUNNING and self._is_reached():
+                while self.state == RequestState.RUNNING and self._is_reached():
                     self._wait = next(steps)
         except StopIteration as end:
             if not self.is_over:
                 self.result = end.value
-                self.state = State.DRAINING
+                self.state = RequestState.DRAINING
                 self._leave_queue()
                 self._drain()
         except BodyError as wrapped:  # all ranks came to it, from what they have told each other
@@ -333,7 +333,7 @@ class Operation:
 
     def _drain(self) -> None:
         if self.links is None or self.links.is_drained:
-            self.state = State.DONE
+            self.state = RequestState.DONE
             self.entry.end()
 
     def _end(self, error: BaseException, *, is_agreed: bool = False) -> None:
@@ -348,7 +348,7 @@ class Operation:
                     self.held
                 )  # others may still read it; of calls that the ranks do not make alike nobody reads anything
         self._leave_queue()
-        self.state = State.FAILED
+        self.state = RequestState.FAILED
         self.entry.end(error)
         if self.abandon is not None:
             self.abandon()

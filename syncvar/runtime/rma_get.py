@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from syncvar.runtime.state import Core
     from syncvar.transports.base import Frame
 
-__all__ = ["Answer", "Question", "Questions"]
+__all__ = ["Answer", "GetRequest", "GetRequests"]
 
 Answer = tuple[bytes, memoryview]  # a description, and the bytes; nobody writes them any more
 
 
-class Question:
+class GetRequest:
     """A question that waits for its answer; what an engine's `wait` needs of it is named as an operation's.
 
     Args:
@@ -99,7 +99,7 @@ class Question:
         self.entry.end()
 
 
-class Questions:
+class GetRequests:
     """The questions of a process, those that it asks and those that it is asked.
 
     Args:
@@ -112,13 +112,13 @@ class Questions:
     def __init__(self, core: Core) -> None:
         self.frames_sent = 0
         self.find: Callable[[int], Answer | None] = _nothing
-        self.asked: collections.deque[Question] = (
+        self.asked: collections.deque[GetRequest] = (
             collections.deque()
         )  # by any thread, for the driver to send
         self._core = core
         self._segment_bytes = core.config.segment_bytes
         self._numbers = itertools.count()
-        self._open: dict[int, Question] = {}
+        self._open: dict[int, GetRequest] = {}
         core.when_broken.append(self.fail)
 
     def send_asked(self) -> None:

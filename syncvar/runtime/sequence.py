@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from syncvar.protocol.control_messages import Message
     from syncvar.runtime.flight_recorder.call_numbers import CallNumbers
-    from syncvar.runtime.request import Operation
+    from syncvar.runtime.request import Request
     from syncvar.transports.base import Frame
 
-__all__ = ["CallBlock", "CallLedger", "Counting", "Overtaken", "Passing"]
+__all__ = ["EpochRange", "SequenceTracker", "Counting", "SkippedCall", "SkippedRange"]
 
 _BLOCKS_MAX = 16  # of each group: a peer may be behind by some blocks whose calls failed here
 _SKIPPED_MAX = 1300  # blocks named in one, each by three numbers
@@ -36,13 +36,13 @@ class Counting(Protocol):
     next_call: int
 
 
-class Passing(Counting, Protocol):
+class SkippedRange(Counting, Protocol):
     """A group whose calls are numbered in blocks."""
 
     members: tuple[int, ...]
 
 
-class CallBlock:
+class EpochRange:
     """A block of calls that this rank ended after call `last`; it grows by the blocks after it in which no call is made.
 
     Args:
@@ -60,7 +60,7 @@ class CallBlock:
         self.is_gone = False  # it has been told, or refused, and grows no more
 
 
-class Overtaken(NamedTuple):
+class SkippedCall(NamedTuple):
     """A block of calls that this rank left while a peer made one more.
 
     Args:
@@ -76,7 +76,7 @@ class Overtaken(NamedTuple):
     following: int
 
 
-class CallLedger:
+class SequenceTracker:
     """The calls of all groups of a process.
 
     Args:
@@ -98,7 +98,7 @@ class CallLedger:
         self._skipped: dict[
             int, dict[int, list[tuple[int, int]]]
         ] = {}  # by rank that left, by group
-        self._passed: dict[int, deque[CallBlock]] = {}
+        self._passed: dict[int, deque[EpochRange]] = {}
         self._has_skipped = False
         self.counted: weakref.WeakValueDictionary[int, Counting] = weakref.WeakValueDictionary()
 
@@ -197,7 +197,7 @@ class CallLedger:
         """Return whether a frame has come for a call that has not begun here."""
         return (group, call) in self.early
 
-    def take_early(self, operation: Operation) -> list[Frame]:
+    def take_early(self, operation: Request) -> list[Frame]:
         """Return the frames kept for a call."""
         return self.early.pop((operation.group, operation.call), [])
 
@@ -213,19 +213,19 @@ class CallLedger:
 
     # -- blocks of calls ---------------------------------------------------------------------------
 
-    def blocks(self, group: int) -> deque[CallBlock]:
+    def blocks(self, group: int) -> deque[EpochRange]:
         """Return the blocks of a group's calls that have ended; who ends one adds it, without the lock."""
         found = self._passed.get(group)
         return self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX)) if found is None else found
 
-    def passed_over(self, groups: Iterable[Passing], reason: str, rank: int) -> list[Passing]:
+    def passed_over(self, groups: Iterable[SkippedRange], reason: str, rank: int) -> list[SkippedRange]:
         """Look at the blocks that have just been ended, where there are verdicts or calls over links.
 
         Returns:
             Those groups of which it is known already that a rank is in a call which this one has passed over: the call
             after the block is refused here then, with what this `rank` has done as its `reason`, and has to be by all.
         """
-        refused: list[Passing] = []
+        refused: list[SkippedRange] = []
         with self._lock:
             for one in groups:
                 blocks = self.blocks(one.identity)
@@ -238,7 +238,7 @@ class CallLedger:
         return refused
 
     def _is_refused(
-        self, blocks: deque[CallBlock], group: int, block: CallBlock, table: dict[int, str]
+        self, blocks: deque[EpochRange], group: int, block: EpochRange, table: dict[int, str]
     ) -> bool:
         """Note a block that ends while there are verdicts; return whether the call after it is refused here."""
         last, epoch_end = block.last, block.epoch_end
@@ -274,7 +274,7 @@ class CallLedger:
 
     def overtaken(
         self, group: int, call: int, active: Iterable[tuple[int, int]]
-    ) -> Overtaken | None:
+    ) -> SkippedCall | None:
         """Return the block of `call`, if this rank left it without making that call; told once for each block.
 
         Args:
@@ -292,7 +292,7 @@ class CallLedger:
             number for other, number in active if other == group and number > block.epoch_end
         ]
         following = min(running, default=self._next_call.get(group, block.epoch_end + 1))
-        return Overtaken(block.members, block.last, block.epoch_end, following)
+        return SkippedCall(block.members, block.last, block.epoch_end, following)
 
     # -- calls that cannot succeed -----------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class CallLedger:
             ]
             self._doomed.append(verdict)
 
-    def refusal(self, operation: Operation) -> SyncvarError | None:
+    def refusal(self, operation: Request) -> SyncvarError | None:
         """Return why a call cannot succeed, if that is known: a verdict, or a rank that left before it."""
         for verdict in self._doomed:
             if self.concerns(verdict, operation):
@@ -325,19 +325,19 @@ class CallLedger:
         return None
 
     @staticmethod
-    def concerns(verdict: Message, operation: Operation) -> bool:
+    def concerns(verdict: Message, operation: Request) -> bool:
         """Return whether a verdict is on this call."""
         return bool(
             verdict["group"] == operation.group
             and verdict["call"] <= operation.call <= verdict["last_call"]
         )
 
-    def sentence(self, verdict: Message, operation: Operation) -> MismatchError:
+    def sentence(self, verdict: Message, operation: Request) -> MismatchError:
         """Return the error of a call on which there is a verdict."""
         call = self._numbers.text(operation.what, operation.group, operation.call)
         return MismatchError(f"{call}: {verdict['text']}", verdict["table"])
 
-    def is_without(self, rank: int, operation: Operation) -> bool:
+    def is_without(self, rank: int, operation: Request) -> bool:
         """Return whether a rank has left before it entered this call."""
         entered = self.left.get(rank)
         if entered is None or rank not in operation.members:
@@ -352,7 +352,7 @@ class CallLedger:
         return PeerLost(rank, self._hosts.get(rank, ""), "finished", f"it ended before {before}")
 
 
-def _remove(blocks: deque[CallBlock], block: CallBlock) -> None:
+def _remove(blocks: deque[EpochRange], block: EpochRange) -> None:
     block.is_gone = True
     with contextlib.suppress(
         ValueError

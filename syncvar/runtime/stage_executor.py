@@ -19,15 +19,15 @@ from syncvar.runtime.links.planner import PreparedStages
 from syncvar.runtime.programs.block_transfer import move_shared
 from syncvar.runtime.programs.program_runner import agreed, settled
 from syncvar.runtime.programs.round_runner import run_rounds
-from syncvar.runtime.programs.shm_reduce import Vector, reduce_shared, reduce_small
+from syncvar.runtime.programs.shm_reduce import ReduceBuffers, reduce_shared, reduce_small
 from syncvar.runtime.request import BodyError
 from syncvar.shm.channel_table import check_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from syncvar.runtime.flight_recorder.call_record import Entry
-    from syncvar.runtime.links.exchange import Links
+    from syncvar.runtime.flight_recorder.call_record import PendingRecord
+    from syncvar.runtime.links.exchange import LinkExchange
     from syncvar.runtime.request import Stage, Steps
     from syncvar.shm.group_channel import Channel
 
@@ -35,10 +35,10 @@ __all__ = ["stage_steps"]
 
 
 def stage_steps(
-    entry: Entry,
+    entry: PendingRecord,
     body: Generator[Stage, None, Any],
     channel: Channel | None,
-    links: Links | None,
+    links: LinkExchange | None,
     *,
     is_begun: bool = False,
 ) -> Steps:
@@ -97,7 +97,7 @@ def stage_steps(
 
 
 def _on_host(
-    entry: Entry, stage: Stage, channel: Channel, opening: tuple[int, int] | None
+    entry: PendingRecord, stage: Stage, channel: Channel, opening: tuple[int, int] | None
 ) -> Generator[int, None, bool]:
     """Run a stage in the arena; return whether everybody has read what this rank has put."""
     if stage.movement is not None:
@@ -125,7 +125,7 @@ def _on_host(
     if vector is None:
         if stage.ufunc is None:
             raise InternalError("a reduction was given no op")
-        vector = Vector.of(
+        vector = ReduceBuffers.of(
             [stage.work], [stage.work], stage.ufunc, stage.work.dtype, ends=plan.ends
         )
     entry.stage(plan.algorithm, vector.nbytes + sum([one.nbytes for one in several]))
@@ -133,11 +133,11 @@ def _on_host(
 
 
 def _over_hosts(
-    entry: Entry,
+    entry: PendingRecord,
     stage: Stage,
     plan: PreparedStages,
     channel: Channel | None,
-    links: Links,
+    links: LinkExchange,
     opening: tuple[int, int] | None,
 ) -> Generator[Any, None, tuple[int, int] | None]:
     """Run the stages on this host and between hosts; return what is left of the opening."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from syncvar._native import AdmissionState
 from syncvar.core.errors import GroupBroken, InternalError, UsageError
 from syncvar.protocol.control_messages import pack_message
-from syncvar.runtime.sequence import CallLedger
+from syncvar.runtime.sequence import SequenceTracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from syncvar.core.errors import TransportError
     from syncvar.core.settings import RuntimeConfig
     from syncvar.runtime.deferred_queues import Queued
-    from syncvar.runtime.flight_recorder.call_record import Entry
+    from syncvar.runtime.flight_recorder.call_record import PendingRecord
     from syncvar.runtime.flight_recorder.recorder import Recorder
-    from syncvar.runtime.request import Operation
-    from syncvar.runtime.sequence import Passing
+    from syncvar.runtime.request import Request
+    from syncvar.runtime.sequence import SkippedRange
     from syncvar.shm.segment import SharedSegment
     from syncvar.transports.base import Control, Transport
 
@@ -46,7 +46,7 @@ class Awaited(Protocol):
 
     what: str
     call: int
-    entry: Entry
+    entry: PendingRecord
     thread: int
     """The thread that waits; 0 when none does."""
 
@@ -112,7 +112,7 @@ class Core(AdmissionState):
         self.hosts = hosts
         self.arena = arena
         self.recorder = recorder
-        self.book = CallLedger(hosts, recorder.numbers)
+        self.book = SequenceTracker(hosts, recorder.numbers)
         self.failure: TransportError | UsageError | None = None
         self.is_quiet = True
         self.queues: list[Queued] = []
@@ -120,9 +120,9 @@ class Core(AdmissionState):
         self.begun: list[Begun] = []
         self.lock = threading.Lock()
         self.driver = 0
-        self.active: dict[tuple[int, int], Operation] = {}
-        self.inbox: collections.deque[Operation] = collections.deque()
-        self.under_way: list[Operation] = []
+        self.active: dict[tuple[int, int], Request] = {}
+        self.inbox: collections.deque[Request] = collections.deque()
+        self.under_way: list[Request] = []
         self.when_broken: list[
             Callable[[TransportError | UsageError], None]
         ] = []  # let go of what they hold
@@ -178,7 +178,7 @@ class Core(AdmissionState):
         finally:
             self._adopting.release()
 
-    def adopted(self, begun: Begun) -> Operation | None:
+    def adopted(self, begun: Begun) -> Request | None:
         """Go on with a call that has begun without the engine, and return its operation; None if it is over.
 
         Raises:
@@ -186,7 +186,7 @@ class Core(AdmissionState):
         """
         with self._adopting:
             begun.adopt()
-        operation: Operation | None = begun.operation
+        operation: Request | None = begun.operation
         if operation is None and not begun.is_over:
             self.check()
             raise InternalError("nobody goes on with a call that has begun")
@@ -301,7 +301,7 @@ class Core(AdmissionState):
             reason=reason[:_REASON_MAX],
         )
 
-    def passed_over(self, groups: Sequence[Passing]) -> None:
+    def passed_over(self, groups: Sequence[SkippedRange]) -> None:
         """Look at blocks of calls that this rank has just ended. From any thread.
 
         When a peer's frame of a later call of the block is seen, the group is told, and this rank's next call fails as
@@ -348,7 +348,7 @@ class Core(AdmissionState):
                 "broke", kind_of_break="interrupted", reason=reason, group=-1, call=-1, missing=[]
             )
 
-    def tell_accident(self, operation: Operation) -> None:
+    def tell_accident(self, operation: Request) -> None:
         """Tell the group what has gone wrong on this rank alone, if anything has: it cannot go on without this rank."""
         error = operation.accident
         if error is None:

@@ -6,14 +6,14 @@ import reprlib
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import ConfigError
-from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from syncvar.runtime.progress import Engine
-    from syncvar.runtime.request import Operation
+    from syncvar.runtime.progress import ProgressEngine
+    from syncvar.runtime.request import Request
 
 __all__ = ["wait_all", "wait_any"]
 
@@ -80,11 +80,11 @@ class _FirstEnded:
     error = None
     result = None
 
-    def __init__(self, engine: Engine, operations: list[Operation]) -> None:
+    def __init__(self, engine: ProgressEngine, operations: list[Request]) -> None:
         self._operations = operations
         self.thread = 0
         path = f"{len(operations)} started calls"
-        self.entry = engine.recorder.begin(Told(self.what, self.call, (), 0, 0, path), self.call)
+        self.entry = engine.recorder.begin(CallInfo(self.what, self.call, (), 0, 0, path), self.call)
 
     @property
     def is_over(self) -> bool:

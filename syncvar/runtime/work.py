@@ -14,8 +14,8 @@ from syncvar.runtime.timeouts import checked_timeout
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.runtime.progress import Engine
-    from syncvar.runtime.request import Operation
+    from syncvar.runtime.progress import ProgressEngine
+    from syncvar.runtime.request import Request
 
 __all__ = ["Work"]
 
@@ -32,10 +32,10 @@ class Work(MigrationHintsMixin):
 
     _begun: Begun | None = None  # as long as only this object knows of the call
     _finish: Callable[[Any], Any] | None = None
-    _operation: Operation
+    _operation: Request
 
     def __init__(
-        self, engine: Engine | None, operation: Operation | Begun, *, sends: bool = False
+        self, engine: ProgressEngine | None, operation: Request | Begun, *, sends: bool = False
     ) -> None:
         self._engine = engine
         self._sends = sends  # queued writes: others need not go before
@@ -78,7 +78,7 @@ class Work(MigrationHintsMixin):
             raise
         return result if self._finish is None else self._finish(result)
 
-    def _wait(self, operation: Operation, engine: Engine, timeout: float | None) -> Any:
+    def _wait(self, operation: Request, engine: ProgressEngine, timeout: float | None) -> Any:
         if engine.queues and not self._sends:
             send_queued(engine.queues)
         if timeout is not None and not operation.is_over:

@@ -19,7 +19,7 @@ from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_rows
 from syncvar.data.dataset import Dataset
 from syncvar.data.iterator_state import integer_of, read_state
-from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.strategies.batch_agreement import Offer, is_unanimous, verdict
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ class DistributedIterator(MigrationHintsMixin):
             sides = mine.sides(is_global=self._feed.is_global)
             return is_unanimous(agree(strategy.communicator, _NEXT, "max", sides, strategy.timeout))
 
-        def check() -> Request:
+        def check() -> CollectiveSpec:
             assert error is not None
             raise error
 
@@ -345,8 +345,8 @@ class DistributedIterator(MigrationHintsMixin):
         strategy, is_global = self._feed.strategy, self._feed.is_global
         communicator = strategy.communicator
 
-        def check() -> Request:
-            return Request(
+        def check() -> CollectiveSpec:
+            return CollectiveSpec(
                 _NEXT, fingerprint(_NEXT, is_global), exchange(communicator, mine.record())
             )
 

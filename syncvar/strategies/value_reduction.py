@@ -28,7 +28,7 @@ from syncvar.core.pytree import (
     unflatten,
 )
 from syncvar.core.reduce_ops import identity, quiet, reduction
-from syncvar.runtime.communicator import Request
+from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.variables.policy import as_member
 from syncvar.variables.values import DistributedValues
 from syncvar.variables.variable import Variable
@@ -219,7 +219,7 @@ def gather_values(
         name: The public call.
     """
 
-    def check() -> Request:
+    def check() -> CollectiveSpec:
         part = local_part(value)
         for leaf in flatten(part)[1]:
             if as_array(leaf).ndim == 0:
@@ -232,14 +232,14 @@ def gather_values(
         def run() -> Generator[Stage, None, Any]:
             return given_back(part, (yield from body))
 
-        return Request(request.what, request.digest, run())
+        return CollectiveSpec(request.what, request.digest, run())
 
     return communicator.perform(name, check, timeout)
 
 
 def _structured(
-    request: Request, finish: Any, structure: Any, name: str, parts: list[NDArray[Any]]
-) -> Request:
+    request: CollectiveSpec, finish: Any, structure: Any, name: str, parts: list[NDArray[Any]]
+) -> CollectiveSpec:
     """Return the request with its result put together, and the structure among what is compared and told."""
     body = request.body
 
@@ -251,7 +251,7 @@ def _structured(
         ", …" if len(parts) > 4 else ""
     )
     inside = "" if structure.kind == "leaf" else f" in {describe(structure)}"
-    return Request(f"{name} of {kinds}{inside}", digest, run())
+    return CollectiveSpec(f"{name} of {kinds}{inside}", digest, run())
 
 
 def hash_of(structure: Any) -> int:

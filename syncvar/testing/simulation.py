@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.groups import Group
 from syncvar.protocol.frame import HEADER_NBYTES, parse_header
-from syncvar.runtime.communicator import Communicator, Request
-from syncvar.runtime.request import State
+from syncvar.runtime.communicator import Communicator, CollectiveSpec
+from syncvar.runtime.request import RequestState
 from syncvar.transports.base import Frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.runtime.links.exchange import Links
-    from syncvar.runtime.request import Operation
+    from syncvar.runtime.links.exchange import LinkExchange
+    from syncvar.runtime.request import Request
 
 __all__ = ["Simulation"]
 
@@ -65,7 +65,7 @@ class Simulation:
         ]
         for rank, communicator in enumerate(self._groups):
             communicator.outlet = _Outlet(self, rank, segment_bytes)
-        self._calls: list[list[Operation]] = [[] for _ in range(world_size)]
+        self._calls: list[list[Request]] = [[] for _ in range(world_size)]
         self._started = [0] * world_size
         self._links: dict[tuple[int, int], list[_Flying]] = {}
         self._early: list[dict[int, list[Frame]]] = [{} for _ in range(world_size)]
@@ -75,10 +75,10 @@ class Simulation:
         """Add a call that every rank makes.
 
         Args:
-            make: Given a rank and its group, calls one collective of that group; or returns a `Request`.
+            make: Given a rank and its group, calls one collective of that group; or returns a `CollectiveSpec`.
         """
         for rank, communicator in enumerate(self._groups):
-            request: Request = make(rank, Group(communicator))
+            request: CollectiveSpec = make(rank, Group(communicator))
             number = len(self._calls[rank])
             self._calls[rank].append(communicator.operation(number, request))
 
@@ -137,7 +137,7 @@ class Simulation:
         )
         item.is_read = True
         sender = self._calls[link[0]][item.call]
-        if sender.state == State.DRAINING:
+        if sender.state == RequestState.DRAINING:
             sender.advance()
         target = link[1]
         number = frame.header.call
@@ -146,13 +146,13 @@ class Simulation:
         else:
             self._hand(target, self._calls[target][number], frame)
 
-    def _hand(self, rank: int, operation: Operation, frame: Frame) -> None:
+    def _hand(self, rank: int, operation: Request, frame: Frame) -> None:
         assert frame.header.fingerprint == operation.fingerprint, (
             f"{operation.what}: a frame of another call"
         )
         assert not operation.is_over, f"{operation.what}: a frame came after the end on rank {rank}"
         operation.accept(frame)
-        if operation.state == State.DRAINING:
+        if operation.state == RequestState.DRAINING:
             operation.advance()
 
     def _check_end(self) -> None:
@@ -160,7 +160,7 @@ class Simulation:
             for operation in operations:
                 if operation.error is not None:
                     raise operation.error
-                assert operation.state == State.DONE, (
+                assert operation.state == RequestState.DONE, (
                     f"rank {rank} stands in {operation.what} (call {operation.call + 1}), waiting for {operation.awaiting}"
                 )
                 assert not operation.unused_frames(), (
@@ -194,7 +194,7 @@ class _Outlet:
         self.segment_bytes = segment_bytes
         self._world = world
 
-    def post(self, links: Links, peer: int, header: bytes, payload: memoryview | None) -> None:
+    def post(self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None) -> None:
         world = self._world
         item = _Flying(links.call, header, payload)
         if payload is not None:
@@ -216,7 +216,7 @@ class _Recorder(Communicator):
     def perform(
         self,
         name: str,
-        check: Callable[[], Request],
+        check: Callable[[], CollectiveSpec],
         timeout: float | None = None,
         *,
         async_op: bool = False,

@@ -15,7 +15,7 @@ from syncvar.variables.storage import being_written
 from syncvar.variables.variable import UFUNCS, Variable
 
 if TYPE_CHECKING:
-    from syncvar.runtime.communicator import Request
+    from syncvar.runtime.communicator import CollectiveSpec
     from syncvar.variables.scope import Owner
 
 __all__ = ["assign_add_all", "assign_all", "assign_sub_all"]
@@ -123,7 +123,7 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
             return
         storages = [variable._storage for variable in variables]  # noqa: SLF001
 
-        def check() -> Request:
+        def check() -> CollectiveSpec:
             arrays = [variable._operand(operation, x, reduced=True) for variable, x in together]  # noqa: SLF001
             for variable, x in apart:
                 variable._operand(operation, x, reduced=False)  # noqa: SLF001

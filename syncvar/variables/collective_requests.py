@@ -17,7 +17,7 @@ from syncvar.collectives.transfer_args import Moving, moves
 from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import reduction
 from syncvar.protocol.fixed_records import array_record
-from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.request import Stage
 from syncvar.variables.coercion import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
@@ -53,7 +53,7 @@ def request_of(
     reproducible: bool,
     out: NDArray[Any] | None = None,
     apply: np.ufunc | None = None,
-) -> Request:
+) -> CollectiveSpec:
     """Return the request that carries `x`; its result is what all replicas have together.
 
     Args:
@@ -92,7 +92,7 @@ def together_request(
     *,
     reproducible: bool,
     are_apart: bool,
-) -> Request:
+) -> CollectiveSpec:
     """Return the request that writes several variables with as few transfers as there are kinds among them.
 
     Args:
@@ -125,7 +125,7 @@ def together_request(
     shown = ", ".join(map(repr, names[:3])) + (
         f", … ({len(names)} variables)" if len(names) > 3 else ""
     )
-    return Request(f"{name} of {shown}", _together(name, names, kinds, reproducible), body())
+    return CollectiveSpec(f"{name} of {shown}", _together(name, names, kinds, reproducible), body())
 
 
 @lru_cache(maxsize=64)
@@ -142,7 +142,7 @@ def rows_request(
     hint: str,
     *,
     reproducible: bool,
-) -> Request:
+) -> CollectiveSpec:
     """Return the request that carries rows; its result is (copy to change, rows to apply).
 
     Args:
@@ -157,7 +157,7 @@ def rows_request(
     copy, rows = x
     brought: Any = {"indices": rows.indices, "values": rows.values}
     if travel in (Travel.ALL_ROWS, Travel.MEAN_ROWS):
-        request: Request = gather_request(communicator, brought, name=what)
+        request: CollectiveSpec = gather_request(communicator, brought, name=what)
     elif travel is Travel.FIRST_ROWS:
         request = broadcast_request(
             communicator,
@@ -184,10 +184,10 @@ def rows_request(
             together["indices"], together["values"]
         )
 
-    return Request(request.what, request.digest, body())
+    return CollectiveSpec(request.what, request.digest, body())
 
 
-def _same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: str) -> Request:
+def _same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: str) -> CollectiveSpec:
     """Return the request that compares the digests of what all replicas bring; its result is `x`."""
     record = array_record(x, digest_of(x))
 
@@ -204,7 +204,7 @@ def _same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: 
         return x
 
     shown = f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})"
-    return Request(shown, fingerprint("same", what), body())
+    return CollectiveSpec(shown, fingerprint("same", what), body())
 
 
 def is_compared_first(communicator: Communicator) -> bool:
@@ -256,9 +256,9 @@ def are_alike(
     return None if found is None else bool((found == digest).all())
 
 
-def _meeting_request(communicator: Communicator, x: NDArray[Any], what: str) -> Request:
+def _meeting_request(communicator: Communicator, x: NDArray[Any], what: str) -> CollectiveSpec:
     def body() -> Generator[Stage, None, NDArray[Any]]:
         yield Stage(communicator.plan("barrier", 0), np.empty(0, np.uint8))
         return x
 
-    return Request(what, fingerprint("meet", what), body())
+    return CollectiveSpec(what, fingerprint("meet", what), body())

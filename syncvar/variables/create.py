@@ -15,7 +15,7 @@ from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, InternalError, MismatchError
 from syncvar.protocol.fixed_records import BYTES, InputRecord
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.array_protocol import ArrayProtocol
 from syncvar.variables.coercion import checked_dtype, digest_of, initial_array
 from syncvar.variables.exact_split import share_of
@@ -130,7 +130,7 @@ def make_on_replicas(owner: Owner, wish: Wish, *, own: bool = False, stacklevel:
     namespace = "NONE" if apart else communicator.members
     names = _names(namespace)
 
-    def check() -> Request:
+    def check() -> CollectiveSpec:
         if checked is None:
             raise failure or InternalError("a wish was neither checked nor refused")
         return _create_request(owner, names.free(checked.base), checked, own=own)
@@ -269,7 +269,7 @@ def _names(namespace: Any) -> Names:
     return names.setdefault(namespace, Names())
 
 
-def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) -> Request:
+def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) -> CollectiveSpec:
     """Return the request that compares the manifests and gives every replica the chief's value.
 
     Args:
@@ -335,7 +335,7 @@ def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) ->
             )
         return made, differ
 
-    return Request(f"create variable {mine.name!r}", fingerprint("create variable"), body())
+    return CollectiveSpec(f"create variable {mine.name!r}", fingerprint("create variable"), body())
 
 
 def _warn_of_differences(name: str, differ: list[int], stacklevel: int) -> None:

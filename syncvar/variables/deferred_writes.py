@@ -23,7 +23,7 @@ from syncvar.collectives.buckets import reduce_together
 from syncvar.collectives.stage_builders import exchange_bytes
 from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
-from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.deferred_queues import send_queued
 from syncvar.variables.queue_prefix import (
     Told,
@@ -261,9 +261,9 @@ class WriteQueue:
         self.begin()
         self._resets, self._broken = resets + 1, error
 
-    def _request(self) -> Request:
+    def _request(self) -> CollectiveSpec:
         waiting = list(self._waiting)
-        return Request(f"{_WHAT} ({len(waiting)})", fingerprint(_WHAT), self._body(waiting))
+        return CollectiveSpec(f"{_WHAT} ({len(waiting)})", fingerprint(_WHAT), self._body(waiting))
 
     def _body(self, waiting: list[Increment]) -> Generator[Stage, None, Outcome]:
         sent, calls = self._sent, self.calls

@@ -17,7 +17,7 @@ import numpy as np
 from syncvar._native import group_of, which
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.reduce_args import reduction_of
-from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
 from syncvar.variables.policy import Context
 from syncvar.variables.storage import refuse_overlap
@@ -234,7 +234,7 @@ class SideBySide:
         """Make the write by the same call, checked; `operand` returns the value for the variable of a number, or raises."""
         owner = self._owner
 
-        def check() -> Request:
+        def check() -> CollectiveSpec:
             for number, part in enumerate(self._parts):
                 part[...] = operand(number)
             request = reduce_request(
@@ -245,7 +245,7 @@ class SideBySide:
                 reproducible=owner.reproducible,
                 apply=self._ufunc,
             )
-            return Request(self._what, self._digest, request.body)
+            return CollectiveSpec(self._what, self._digest, request.body)
 
         if not self._turn.acquire(blocking=False):
             refuse_overlap(owner.communicator, name)

@@ -24,7 +24,7 @@ from syncvar.variables.policy import Travel
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.runtime.communicator import Request
+    from syncvar.runtime.communicator import CollectiveSpec
     from syncvar.variables.scope import Owner
     from syncvar.variables.storage import Storage
 
@@ -97,7 +97,7 @@ def with_absent(
     """
     communicator = owner.communicator
 
-    def check() -> Request:
+    def check() -> CollectiveSpec:
         return gather_request(communicator, mine[np.newaxis], name=what)
 
     told = communicator.perform(what, check, owner.timeout)

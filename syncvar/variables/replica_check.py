@@ -13,7 +13,7 @@ import numpy as np
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.stage_builders import exchange_bytes
 from syncvar.core.errors import MismatchError
-from syncvar.runtime.communicator import Request, fingerprint
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.block_digests import (
     BLOCK_BYTES,
     block_bytes,
@@ -102,8 +102,8 @@ def compare(
     if most != least ^ _MASK:
         what += ", part by part"
 
-        def request() -> Request:
-            return Request(what, fingerprint(what), _body(communicator, pairs, digests))
+        def request() -> CollectiveSpec:
+            return CollectiveSpec(what, fingerprint(what), _body(communicator, pairs, digests))
 
         found: Parted = communicator.perform(what, request, owner.timeout)
         for entry, _ in pairs:

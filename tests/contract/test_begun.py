@@ -16,7 +16,7 @@ import syncvar as sv
 from syncvar._native import Begun, why_not_native
 from syncvar.bootstrap.process import current, use
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.progress import Engine
+from syncvar.runtime.progress import ProgressEngine
 from syncvar.testing import run_ranks
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)
@@ -60,13 +60,13 @@ def await_news(has_come):
 def started(monkeypatch):
     """The calls that an engine has been given."""
     calls = []
-    start_it = Engine.start
+    start_it = ProgressEngine.start
 
     def counted(self, operation, *arguments):
         calls.append(operation.what)
         start_it(self, operation, *arguments)
 
-    monkeypatch.setattr(Engine, "start", counted)
+    monkeypatch.setattr(ProgressEngine, "start", counted)
     return calls
 
 

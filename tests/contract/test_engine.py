@@ -25,10 +25,10 @@ from syncvar.core.errors import (
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.coordinator import Coordinator
 from syncvar.runtime.active_requests import StartedCalls
-from syncvar.runtime.communicator import Communicator, Request
-from syncvar.runtime.flight_recorder.call_record import Entry, Told
-from syncvar.runtime.progress import Engine
-from syncvar.runtime.request import Operation, Stage
+from syncvar.runtime.communicator import Communicator, CollectiveSpec
+from syncvar.runtime.flight_recorder.call_record import PendingRecord, CallInfo
+from syncvar.runtime.progress import ProgressEngine
+from syncvar.runtime.request import Request, Stage
 from syncvar.testing import Faults, run_ranks
 from syncvar.transports.in_memory import MemoryControl, MemoryNetwork, MemoryTransport
 
@@ -49,7 +49,7 @@ class Pair:
     def __init__(self, config=SOON):
         self.network = MemoryNetwork(2, coordinator=Coordinator(2, "j", config))
         self.engines = [
-            Engine(
+            ProgressEngine(
                 rank,
                 2,
                 0,
@@ -82,7 +82,7 @@ def barrier_operation(engine, call):
         return call
 
     return Communicator(0, (0, 1), engine.rank, engine).operation(
-        call, Request(f"barrier {call}", 11, body())
+        call, CollectiveSpec(f"barrier {call}", 11, body())
     )
 
 
@@ -144,7 +144,7 @@ def test_a_failure_from_another_thread_ends_a_call_that_is_in_a_step():
         assert goes_on.wait(10)
         yield 1
 
-    operation = Operation(Entry(Told("a call", 0, (0, 1), 11, 0, ""), 0, 0), steps())
+    operation = Request(PendingRecord(CallInfo("a call", 0, (0, 1), 11, 0, ""), 0, 0), steps())
     driver = threading.Thread(target=operation.advance)
     driver.start()
     assert began.wait(10)

@@ -15,11 +15,11 @@ from syncvar.cli.explain import divergences
 from syncvar.cli.record_files import as_record, load
 from syncvar.core.errors import MismatchError, PeerLost, UsageError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.flight_recorder.call_record import UNRECORDED, Told
+from syncvar.runtime.flight_recorder.call_record import UNRECORDED, CallInfo
 from syncvar.runtime.flight_recorder.recorder import RING, Recorder
 from syncvar.testing import run_ranks
 
-TOLD = Told("all_reduce(sum, float32[2])", 3, (0, 1), 77, 8, "arena small")
+TOLD = CallInfo("all_reduce(sum, float32[2])", 3, (0, 1), 77, 8, "arena small")
 
 
 def in_file(folder):

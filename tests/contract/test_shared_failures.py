@@ -14,7 +14,7 @@ import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.core.errors import SharedMemoryFull, SyncvarError
 from syncvar.core.settings import RuntimeConfig
-from syncvar.runtime.gil_contention import Crowd
+from syncvar.runtime.gil_contention import GilMonitor
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=4.0, report_after_s=0.05, shutdown_timeout_s=1.0)
@@ -195,7 +195,7 @@ def test_a_number_is_not_one_of_an_earlier_call(size):
 
 @pytest.fixture
 def crowded(monkeypatch):
-    monkeypatch.setattr(Crowd, "holds", lambda self: True)
+    monkeypatch.setattr(GilMonitor, "holds", lambda self: True)
 
 
 @pytest.mark.parametrize("dtype", ["c8", "c16", "f2", "?", "f4"])

@@ -8,7 +8,7 @@ from syncvar.algorithms.builders import ALGORITHMS, build, sums_by_the_tree
 from syncvar.algorithms.collective_contracts import contract_of
 from syncvar.algorithms.compile_messages import prepare
 from syncvar.algorithms.schedule import Buffer, Chunk, Recv, Reduce, Schedule, Send
-from syncvar.runtime.communicator import Request
+from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.runtime.request import Stage
 from syncvar.testing import Simulation
 
@@ -87,7 +87,7 @@ def simulate_symbols(seed):
                 works[rank][...] = UNKNOWN
                 yield Stage(plan, works[rank], symbols.combine, brought=brought[rank])
 
-        return Request(f"{collective} by {algorithm}", 99, body())
+        return CollectiveSpec(f"{collective} by {algorithm}", 99, body())
 
     world = Simulation(
         n,
@@ -238,7 +238,7 @@ def test_a_plan_that_overwrites_what_it_has_lent_is_found_out():
             )
             return work
 
-        return Request("sends its own buffer", 1, body())
+        return CollectiveSpec("sends its own buffer", 1, body())
 
     wrong = 0
     for seed in range(50):

@@ -107,9 +107,9 @@ def both(draw):
     from syncvar._native import program, run
     from syncvar.runtime.programs.arithmetic import Arithmetic, folder
     from syncvar.runtime.programs.buffer_location import ADDRESS
-    from syncvar.runtime.programs.instructions import COPY, FOLD, STORE, Code, Kind, Memory
+    from syncvar.runtime.programs.instructions import COPY, FOLD, STORE, CompiledProgram, MemoryKind, Memory
     from syncvar.runtime.programs.interpreter import interpret
-    from syncvar.runtime.programs.shm_reduce import Vector
+    from syncvar.runtime.programs.shm_reduce import ReduceBuffers
 
     dtype = np.dtype(DTYPES[int(draw.integers(len(DTYPES)))])
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
@@ -124,10 +124,10 @@ def both(draw):
     for place in places:
         place.array[...] = draw.integers(0, 9, place.count).astype(dtype)
     steps = steps_of(draw, places)
-    vector = Vector.of([np.empty(1, dtype)], [np.empty(1, dtype)], ufunc, wide, divisor)
+    vector = ReduceBuffers.of([np.empty(1, dtype)], [np.empty(1, dtype)], ufunc, wide, divisor)
     how = vector.how
     arrays, offsets = tuple(place.array for place in places), [place.offset for place in places]
-    memories = [Memory(Kind.SCRATCH, -1, number) for number in range(len(places))]
+    memories = [Memory(MemoryKind.SCRATCH, -1, number) for number in range(len(places))]
     if draw.integers(
         2
     ):  # nothing is combined, and what is only read lies in a process, here this one
@@ -135,10 +135,10 @@ def both(draw):
         written = {step[3] for step in steps if step[0] in (COPY, STORE)}
         for number, place in enumerate(places):
             if number not in written and place.whole is not None:
-                memories[number] = Memory(Kind.LYING, 1, number)
+                memories[number] = Memory(MemoryKind.LYING, 1, number)
                 offsets[number] = ADDRESS | place.array.__array_interface__["data"][0]
     offsets = tuple(offsets)
-    code = Code(
+    code = CompiledProgram(
         {memory: place.count for memory, place in zip(memories, places, strict=True)},
         (),
         tuple(steps),

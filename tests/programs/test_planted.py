@@ -11,7 +11,7 @@ import syncvar.variables.collective_requests as requests_module
 import syncvar.variables.create as creation_module
 import syncvar.variables.variable as variable_module
 from syncvar.core.errors import MismatchError
-from syncvar.runtime.communicator import Request
+from syncvar.runtime.communicator import CollectiveSpec
 from syncvar.variables.policy import Effect, Operation, Travel
 
 PROGRAMS_MAX = 500
@@ -32,7 +32,7 @@ def sum_assigns_own_value(patch):
             options["out"][...] = x
             return x
 
-        return Request(request.what, request.digest, body())
+        return CollectiveSpec(request.what, request.digest, body())
 
     patch.setattr(variable_module, "request_of", wrong)
 

@@ -10,7 +10,7 @@ from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.protocol.unreceived_messages import STREAMS_MAX, SentCount, pack_counts
 from syncvar.runtime.communicator import Communicator, begin_epochs
 from syncvar.runtime.flight_recorder.call_numbers import CallNumbers
-from syncvar.runtime.sequence import CallBlock, CallLedger
+from syncvar.runtime.sequence import EpochRange, SequenceTracker
 
 GROUP = 7
 
@@ -37,7 +37,7 @@ class Quiet:
 
 
 def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
-    book, wrong, over = CallLedger({}, CallNumbers()), [], threading.Event()
+    book, wrong, over = SequenceTracker({}, CallNumbers()), [], threading.Event()
 
     def look():
         try:
@@ -61,10 +61,10 @@ def test_blocks_end_on_one_thread_while_another_looks_for_a_call(often):
 
 def test_what_a_rank_that_leaves_tells_is_always_short_enough():
     """The last block of each group before older ones."""
-    book = CallLedger({}, CallNumbers())
+    book = SequenceTracker({}, CallNumbers())
     for group in range(2_000):
         for block in range(20):
-            book.blocks(group).append(CallBlock((0, 1), block, block + 1))
+            book.blocks(group).append(EpochRange((0, 1), block, block + 1))
     skipped = book.skipped()
     counts = pack_counts(
         SentCount(2**63 + tag, 1, 2**31 - 1, 2**40, "x" * 200) for tag in range(STREAMS_MAX)
@@ -77,14 +77,14 @@ def test_what_a_rank_that_leaves_tells_is_always_short_enough():
         len({skipped[place] for place in range(0, len(skipped), 3)}) == len(skipped) // 3 == 1_300
     )
     assert set(skipped[1::3]) == {19}
-    few = CallLedger({}, CallNumbers())
-    few.blocks(7).extend([CallBlock((0, 1), 3, 9), CallBlock((0, 1), 12, 19)])
+    few = SequenceTracker({}, CallNumbers())
+    few.blocks(7).extend([EpochRange((0, 1), 3, 9), EpochRange((0, 1), 12, 19)])
     assert few.skipped() == [7, 3, 9, 7, 12, 19]
 
 
 def test_the_garbage_collector_may_note_a_number_while_the_numbers_are_told():
     """A group's finalizer notes where it stood, whenever the collector runs."""
-    book, ended = CallLedger({}, CallNumbers()), []
+    book, ended = SequenceTracker({}, CallNumbers()), []
     for group in range(2_000):
         book.note(group, 1)
 

@@ -8,12 +8,12 @@ from test_lowered_programs import World, perform, tree
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
 from syncvar.algorithms.schedule import Buffer, Recv, RecvReduce, Send
-from syncvar.algorithms.schedule import Copy as CopyStep
+from syncvar.algorithms.schedule import CopyInstruction as CopyStep
 from syncvar.algorithms.shm_rounds import publications
-from syncvar.runtime.programs.compile_reduce import Cells, Places, lower_reduce, lower_small
+from syncvar.runtime.programs.compile_reduce import Cells, BufferPlacement, lower_reduce, lower_small
 from syncvar.runtime.programs.compile_rounds import lower_rounds
-from syncvar.runtime.programs.compile_transfer import Move, Way, lower_move
-from syncvar.runtime.programs.instructions import Await, Copy, Fold, Kind
+from syncvar.runtime.programs.compile_transfer import Move, TransferPath, lower_move
+from syncvar.runtime.programs.instructions import Await, CopyInstruction, Combine, MemoryKind
 
 COUNTS = (1, 2, 3, 5, 7, 12, 16, 25)
 CELL = 3
@@ -37,13 +37,13 @@ def steps_of(world, rank, number, one):
 
     def held(memory):
         kind, owner, place = memory
-        if kind in (Kind.SOURCE, Kind.TARGET, Kind.SCRATCH):
+        if kind in (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH):
             return own.setdefault((kind, place), {})
-        if kind == Kind.LYING:
-            return world.memory[(Kind.SOURCE, place), owner, number]
-        if kind == Kind.SLOT:
+        if kind == MemoryKind.LYING:
+            return world.memory[(MemoryKind.SOURCE, place), owner, number]
+        if kind == MemoryKind.SLOT:
             return world.memory.setdefault(("SLOT", owner, number & 1), {})
-        if kind == Kind.MADE:
+        if kind == MemoryKind.MADE:
             return world.memory.setdefault(("MADE", owner, place), {})
         return world.memory.setdefault(("CELLS", owner, sides[owner] ^ place), {})
 
@@ -78,7 +78,7 @@ def steps_of(world, rank, number, one):
             f"rank {rank}, call {number}, {name}"
         )
     for (kind, _), values in one.held.items():
-        if kind == Kind.SOURCE:  # the program that called may write there now
+        if kind == MemoryKind.SOURCE:  # the program that called may write there now
             world.memory[(kind, _), rank, number].update(
                 dict.fromkeys(range(len(values)), "overwritten")
             )
@@ -147,13 +147,13 @@ def moves(kind, size, count, tell, lag=2):
             makes_first=kind == "converted",
         )
         everyone = len(tell) == size
-        way = Way.LYING if everyone else Way.SLOTS if count <= 2 and not tell else Way.CELLS
-        has_told = way == Way.CELLS and rank in tell and mine > 0
+        way = TransferPath.LYING if everyone else TransferPath.SLOTS if count <= 2 and not tell else TransferPath.CELLS
+        has_told = way == TransferPath.CELLS and rank in tell and mine > 0
         program = lower_move(
-            move, way, has_told=has_told, some_told=way == Way.CELLS and bool(tell)
+            move, way, has_told=has_told, some_told=way == TransferPath.CELLS and bool(tell)
         )
         held = {
-            (Kind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)]
+            (MemoryKind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)]
             for place in range(mine + keeps)
         }
         if folds:
@@ -163,18 +163,18 @@ def moves(kind, size, count, tell, lag=2):
                 for peer in range(size)
             ]
             wanted = {
-                (Kind.TARGET, 0): [
+                (MemoryKind.TARGET, 0): [
                     tree(f"{one}.{place}.{at}" for one, place in zip(terms, places, strict=True))
                     for at in range(count)
                 ]
             }
         else:
             wanted = {
-                (Kind.TARGET, at): [f"{peer}.{place}.{item}" for item in range(count)]
+                (MemoryKind.TARGET, at): [f"{peer}.{place}.{item}" for item in range(count)]
                 for at, (peer, place) in enumerate(takes)
             }
             if keeps:
-                wanted[Kind.TARGET, len(takes)] = held[Kind.SOURCE, mine]
+                wanted[MemoryKind.TARGET, len(takes)] = held[MemoryKind.SOURCE, mine]
         made.append(Call(program, held, wanted))
     return made
 
@@ -220,13 +220,13 @@ def test_a_move_that_is_changed_is_found_out(way, change):
         moves("all_gather", 2, 12, frozenset({0, 1} if way == "lying" else ())) for _ in range(2)
     ]
     program = calls[0][0].program
-    kind = Copy if change == "a copy less" else Await
+    kind = CopyInstruction if change == "a copy less" else Await
     steps = list(program.steps)
     del steps[
         next(
             place
             for place, step in enumerate(steps)
-            if isinstance(step, kind) and (kind is Await or step.target.memory.kind == Kind.TARGET)
+            if isinstance(step, kind) and (kind is Await or step.target.memory.kind == MemoryKind.TARGET)
         )
     ]
     for call in calls:
@@ -252,8 +252,8 @@ def planned(collective, algorithm, size, count, *, small, late):
         made.append(
             Call(
                 program,
-                {(Kind.TARGET, 0): works[rank]},
-                {(Kind.TARGET, 0): ends[rank]},
+                {(MemoryKind.TARGET, 0): works[rank]},
+                {(MemoryKind.TARGET, 0): ends[rank]},
                 by_tail=False,
                 late=late,
             )
@@ -314,14 +314,14 @@ def joined(counts, size, cells, *, makes_first=False):
             program = lower_small(rank, size, counts)
         else:
             program = lower_reduce(
-                rank, size, counts, cells, Places(makes_first=makes_first and rank == 0), 8
+                rank, size, counts, cells, BufferPlacement(makes_first=makes_first and rank == 0), 8
             )
         held = {
-            (Kind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)]
+            (MemoryKind.SOURCE, place): [f"{rank}.{place}.{at}" for at in range(count)]
             for place, count in enumerate(counts)
         }
         wanted = {
-            (Kind.TARGET, place): [
+            (MemoryKind.TARGET, place): [
                 tree(f"{one}.{place}.{at}" for one in range(size)) for at in range(count)
             ]
             for place, count in enumerate(counts)
@@ -359,12 +359,12 @@ def test_arrays_of_a_cell_are_combined_in_their_targets_where_they_are_few_and_a
     for counts, folds in (((3, 5), [3, 5]), ((2, 2, 2, 2), [2, 2, 2, 2]), ((1,) * 5 + (3,), [8])):
         for makes_first in (False, True):
             program = lower_reduce(
-                0, 2, counts, Cells(8, sums_all=True), Places(makes_first=makes_first), 8
+                0, 2, counts, Cells(8, sums_all=True), BufferPlacement(makes_first=makes_first), 8
             )
-            made = [step.target for step in program.steps if isinstance(step, Fold)]
+            made = [step.target for step in program.steps if isinstance(step, Combine)]
             assert [one.length for one in made] == folds
             assert {one.memory.kind for one in made} == {
-                Kind.SCRATCH if makes_first or len(folds) == 1 else Kind.TARGET
+                MemoryKind.SCRATCH if makes_first or len(folds) == 1 else MemoryKind.TARGET
             }
 
 

@@ -9,19 +9,19 @@ from syncvar.algorithms.reproducible import tree_order
 from syncvar.runtime.programs.compile_reduce import (
     EVERYWHERE,
     Cells,
-    Ends,
-    Places,
+    ResultPlacement,
+    BufferPlacement,
     lower_reduce,
     lower_small,
 )
 from syncvar.runtime.programs.instructions import (
     Await,
-    Copy,
-    Fold,
-    Kind,
+    CopyInstruction,
+    Combine,
+    MemoryKind,
     Memory,
     Publish,
-    Stretch,
+    Span,
     assemble,
     extents,
 )
@@ -53,9 +53,9 @@ def tree(values):
 def perform(program, world, rank, number, published, read, write):
     """Take the steps of a program, when so many phases after phase 0 have been published; yields where it waits."""
     for step in program.steps:
-        if isinstance(step, Copy):
+        if isinstance(step, CopyInstruction):
             write(step.target, read(step.source))
-        elif isinstance(step, Fold):
+        elif isinstance(step, Combine):
             write(
                 step.target, [tree(values) for values in zip(*map(read, step.terms), strict=True)]
             )
@@ -74,13 +74,13 @@ def call(world, rank, number, count, cells, places, in_place, ends):
 
     def key(memory, of_call=number):
         kind, owner, place = memory
-        if kind in (Kind.SOURCE, Kind.TARGET, Kind.SCRATCH):
-            return ("TARGET" if in_place and kind == Kind.SOURCE else kind.name, rank, of_call)
-        if kind == Kind.LYING:
+        if kind in (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH):
+            return ("TARGET" if in_place and kind == MemoryKind.SOURCE else kind.name, rank, of_call)
+        if kind == MemoryKind.LYING:
             return ("TARGET" if in_place else "SOURCE", owner, of_call)
-        if kind == Kind.GOAL:
+        if kind == MemoryKind.GOAL:
             return ("TARGET", owner, of_call)
-        if kind == Kind.CELLS:
+        if kind == MemoryKind.CELLS:
             return ("CELLS", owner, place ^ sides[owner])
         return (kind.name, owner, place)
 
@@ -145,17 +145,17 @@ def run(size, plan, choose):
 
 def kinds_of_places(size):
     everyone = frozenset(range(size))
-    yield Places(), False
-    yield Places(goes_on=True), False
-    yield Places(frozenset({0})), False
-    yield Places(frozenset({size - 1}), goes_on=True), False
-    yield Places(everyone), False
-    yield Places(everyone, makes_first=True), False
-    yield Places(everyone, into_all=True), False
-    yield Places(everyone, into_all=True, by_owners=True), True
-    yield Places(frozenset({1}), into_all=True, makes_first=True), False
-    yield Places(everyone, by_owners=True), True
-    yield Places(converts=True, makes_first=True), False
+    yield BufferPlacement(), False
+    yield BufferPlacement(goes_on=True), False
+    yield BufferPlacement(frozenset({0})), False
+    yield BufferPlacement(frozenset({size - 1}), goes_on=True), False
+    yield BufferPlacement(everyone), False
+    yield BufferPlacement(everyone, makes_first=True), False
+    yield BufferPlacement(everyone, into_all=True), False
+    yield BufferPlacement(everyone, into_all=True, by_owners=True), True
+    yield BufferPlacement(frozenset({1}), into_all=True, makes_first=True), False
+    yield BufferPlacement(everyone, by_owners=True), True
+    yield BufferPlacement(converts=True, makes_first=True), False
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_every_order_gives_the_tree_of_all_ranks(size, lag, sums_all):
     for count, (places, in_place) in itertools.product(COUNTS, kinds_of_places(size)):
         plan = [
             (count, cells, places, in_place),
-            (draw.choice(COUNTS), cells, Places(), False),
+            (draw.choice(COUNTS), cells, BufferPlacement(), False),
             (count, cells, places, in_place),
         ]
         for first in range(size):
@@ -180,7 +180,7 @@ def test_every_order_gives_the_tree_of_all_ranks(size, lag, sums_all):
 
 
 @pytest.mark.parametrize(
-    "ends", [Ends("reduce", 0), Ends("reduce", 1), Ends("scan"), Ends("exscan")]
+    "ends", [ResultPlacement("reduce", 0), ResultPlacement("reduce", 1), ResultPlacement("scan"), ResultPlacement("exscan")]
 )
 @pytest.mark.parametrize(
     ("size", "lag", "sums_all"), [(2, 1, False), (2, 4, True), (3, 2, False), (4, 4, False)]
@@ -190,20 +190,20 @@ def test_every_order_gives_each_rank_what_it_ends_with(size, lag, sums_all, ends
     draw = random.Random(size * 100 + lag)
     everyone = frozenset(range(size))
     kinds = [
-        (Places(), False),
-        (Places(), True),
-        (Places(goes_on=True), False),
-        (Places(frozenset({0})), False),
-        (Places(frozenset({size - 1})), False),
-        (Places(everyone), False),
-        (Places(everyone - {1}, makes_first=True), False),
-        (Places(converts=True, makes_first=True), False),
+        (BufferPlacement(), False),
+        (BufferPlacement(), True),
+        (BufferPlacement(goes_on=True), False),
+        (BufferPlacement(frozenset({0})), False),
+        (BufferPlacement(frozenset({size - 1})), False),
+        (BufferPlacement(everyone), False),
+        (BufferPlacement(everyone - {1}, makes_first=True), False),
+        (BufferPlacement(converts=True, makes_first=True), False),
     ]
     for count, (places, in_place) in itertools.product(COUNTS, kinds):
-        other = draw.choice([EVERYWHERE, Ends("scan"), Ends("reduce", size - 1)])
+        other = draw.choice([EVERYWHERE, ResultPlacement("scan"), ResultPlacement("reduce", size - 1)])
         plan = [
             (count, cells, places, in_place, ends),
-            (draw.choice(COUNTS), cells, Places(), False, other),
+            (draw.choice(COUNTS), cells, BufferPlacement(), False, other),
             (count, cells, places, in_place, ends),
         ]
         for first in range(size):
@@ -212,19 +212,19 @@ def test_every_order_gives_each_rank_what_it_ends_with(size, lag, sums_all, ends
         run(size, plan, draw.choice)
 
 
-@pytest.mark.parametrize("ends", [EVERYWHERE, Ends("reduce", 2), Ends("scan"), Ends("exscan")])
+@pytest.mark.parametrize("ends", [EVERYWHERE, ResultPlacement("reduce", 2), ResultPlacement("scan"), ResultPlacement("exscan")])
 def test_slots_are_combined_by_those_who_end_with_them(ends):
     for rank in range(4):
         opening, steps, *_ = lower_small(rank, 4, 5, ends=ends)
-        terms = [Stretch(Memory(Kind.SLOT, one), 0, 5) for one in ends.terms(rank, 4)]
-        target = Stretch(Memory(Kind.TARGET), 0, 5)
+        terms = [Span(Memory(MemoryKind.SLOT, one), 0, 5) for one in ends.terms(rank, 4)]
+        target = Span(Memory(MemoryKind.TARGET), 0, 5)
         assert opening == (
-            Copy(Stretch(Memory(Kind.SOURCE), 0, 5), Stretch(Memory(Kind.SLOT, rank), 0, 5)),
+            CopyInstruction(Span(Memory(MemoryKind.SOURCE), 0, 5), Span(Memory(MemoryKind.SLOT, rank), 0, 5)),
         )
         assert steps == (
-            (Fold(tuple(terms), target),)
+            (Combine(tuple(terms), target),)
             if len(terms) > 1
-            else tuple(Copy(one, target) for one in terms)
+            else tuple(CopyInstruction(one, target) for one in terms)
         )
 
 
@@ -233,8 +233,8 @@ def test_a_program_that_is_changed_is_found_out(change):
     """What the test above proves it proves by failing otherwise."""
     cells = Cells(4, 2, sums_all=True)
     lowered = lower_reduce
-    program = lowered(0, 2, 33, cells, Places(), BLOCK)
-    kind = Copy if change == "a copy less" else Await
+    program = lowered(0, 2, 33, cells, BufferPlacement(), BLOCK)
+    kind = CopyInstruction if change == "a copy less" else Await
     place = next(place for place, step in enumerate(program.steps) if isinstance(step, kind))
     steps = list(program.steps)
     if change == "a shorter wait":
@@ -252,17 +252,17 @@ def test_a_program_that_is_changed_is_found_out(change):
             for first in (0, 1):
                 run(
                     2,
-                    [(33, cells, Places(), False)] * 2,
+                    [(33, cells, BufferPlacement(), False)] * 2,
                     lambda ready, first=first: first if first in ready else ready[0],
                 )
 
 
 def test_memories_are_as_long_as_they_are_used():
-    x, slot = Memory(Kind.SOURCE), Memory(Kind.CELLS, 1)
-    program = lower_reduce(1, 2, 10, Cells(4, 2, sums_all=True), Places(), BLOCK)
+    x, slot = Memory(MemoryKind.SOURCE), Memory(MemoryKind.CELLS, 1)
+    program = lower_reduce(1, 2, 10, Cells(4, 2, sums_all=True), BufferPlacement(), BLOCK)
     assert extents(program)[x] == 10
     assert extents(program)[slot] == 8
-    assert Stretch(x, 2, 6).cut(1, 3) == Stretch(x, 3, 2)
+    assert Span(x, 2, 6).cut(1, 3) == Span(x, 3, 2)
     code = assemble(program)
     numbers, opening, names, sizes = code.numbers()
     assert opening == 12

@@ -6,14 +6,14 @@ import pytest
 
 from syncvar.cli.collective_registry import BUS_FACTORS, COLLECTIVES
 from syncvar.core.bus_bandwidth import bus_factor
-from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.call_stats import Totals, size_class, size_of
 from syncvar.runtime.flight_recorder.recorder import RING, Recorder
 from syncvar_launcher.job.job_stats import merged, read_totals, table
 
 
 def told(what, nbytes=0, members=(0, 1), path="arena", group=0):
-    return Told(what, group, members, 1, nbytes, path)
+    return CallInfo(what, group, members, 1, nbytes, path)
 
 
 @pytest.mark.parametrize(

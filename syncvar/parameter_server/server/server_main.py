@@ -38,7 +38,7 @@ from syncvar.parameter_server.server.server_machine import Server
 from syncvar.parameter_server.server.server_stats import Served, what_of
 from syncvar.parameter_server.transport.server_links import Links
 from syncvar.parameter_server.transport.shm_buffers import lender_of
-from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.shm.segment_layout import bytes_in_words
 
@@ -124,7 +124,7 @@ class Serving:
             host=environment.host,
             folder=environment.flight_dir,
         )
-        self._tolds: dict[tuple[str, int], Told] = {}
+        self._tolds: dict[tuple[str, int], CallInfo] = {}
         self._hurt = ""  # what has gone wrong first, of which a record is evidence
         self._served: Served | None = None
         if environment.stats_dir:
@@ -266,13 +266,13 @@ class Serving:
         if self._served is not None:
             self._served.count(message, arrays, made, time.monotonic_ns() - began)
 
-    def _told(self, what: str, number: int) -> Told:
+    def _told(self, what: str, number: int) -> CallInfo:
         """Return how a message is recorded."""
         key = what, number
         if key not in self._tolds and len(self._tolds) >= _TOLDS_MAX:
             self._tolds.clear()
         return self._tolds.setdefault(
-            key, Told(f"{what} of {process_name(number)}", -1, (), 0, 0, "")
+            key, CallInfo(f"{what} of {process_name(number)}", -1, (), 0, 0, "")
         )
 
     def _send(

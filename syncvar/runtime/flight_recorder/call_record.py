@@ -10,9 +10,9 @@ __all__ = [
     "DETAIL_MAX",
     "NOWHERE",
     "UNRECORDED",
-    "Entry",
+    "PendingRecord",
     "Event",
-    "Told",
+    "CallInfo",
     "error_text",
     "event_of",
     "told_of",
@@ -53,7 +53,7 @@ class Event(NamedTuple):
     detail: str
 
 
-class Told(NamedTuple):
+class CallInfo(NamedTuple):
     """What is the same in all entries of calls that are repeated: made once, and referred to.
 
     Args:
@@ -73,12 +73,12 @@ class Told(NamedTuple):
     path: str
 
 
-class Entry:
+class PendingRecord:
     """An operation in the ring whose end is still to come."""
 
     __slots__ = ("began", "call", "detail", "ended", "nbytes", "state", "thread", "told", "way")
 
-    def __init__(self, told: Told, call: int, began: int) -> None:
+    def __init__(self, told: CallInfo, call: int, began: int) -> None:
         self.told = told
         self.call = call
         self.began = began
@@ -103,12 +103,12 @@ class Entry:
             self.ended = monotonic_ns()
 
 
-UNRECORDED = Entry(Told("", NOWHERE, (), 0, 0, ""), NOWHERE, 0)
+UNRECORDED = PendingRecord(CallInfo("", NOWHERE, (), 0, 0, ""), NOWHERE, 0)
 """The entry of operations that nobody records."""
 
 
 def event_of(entry: Any) -> Event:
-    """Return what an entry of the ring says: an `Entry`, or (told, call, began, ended, thread) of a call that is over."""
+    """Return what an entry of the ring says: an `PendingRecord`, or (told, call, began, ended, thread) of a call that is over."""
     if isinstance(entry, tuple):
         told, call, began, ended, thread = entry
         return Event(
@@ -140,9 +140,9 @@ def event_of(entry: Any) -> Event:
     )
 
 
-def told_of(entry: Any) -> Told:
+def told_of(entry: Any) -> CallInfo:
     """Return what an entry of the ring shares with others."""
-    told: Told = entry[0] if isinstance(entry, tuple) else entry.told
+    told: CallInfo = entry[0] if isinstance(entry, tuple) else entry.told
     return told
 
 

@@ -15,7 +15,7 @@ from syncvar.core.rank_text import rank_spans
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.runtime.flight_recorder.call_record import Told
+    from syncvar.runtime.flight_recorder.call_record import CallInfo
 
 __all__ = ["Totals", "size_class", "size_of"]
 
@@ -38,7 +38,7 @@ def size_class(nbytes: int) -> int:
     )  # a header is no matter
 
 
-def size_of(told: Told, nbytes: int) -> int:
+def size_of(told: CallInfo, nbytes: int) -> int:
     """Return the size by which a call is rated, as nccl-tests counts it; -1 where it is not known.
 
     Args:
@@ -137,7 +137,7 @@ class Totals:
             self._others
         )  # those that have not ended are not looked at again with each call
 
-    def _count(self, told: Told, calls: int, nbytes: int, ns: int, *, failed: bool = False) -> None:
+    def _count(self, told: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False) -> None:
         size = size_of(told, nbytes)
         row = self._rows.setdefault(
             (_call(told.what), told.group, told.members, size_class(max(0, size))), [0, 0, 0, 0]

@@ -25,9 +25,9 @@ from syncvar.runtime.flight_recorder.call_numbers import CallNumbers
 from syncvar.runtime.flight_recorder.call_record import (
     DETAIL_MAX,
     NOWHERE,
-    Entry,
+    PendingRecord,
     Event,
-    Told,
+    CallInfo,
     error_text,
     event_of,
     told_of,
@@ -111,18 +111,18 @@ class Recorder:
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def begin(self, told: Told, call: int, began: int | None = None) -> Entry:
-        """Add an operation that begins now, or began at `began`; `Entry.end` ends it."""
-        entry = Entry(told, call, monotonic_ns() if began is None else began)
+    def begin(self, told: CallInfo, call: int, began: int | None = None) -> PendingRecord:
+        """Add an operation that begins now, or began at `began`; `PendingRecord.end` ends it."""
+        entry = PendingRecord(told, call, monotonic_ns() if began is None else began)
         self.add(entry)
         return entry
 
     def note(self, what: str, detail: str = "") -> None:
         """Add something that happened."""
-        entry = self.begin(Told(what, NOWHERE, (), 0, 0, ""), NOWHERE)
+        entry = self.begin(CallInfo(what, NOWHERE, (), 0, 0, ""), NOWHERE)
         entry.state, entry.ended, entry.detail = "noted", entry.began, detail[:DETAIL_MAX]
 
-    def refused(self, told: Told, call: int, error: BaseException) -> None:
+    def refused(self, told: CallInfo, call: int, error: BaseException) -> None:
         """Add a call whose arguments were refused."""
         self.begin(told, call).end(error)
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.compile_messages import Incoming, LinkRound, Prepared
     from syncvar.core.reduce_ops import Combiner
-    from syncvar.runtime.flight_recorder.call_record import Entry
+    from syncvar.runtime.flight_recorder.call_record import PendingRecord
     from syncvar.transports.base import Frame
 
-__all__ = ["Links", "NoOutlet", "Outlet"]
+__all__ = ["LinkExchange", "NullSink", "FrameSink"]
 
 _ROUNDS_PER_STAGE = 1 << 24
 _PIECES, _PIECE_NBYTES_MIN = 16, 128 << 10
@@ -48,28 +48,28 @@ def _per_segment(count: int, itemsize: int, nbytes_max: int) -> int:
     )
 
 
-class Outlet(Protocol):
+class FrameSink(Protocol):
     """Where the frames of calls go."""
 
     rank: int
     generation: int
     segment_bytes: int
 
-    def post(self, links: Links, peer: int, header: bytes, payload: memoryview | None, /) -> None:
+    def post(self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None, /) -> None:
         """Send a frame as soon as the link's credit allows."""
 
     def consumed(self, peer: int, group: int, nbytes: int, /) -> None:
         """Give credit back for a frame that has been used."""
 
 
-class NoOutlet:
+class NullSink:
     """The outlet of a group of one, whose plans send nothing."""
 
     rank = 0
     generation = 0
     segment_bytes = 1 << 20
 
-    def post(self, links: Links, peer: int, _header: bytes, _payload: memoryview | None) -> None:
+    def post(self, links: LinkExchange, peer: int, _header: bytes, _payload: memoryview | None) -> None:
         """Refuse to send."""
         raise InternalError(f"call {links.call}: a group of one sent a frame to rank {peer}")
 
@@ -78,7 +78,7 @@ class NoOutlet:
         raise InternalError(f"a group of one received a frame of rank {peer}")
 
 
-class Links:
+class LinkExchange:
     """What a call sends and gets over links; its operation waits for this object, until all frames of a round have come.
 
     It does not know its operation: what a call has brought and made is let go with its last reference.
@@ -116,7 +116,7 @@ class Links:
     need = 1
     needs_looks = False
 
-    def __init__(self, entry: Entry, outlet: Outlet) -> None:
+    def __init__(self, entry: PendingRecord, outlet: FrameSink) -> None:
         self.group = entry.told.group
         self.call = entry.call
         self.queued = 0
@@ -220,7 +220,7 @@ class Links:
         work: NDArray[Any],
         ufunc: Combiner | None = None,
         brought: NDArray[Any] | None = None,
-    ) -> Iterator[Links]:
+    ) -> Iterator[LinkExchange]:
         """Run a plan; the arguments are those of a `Stage`."""
         scratch = np.empty(plan.scratch_count, work.dtype) if plan.scratch_count else work[:0]
         rounds, self._buffers, self._ufunc = plan.rounds, (work, scratch), ufunc

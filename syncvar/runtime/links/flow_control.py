@@ -22,8 +22,8 @@ from syncvar.protocol.frame import HEADER_NBYTES, FrameType, pack_header
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from syncvar.runtime.links.exchange import Links
-    from syncvar.runtime.request import Operation
+    from syncvar.runtime.links.exchange import LinkExchange
+    from syncvar.runtime.request import Request
     from syncvar.runtime.state import Core
     from syncvar.transports.base import Frame
 
@@ -36,7 +36,7 @@ class _Credit:
     def __init__(self) -> None:
         self.outstanding = 0
         # A heap by call and order of sending; the number makes entries differ before an operation is compared.
-        self.queue: list[tuple[int, int, Links, bytes, memoryview | None]] = []
+        self.queue: list[tuple[int, int, LinkExchange, bytes, memoryview | None]] = []
 
 
 class Flow:
@@ -64,7 +64,7 @@ class Flow:
             lambda _: self._credits.clear()
         )  # nothing that waits is sent any more
 
-    def post(self, links: Links, peer: int, header: bytes, payload: memoryview | None) -> None:
+    def post(self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None) -> None:
         """Send a frame now, or when the credit allows."""
         credit = self._credits.get((peer, links.group))
         if credit is None:
@@ -104,7 +104,7 @@ class Flow:
             if frame.header.kind != FrameType.KNOCK:
                 self.consumed(frame.header.source, frame.header.group, frame.header.nbytes)
 
-    def knock(self, operation: Operation, peer: int) -> None:
+    def knock(self, operation: Request, peer: int) -> None:
         """Tell a rank that has not come: shared memory says nothing to those who are not looking."""
         header = pack_header(
             FrameType.KNOCK,
@@ -138,7 +138,7 @@ class Flow:
             if other == group and credit.queue:
                 self._go_on(peer, credit)
 
-    def _fits(self, credit: _Credit, nbytes: int, links: Links) -> bool:
+    def _fits(self, credit: _Credit, nbytes: int, links: LinkExchange) -> bool:
         total = credit.outstanding + nbytes
         if total * 4 <= self._window_bytes:
             return True
@@ -147,7 +147,7 @@ class Flow:
             credit.outstanding * 2 < self._window_bytes or total <= self._window_bytes
         ) and self._is_oldest(links)
 
-    def _is_oldest(self, links: Links) -> bool:
+    def _is_oldest(self, links: LinkExchange) -> bool:
         """Return whether no older operation of its group is running here."""
         group, call = links.group, links.call
         return not any(
@@ -168,7 +168,7 @@ class Flow:
         self,
         credit: _Credit,
         nbytes: int,
-        links: Links,
+        links: LinkExchange,
         peer: int,
         header: bytes,
         payload: memoryview | None,

@@ -16,8 +16,8 @@ import numpy as np
 
 from syncvar.core.dtypes import dtype_index
 from syncvar.core.errors import SyncvarError
-from syncvar.runtime.flight_recorder.call_record import Told
-from syncvar.runtime.p2p.endpoints import Inward, Outward
+from syncvar.runtime.flight_recorder.call_record import CallInfo
+from syncvar.runtime.p2p.endpoints import RecvEndpoint, SendEndpoint
 from syncvar.runtime.p2p.message_requests import WAY, Sending
 from syncvar.shm.message_ring import what_of
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.runtime.communicator import Communicator, Request
+    from syncvar.runtime.communicator import Communicator, CollectiveSpec
     from syncvar.runtime.p2p.endpoints import Landing
 
-__all__ = ["NOT_YET", "Line"]
+__all__ = ["NOT_YET", "P2PChannel"]
 
 NOT_YET = object()
 _SORTS_MAX = 64  # of a pair and tag
 _EXPORTED = "biufc"  # kinds of dtypes whose arrays are buffers
 
 
-class Job(Protocol):
+class P2PContext(Protocol):
     """What a rank is in, and what holds in it."""
 
     @property
@@ -45,7 +45,7 @@ class Job(Protocol):
         """The settings."""
 
 
-class Sort(NamedTuple):
+class MessageType(NamedTuple):
     """What all messages of a pair and tag with the same dtype and shape have in common.
 
     Args:
@@ -55,11 +55,11 @@ class Sort(NamedTuple):
     """
 
     what: int
-    told: Told
+    told: CallInfo
     is_buffer: bool
 
 
-class Line:
+class P2PChannel:
     """The messages of a pair and tag, as one of the two ranks makes them.
 
     Args:
@@ -87,11 +87,11 @@ class Line:
 
     def __init__(
         self,
-        context: Job,
+        context: P2PContext,
         stream: Communicator,
-        end: Inward | Outward | None,
+        end: RecvEndpoint | SendEndpoint | None,
         array: int,
-        request: Callable[[Line, NDArray[Any]], Request],
+        request: Callable[[P2PChannel, NDArray[Any]], CollectiveSpec],
     ) -> None:
         self.stream = stream
         self.end = end
@@ -100,7 +100,7 @@ class Line:
         self._array = array
         self._context = context
         self._request = request
-        self._sorts: dict[tuple[np.dtype[Any], tuple[int, ...], int], Sort] = {}
+        self._sorts: dict[tuple[np.dtype[Any], tuple[int, ...], int], MessageType] = {}
 
     def retire(self) -> None:
         """Be used no more: messages of the pair and tag are counted by another line from now on."""
@@ -113,7 +113,7 @@ class Line:
         array: NDArray[Any],
         kind: int,
         words: Callable[[], tuple[str, int]],
-        request: Callable[[], Request],
+        request: Callable[[], CollectiveSpec],
         timeout: float | None,
         *,
         waits: bool,
@@ -139,7 +139,7 @@ class Line:
         if (
             engine is None
             or count is None
-            or not isinstance(outward, Outward)
+            or not isinstance(outward, SendEndpoint)
             or not engine.is_quiet
             or (waits and engine.under_way)
         ):
@@ -191,18 +191,18 @@ class Line:
 
     def _sort_of(
         self, array: NDArray[Any], kind: int, words: Callable[[], tuple[str, int]]
-    ) -> Sort:
+    ) -> MessageType:
         """Return what messages such as this one have in common."""
         sort = self._sorts.get((array.dtype, array.shape, kind))
         if sort is not None:
             return sort
         stream, (said, dtype) = self.stream, words()
-        told = Told(said, stream.identity, stream.members, 0, array.nbytes, WAY)
-        return Sort(what_of(kind, dtype, array.ndim), told, array.dtype.kind in _EXPORTED)
+        told = CallInfo(said, stream.identity, stream.members, 0, array.nbytes, WAY)
+        return MessageType(what_of(kind, dtype, array.ndim), told, array.dtype.kind in _EXPORTED)
 
     def take(
         self,
-        request: Callable[[], Request],
+        request: Callable[[], CollectiveSpec],
         landing: Landing,
         finish: Callable[[int, NDArray[Any]], Any],
         timeout: float | None,
@@ -229,7 +229,7 @@ class Line:
         if (
             engine is None
             or count is None
-            or not isinstance(inward, Inward)
+            or not isinstance(inward, RecvEndpoint)
             or not engine.is_quiet
             or engine.under_way
         ):
@@ -270,7 +270,7 @@ class Line:
             stream.busy.release()
 
     def perform(
-        self, name: str, check: Callable[[], Request], timeout: float | None, *, async_op: bool
+        self, name: str, check: Callable[[], CollectiveSpec], timeout: float | None, *, async_op: bool
     ) -> Any:
         """Make a call on the long way; see `Communicator.perform`."""
         self.number()
@@ -287,22 +287,22 @@ class Line:
             stream.next_call = count.number
         return stream.next_call
 
-    def _told(self, request: Callable[[], Request], nbytes: int) -> Told:
+    def _told(self, request: Callable[[], CollectiveSpec], nbytes: int) -> CallInfo:
         stream, made = self.stream, request()
         made.body.close()
-        return Told(made.what, stream.identity, stream.members, made.digest, nbytes, WAY)
+        return CallInfo(made.what, stream.identity, stream.members, made.digest, nbytes, WAY)
 
-    def _met(self, request: Callable[[], Request], kind: int, message: NDArray[Any]) -> Sort:
+    def _met(self, request: Callable[[], CollectiveSpec], kind: int, message: NDArray[Any]) -> MessageType:
         """Return what messages such as this one have in common."""
         key = message.dtype, message.shape, kind
         found = self._sorts.get(key)
         if found is None:
             what = what_of(kind, dtype_index(message.dtype), message.ndim)
-            found = Sort(what, self._told(request, message.nbytes), is_buffer=False)
+            found = MessageType(what, self._told(request, message.nbytes), is_buffer=False)
         self._keep(key, found)
         return found
 
-    def _keep(self, key: tuple[np.dtype[Any], tuple[int, ...], int], sort: Sort) -> None:
+    def _keep(self, key: tuple[np.dtype[Any], tuple[int, ...], int], sort: MessageType) -> None:
         """Know messages of this dtype, shape and kind from now on; the C runner takes arrays, and forgets what it knew first."""
         if key not in self._sorts:
             if len(self._sorts) >= _SORTS_MAX:
@@ -350,7 +350,7 @@ class Line:
         assert engine is not None
         assert end is not None
         try:
-            if error is None and isinstance(end, Inward):
+            if error is None and isinstance(end, RecvEndpoint):
                 end.adopt((stream.identity, call), self._array, array, done)
         finally:
             end.lock.release()
@@ -361,14 +361,14 @@ class Line:
                 call, _begun(self._request(self, array), number, done), begin
             )
         except BaseException as why:
-            if isinstance(end, Outward):
+            if isinstance(end, SendEndpoint):
                 end.give_up(number)
             stream.interrupt(call, begin, why)
             raise
         return engine.take_over(operation, None)
 
 
-def _begun(request: Request, number: int, done: int = 0) -> Request:
+def _begun(request: CollectiveSpec, number: int, done: int = 0) -> CollectiveSpec:
     """Return the call of a message, which, where it is sent, goes on with what is in its box, and of which some bytes have gone."""
     if isinstance(request.message, Sending):
         request.message.go_on_with(number, done)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.progress import Engine
+    from syncvar.runtime.progress import ProgressEngine
     from syncvar.shm.message_ring import RingEntry, RingReader, RingWriter
     from syncvar.shm.ring_table import Boxes
 
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     ]  # of (kind, dtype, shape): where to write a message
     Taken = tuple[int, NDArray[Any]]  # kind, message
 
-__all__ = ["Inward", "Outward", "Post"]
+__all__ = ["RecvEndpoint", "SendEndpoint", "EndpointTable"]
 
 
-class Post:
+class EndpointTable:
     """The messages of this rank to and from others of its host.
 
     Args:
@@ -50,30 +50,30 @@ class Post:
         kept_nbytes_max: Of messages from one rank that have come and that nobody has asked for: from here on they go over links.
     """
 
-    def __init__(self, boxes: Boxes, engine: Engine, kept_nbytes_max: int) -> None:
+    def __init__(self, boxes: Boxes, engine: ProgressEngine, kept_nbytes_max: int) -> None:
         self._boxes = boxes
         self._engine = engine
         self._kept_nbytes_max = kept_nbytes_max
-        self._outward: dict[int, Outward] = {}
-        self._inward: dict[int, Inward] = {}
+        self._outward: dict[int, SendEndpoint] = {}
+        self._inward: dict[int, RecvEndpoint] = {}
 
     def serves(self, rank: int) -> bool:
         """Return whether a rank of the world is on this host."""
         return rank in self._boxes.channels.places
 
-    def outward(self, dest: int) -> Outward:
+    def outward(self, dest: int) -> SendEndpoint:
         """Return this rank's end of the messages to another one."""
-        return self._outward.get(dest) or self._outward.setdefault(dest, Outward(self._boxes, dest))
+        return self._outward.get(dest) or self._outward.setdefault(dest, SendEndpoint(self._boxes, dest))
 
-    def inward(self, source: int) -> Inward:
+    def inward(self, source: int) -> RecvEndpoint:
         """Return this rank's end of the messages from another one."""
         made = self._inward.get(source)
         return made or self._inward.setdefault(
-            source, Inward(self._boxes, source, self._kept_nbytes_max, self._engine.book.following)
+            source, RecvEndpoint(self._boxes, source, self._kept_nbytes_max, self._engine.book.following)
         )
 
 
-class Outward:
+class SendEndpoint:
     """Messages to another rank.
 
     Args:
@@ -186,7 +186,7 @@ class Outward:
                 self.lock.release()
 
 
-class _Kept(NamedTuple):
+class _PendingMessage(NamedTuple):
     kind: int
     message: NDArray[Any]
 
@@ -199,13 +199,13 @@ class _Parts:
         self.missing = self.bytes.size
 
 
-class Inward:
+class RecvEndpoint:
     """Messages from another rank.
 
     Args:
         boxes: This rank's boxes.
         source: The rank, in the world.
-        kept_nbytes_max: See `Post`.
+        kept_nbytes_max: See `EndpointTable`.
         following: Returns the number of the next call of a pair here.
     """
 
@@ -220,7 +220,7 @@ class Inward:
         self._wait = boxes.channels.wait
         self._box: RingReader | None = None
         self.seen = 0  # of what the sender has told
-        self._kept: dict[Key, _Kept | RingEntry] = {}
+        self._kept: dict[Key, _PendingMessage | RingEntry] = {}
         self._kept_nbytes = 0
         self._kept_nbytes_max = kept_nbytes_max
         self._refuses = False
@@ -303,7 +303,7 @@ class Inward:
             key = self._forgotten.popleft()
             self._parts.pop(key, None)
             found = self._kept.pop(key, None)
-            if isinstance(found, _Kept):
+            if isinstance(found, _PendingMessage):
                 self._let_go(found)
 
     def _search(self, key: Key, landing: Landing) -> Taken | None:
@@ -359,13 +359,13 @@ class Inward:
         message = np.empty(entry.shape, dtype_from_index(entry.dtype))
         if entry.nbytes:
             message.reshape(-1).view(np.uint8)[...] = box.bytes_at(entry.data, entry.nbytes)
-        self._kept[key] = _Kept(entry.kind, message)
+        self._kept[key] = _PendingMessage(entry.kind, message)
         self._kept_nbytes += message.nbytes
         if self._kept_nbytes > self._kept_nbytes_max and not self._refuses:
             self._refuses = True
             box.refuse(refuses=True)
 
-    def _let_go(self, found: _Kept) -> None:
+    def _let_go(self, found: _PendingMessage) -> None:
         self._kept_nbytes -= found.message.nbytes
         if (
             self._refuses
@@ -375,8 +375,8 @@ class Inward:
             self._refuses = False
             self._box.refuse(refuses=False)
 
-    def _opened(self, key: Key, found: _Kept | RingEntry, landing: Landing) -> Taken | None:
-        if isinstance(found, _Kept):
+    def _opened(self, key: Key, found: _PendingMessage | RingEntry, landing: Landing) -> Taken | None:
+        if isinstance(found, _PendingMessage):
             self._let_go(found)
             made = landing(found.kind, found.message.dtype, found.message.shape)
             if made is None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.flight_recorder.call_record import Entry
-    from syncvar.runtime.links.exchange import Links
-    from syncvar.runtime.p2p.endpoints import Inward, Key, Landing, Outward, Taken
+    from syncvar.runtime.flight_recorder.call_record import PendingRecord
+    from syncvar.runtime.links.exchange import LinkExchange
+    from syncvar.runtime.p2p.endpoints import RecvEndpoint, Key, Landing, SendEndpoint, Taken
     from syncvar.runtime.request import Steps
 
 __all__ = ["WAY", "Receiving", "Sending"]
@@ -38,7 +38,7 @@ class Sending:
         waits: It is long: it waits for its receiver.
     """
 
-    def __init__(self, outward: Outward, what: int, array: NDArray[Any], *, waits: bool) -> None:
+    def __init__(self, outward: SendEndpoint, what: int, array: NDArray[Any], *, waits: bool) -> None:
         self._outward = outward
         self._what = what
         self._array = array
@@ -53,7 +53,7 @@ class Sending:
         self._number = number
         self._gone = gone
 
-    def steps(self, entry: Entry, _links: Links, over_link: Steps) -> Steps:
+    def steps(self, entry: PendingRecord, _links: LinkExchange, over_link: Steps) -> Steps:
         """Return the steps of a call, given those that it takes over a link; nothing is done before the first one."""
         self._group, self._call = entry.told.group, entry.call
         return self._steps(entry, over_link)
@@ -114,7 +114,7 @@ class Sending:
         if self._number:
             self._outward.give_up(self._number)
 
-    def _steps(self, entry: Entry, over_link: Steps) -> Steps:
+    def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
         try:
             try:
                 goes_by_link = not self._number and not self._put()
@@ -154,16 +154,16 @@ class Receiving:
     need = 0
 
     def __init__(
-        self, inward: Inward, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
+        self, inward: RecvEndpoint, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
     ) -> None:
         self._inward = inward
         self._landing = landing
         self._finish = finish
-        self._links: Links | None = None
+        self._links: LinkExchange | None = None
         self._key: Key = (0, 0)
         self._taken: Taken | None = None
 
-    def steps(self, entry: Entry, links: Links, over_link: Steps) -> Steps:
+    def steps(self, entry: PendingRecord, links: LinkExchange, over_link: Steps) -> Steps:
         """Return the steps of a call, given those that it takes over a link; from now on the message is expected."""
         self._links = links
         self._key = entry.told.group, entry.call
@@ -207,7 +207,7 @@ class Receiving:
         """Drop what has come of a message whose call has failed."""
         self._inward.forget(self._key)
 
-    def _steps(self, entry: Entry, over_link: Steps) -> Steps:
+    def _steps(self, entry: PendingRecord, over_link: Steps) -> Steps:
         try:
             next(over_link)  # from now on it hears the link: the first round waits for a frame
             yield self
@@ -227,6 +227,6 @@ class Receiving:
         return result
 
 
-def _went_through_box(entry: Entry, nbytes: int) -> None:
+def _went_through_box(entry: PendingRecord, nbytes: int) -> None:
     entry.way = WAY
     entry.nbytes = nbytes

@@ -7,8 +7,8 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import SyncvarError, UsageError
-from syncvar.runtime.flight_recorder.call_record import Entry, Told
-from syncvar.runtime.request import Operation, State
+from syncvar.runtime.flight_recorder.call_record import PendingRecord, CallInfo
+from syncvar.runtime.request import Request, RequestState
 from syncvar.runtime.work import Work
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Mailbox", "done", "failed"]
 
 _lock = threading.RLock()  # a thread may come again, in a signal's handler
-_TO_ITSELF = Told("a message to this rank itself", 0, (), 0, 0, "")
+_TO_ITSELF = CallInfo("a message to this rank itself", 0, (), 0, 0, "")
 
 
 def done(result: Any = None) -> Work:
@@ -31,15 +31,15 @@ def done(result: Any = None) -> Work:
         >>> done(5).wait()
         5
     """
-    operation = Operation(Entry(_TO_ITSELF, 0, 0), None)
-    operation.state, operation.result = State.DONE, result
+    operation = Request(PendingRecord(_TO_ITSELF, 0, 0), None)
+    operation.state, operation.result = RequestState.DONE, result
     return Work(None, operation)
 
 
 def failed(error: SyncvarError) -> Work:
     """Return a work that has failed; `wait` raises its error."""
-    operation = Operation(Entry(_TO_ITSELF, 0, 0), None)
-    operation.state, operation.error = State.FAILED, error
+    operation = Request(PendingRecord(_TO_ITSELF, 0, 0), None)
+    operation.state, operation.error = RequestState.FAILED, error
     return Work(None, operation)
 
 
@@ -120,17 +120,17 @@ class _Expected(Work):
     def __init__(self, refusal: UsageError, finish: Finish) -> None:
         self._refusal = refusal
         self._taken_by = finish
-        super().__init__(None, Operation(Entry(_TO_ITSELF, 0, 0), None))
+        super().__init__(None, Request(PendingRecord(_TO_ITSELF, 0, 0), None))
 
     def take(self, kind: int, message: NDArray[Any]) -> None:
         """End with a message."""
         operation = self._operation
         try:
             operation.result = self._taken_by(kind, message)
-            operation.state = State.DONE
+            operation.state = RequestState.DONE
         except SyncvarError as error:  # a matter of the receive, not of the send
             operation.error = error
-            operation.state = State.FAILED
+            operation.state = RequestState.FAILED
 
     def wait(self, timeout: float | None = None) -> Any:
         """Return the message.

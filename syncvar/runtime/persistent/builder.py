@@ -15,12 +15,12 @@ import numpy as np
 
 from syncvar._native import slot_call
 from syncvar.core.reduce_ops import quiet
-from syncvar.runtime.flight_recorder.call_record import Told
+from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.call_sites import site_of
 from syncvar.runtime.gil_contention import crowd
 from syncvar.runtime.programs.program_runner import DISAGREE
 from syncvar.runtime.programs.shm_reduce import is_alone
-from syncvar.runtime.request import Operation
+from syncvar.runtime.request import Request
 from syncvar.runtime.timeouts import checked_timeout
 from syncvar.runtime.work import Work
 from syncvar.shm.channel_table import MASK, SPREAD
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
     from syncvar.core.pytree import PyTree
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.progress import Engine
+    from syncvar.runtime.progress import ProgressEngine
     from syncvar.shm.group_channel import Channel
 
     Said = tuple[str, int]  # a call in words, and its fingerprint
     Attempt = Callable[[int, int, Any], tuple[Any, Any, int, Any]]
 
-__all__ = ["Kind", "Preparation", "as_far_as_others_come", "preparation_of"]
+__all__ = ["DtypeGroup", "PersistentCallBuilder", "as_far_as_others_come", "preparation_of"]
 
 
 def preparation_of(
     communicator: Communicator, what: str, digest: int, nbytes: int, way: str
-) -> Preparation | None:
+) -> PersistentCallBuilder | None:
     """Return what a prepared call stands on; None where there is no channel to others, or no call is prepared."""
     channel, engine = communicator.channel, communicator.engine
     if (
@@ -54,11 +54,11 @@ def preparation_of(
         or channel.size == 1
     ):
         return None
-    told = Told(what, communicator.identity, communicator.members, digest, nbytes, way)
-    return Preparation(communicator, channel, engine, told)
+    told = CallInfo(what, communicator.identity, communicator.members, digest, nbytes, way)
+    return PersistentCallBuilder(communicator, channel, engine, told)
 
 
-class Kind(NamedTuple):
+class DtypeGroup(NamedTuple):
     """Arrays of one kind among those that a call through small slots takes.
 
     Args:
@@ -74,15 +74,15 @@ class Kind(NamedTuple):
     places: Sequence[int]
 
 
-class Preparation(NamedTuple):
+class PersistentCallBuilder(NamedTuple):
     """What a prepared call stands on, and how the engine takes over from it."""
 
     communicator: Communicator
     channel: Channel
-    engine: Engine
-    told: Told
+    engine: ProgressEngine
+    told: CallInfo
 
-    def saying(self, said: Said | None) -> Preparation:
+    def saying(self, said: Said | None) -> PersistentCallBuilder:
         """Return the same for a call with words and a fingerprint of its own."""
         return (
             self
@@ -90,8 +90,8 @@ class Preparation(NamedTuple):
             else self._replace(told=self.told._replace(what=said[0], fingerprint=said[1]))
         )
 
-    def _operation(self, number: int, begin: int, steps: Any, need: int) -> Operation:
-        return Operation(
+    def _operation(self, number: int, begin: int, steps: Any, need: int) -> Request:
+        return Request(
             self.engine.recorder.begin(self.told, number, begin), steps, self.channel, wait=need
         )
 
@@ -195,7 +195,7 @@ class Preparation(NamedTuple):
         nothing: NDArray[Any] | None = None,
         steps: Callable[[int, Any], Any] | None = None,
         leaves: PyTree | None = None,
-        kinds: Sequence[Kind] = (),
+        kinds: Sequence[DtypeGroup] = (),
         **copies: Any,
     ) -> PreparedCall | None:
         """Return what runs a call through small slots in C, or None where Python has to.
@@ -251,7 +251,7 @@ class Preparation(NamedTuple):
             timeout: float | None,
             site: Any,
             instruction: int | None,
-        ) -> Operation:
+        ) -> Request:
             """Let the engine go on with a call that is first in the channel's queue, and stays it."""
             assert steps is not None
             operation = self._operation(number, begin, steps(number, made), self.channel.last)
@@ -267,7 +267,7 @@ class Preparation(NamedTuple):
         how = (in_slots.itemsize, in_slots, layout["half"], fold, *division, apply)
         arrays = () if leaves is None else leaves.arrays
         kinds = (
-            kinds or [Kind(how, layout["made"][0], 0, range(len(arrays)))]
+            kinds or [DtypeGroup(how, layout["made"][0], 0, range(len(arrays)))]
             if leaves is not None
             else ()
         )

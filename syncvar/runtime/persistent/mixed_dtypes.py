@@ -11,13 +11,13 @@ from numpy.lib.stride_tricks import as_strided
 
 from syncvar.core.pytree import PyTree
 from syncvar.runtime.gil_contention import crowd
-from syncvar.runtime.persistent.builder import Kind, preparation_of
-from syncvar.runtime.persistent.persistent_reduce import Fate, has_segments, reducing, then
+from syncvar.runtime.persistent.builder import DtypeGroup, preparation_of
+from syncvar.runtime.persistent.persistent_reduce import OutputSpec, has_segments, reducing, then
 from syncvar.runtime.programs.arithmetic import HALVES
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, Places
+from syncvar.runtime.programs.compile_reduce import EVERYWHERE, BufferPlacement
 from syncvar.runtime.programs.program_runner import agreed
 from syncvar.runtime.programs.shm_reduce import (
-    Vector,
+    ReduceBuffers,
     combine_small,
     flat_of,
     places_of,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent.builder import Preparation, Said
+    from syncvar.runtime.persistent.builder import PersistentCallBuilder, Said
     from syncvar.shm.group_channel import Channel
 
 __all__ = ["prepare_kinds"]
@@ -97,10 +97,10 @@ class _Kinds(NamedTuple):
 
     def vectors_of(
         self, arrays: Sequence[NDArray[Any]], made: Sequence[NDArray[Any]]
-    ) -> list[Vector]:
+    ) -> list[ReduceBuffers]:
         """Return the vectors of the kinds."""
         return [
-            Vector.of(
+            ReduceBuffers.of(
                 flat_of([arrays[place] for place in places]),
                 flat_of([made[place] for place in places]),
                 how.ufunc,
@@ -110,7 +110,7 @@ class _Kinds(NamedTuple):
             for how, places in self.kinds
         ]
 
-    def prepared_by(self, x: Any, out: Any) -> tuple[list[Vector], Any] | None:
+    def prepared_by(self, x: Any, out: Any) -> tuple[list[ReduceBuffers], Any] | None:
         """Return of a call's (x, out) the vectors and the result; None where the general way has to be taken."""
         if out is not None or not isinstance(x, PyTree):
             return None
@@ -127,16 +127,16 @@ class _Kinds(NamedTuple):
             how.source == how.result.name for how, _ in self.kinds
         )
 
-    def natively(self, first: int) -> list[Kind]:
+    def natively(self, first: int) -> list[DtypeGroup]:
         """Return the kinds as C knows them; those from `first` on lie in the slots."""
         starts = [0] * first + list(places_of(self.sizes[first:])[0])
         return [
-            Kind(_arithmetic(how, self.size), how.result, start, places)
+            DtypeGroup(_arithmetic(how, self.size), how.result, start, places)
             for (how, places), start in zip(self.kinds, starts, strict=True)
         ]
 
 
-def _short(ground: Preparation, several: _Kinds) -> PreparedCall:
+def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     """Return the prepared call of arrays that all go through slots."""
     channel, engine, digest, leaves, nbytes = (
         ground.channel,
@@ -178,7 +178,7 @@ def _short(ground: Preparation, several: _Kinds) -> PreparedCall:
         )
 
     call = reducing(
-        ground, reduce_small, several.prepared_by, Fate(EVERYWHERE, range(channel.size))
+        ground, reduce_small, several.prepared_by, OutputSpec(EVERYWHERE, range(channel.size))
     )
     if not several.are_native:
         return call
@@ -197,16 +197,16 @@ def _short(ground: Preparation, several: _Kinds) -> PreparedCall:
     return native or call
 
 
-def _long(ground: Preparation, several: _Kinds) -> PreparedCall:
+def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     """Return the prepared call of which the first kind has long arrays; the others go through slots."""
     channel, digest, leaves = ground.channel, ground.told.fingerprint, several.leaves
-    fate = Fate(EVERYWHERE, range(channel.size))
+    fate = OutputSpec(EVERYWHERE, range(channel.size))
 
-    def arrays_of(x: Any, out: Any) -> tuple[list[Vector], Any] | None:
+    def arrays_of(x: Any, out: Any) -> tuple[list[ReduceBuffers], Any] | None:
         return several.prepared_by(x, out) if has_segments(channel) else None
 
     def reduce(
-        channel: Channel, opening: tuple[int, int], vectors: list[Vector]
+        channel: Channel, opening: tuple[int, int], vectors: list[ReduceBuffers]
     ) -> Generator[int, None, bool]:
         return reduce_shared(channel, opening, vectors[0], vectors[1:])
 
@@ -232,7 +232,7 @@ def _long(ground: Preparation, several: _Kinds) -> PreparedCall:
     counts = [leaves.arrays[place].size for place in places]
     like = as_strided(np.empty(1, how.result), (sum(counts),), (0,))
     parts = [like[:count] for count in counts]
-    vector = Vector.of(parts, parts, how.ufunc, how.accumulate, channel.size if how.is_mean else 0)
+    vector = ReduceBuffers.of(parts, parts, how.ufunc, how.accumulate, channel.size if how.is_mean else 0)
     if not (several.are_native and channel.are_native and vector.suits_native):
         return call
     form = (how.result, (sum(counts),))
@@ -241,7 +241,7 @@ def _long(ground: Preparation, several: _Kinds) -> PreparedCall:
     )
     if native is None:
         return call
-    teach(channel, vector, Places(), native)
+    teach(channel, vector, BufferPlacement(), native)
     return native
 
 

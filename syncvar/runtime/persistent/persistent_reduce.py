@@ -19,10 +19,10 @@ from syncvar.runtime.gil_contention import crowd
 from syncvar.runtime.persistent.builder import as_far_as_others_come, preparation_of
 from syncvar.runtime.programs.arithmetic import HALVES, store_parts
 from syncvar.runtime.programs.block_transfer import NOTHING
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, Ends, Places
+from syncvar.runtime.programs.compile_reduce import EVERYWHERE, ResultPlacement, BufferPlacement
 from syncvar.runtime.programs.program_runner import agreed
 from syncvar.runtime.programs.shm_reduce import (
-    Vector,
+    ReduceBuffers,
     flat_of,
     is_direct,
     reduce_published,
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
     from syncvar.core.reduce_ops import Reduction
     from syncvar.runtime.communicator import Communicator, PreparedCall
-    from syncvar.runtime.persistent.builder import Preparation, Said
+    from syncvar.runtime.persistent.builder import PersistentCallBuilder, Said
     from syncvar.shm.group_channel import Channel
 
     Levels = list[
         tuple[Any, Any, Any]
     ]  # left operand, right operand, room; None is the array of the result
 
-__all__ = ["Fate", "has_segments", "prepare_barrier", "prepare_reduction", "reducing", "then"]
+__all__ = ["OutputSpec", "has_segments", "prepare_barrier", "prepare_reduction", "reducing", "then"]
 
 
 def prepare_reduction(
@@ -55,7 +55,7 @@ def prepare_reduction(
     digest: int,
     what: str,
     apply: np.ufunc | None = None,
-    ends: Ends = EVERYWHERE,
+    ends: ResultPlacement = EVERYWHERE,
     neutral: Any = None,
     leaves: PyTree | None = None,
 ) -> PreparedCall | None:
@@ -85,7 +85,7 @@ def prepare_reduction(
     )
     if ground is None:
         return None
-    fate = Fate(ends, ends.terms(ground.channel.rank, ground.channel.size), None, neutral)
+    fate = OutputSpec(ends, ends.terms(ground.channel.rank, ground.channel.size), None, neutral)
     if ends.collective == "reduce" and not fate.terms:
         fate = fate._replace(nothing=NOTHING)
     return (
@@ -112,13 +112,13 @@ def prepare_barrier(communicator: Communicator, digest: int, what: str) -> Prepa
             reduction("sum", np.dtype(np.uint8)),
             (0,),
             None,
-            Fate(EVERYWHERE, range(communicator.size), NOTHING),
+            OutputSpec(EVERYWHERE, range(communicator.size), NOTHING),
             None,
         )
     )
 
 
-class Fate(NamedTuple):
+class OutputSpec(NamedTuple):
     """What this rank ends with in calls that reduce.
 
     Args:
@@ -128,7 +128,7 @@ class Fate(NamedTuple):
         neutral: The result's elements where there are no terms.
     """
 
-    ends: Ends
+    ends: ResultPlacement
     terms: range
     nothing: NDArray[Any] | None = None
     neutral: Any = None
@@ -141,11 +141,11 @@ class Fate(NamedTuple):
 
 
 def _small(
-    ground: Preparation,
+    ground: PersistentCallBuilder,
     how: Reduction,
     shape: tuple[int, ...],
     apply: np.ufunc | None,
-    fate: Fate,
+    fate: OutputSpec,
     leaves: PyTree | None,
 ) -> PreparedCall:
     """Return the prepared call of a vector that goes through slots."""
@@ -411,7 +411,7 @@ def _joining(flat: PreparedCall, leaves: PyTree) -> PreparedCall:
 
 
 def _long(
-    ground: Preparation, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: Fate
+    ground: PersistentCallBuilder, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: OutputSpec
 ) -> PreparedCall:
     _, channel, _, told = ground
     ends, terms, nothing, _ = fate
@@ -421,8 +421,8 @@ def _long(
     nowhere: NDArray[Any] = np.empty(0, kind)
     is_flat = len(shape) == 1
 
-    def vector_of(flat: NDArray[Any], flat_out: NDArray[Any]) -> Vector:
-        return Vector.of(
+    def vector_of(flat: NDArray[Any], flat_out: NDArray[Any]) -> ReduceBuffers:
+        return ReduceBuffers.of(
             [flat],
             [flat_out if nothing is None else nowhere],
             ufunc,
@@ -432,7 +432,7 @@ def _long(
             ends,
         )
 
-    def arrays_of(x: NDArray[Any], out: Any) -> tuple[Vector, NDArray[Any]] | None:
+    def arrays_of(x: NDArray[Any], out: Any) -> tuple[ReduceBuffers, NDArray[Any]] | None:
         if not has_segments(channel):
             return None
         if nothing is not None:
@@ -501,15 +501,15 @@ def _long(
     )
     if native is None:
         return call
-    teach(channel, vector, Places(), native)
+    teach(channel, vector, BufferPlacement(), native)
     return native
 
 
 def reducing(
-    ground: Preparation,
+    ground: PersistentCallBuilder,
     reduce: Callable[[Channel, tuple[int, int], Any], Iterator[int]],
     arrays_of: Callable[[Any, Any], tuple[Any, Any] | None],
-    fate: Fate,
+    fate: OutputSpec,
 ) -> PreparedCall:
     """Return what reduces vectors in Python's steps; `arrays_of` returns of (x, out) what `reduce` takes and what is returned."""
     channel = ground.channel
@@ -536,7 +536,7 @@ def has_segments(channel: Channel) -> bool:
     return True
 
 
-def then(steps: Any, made: Any, fate: Fate) -> Generator[int, None, Any]:
+def then(steps: Any, made: Any, fate: OutputSpec) -> Generator[int, None, Any]:
     """Go on with the steps of a call, and return its result."""
     yield from steps
     return fate.filled(made)

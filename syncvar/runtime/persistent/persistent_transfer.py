@@ -12,7 +12,7 @@ from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.core.reduce_ops import quiet
 from syncvar.runtime.flight_recorder.call_record import UNRECORDED
 from syncvar.runtime.gil_contention import crowd
-from syncvar.runtime.persistent.builder import Preparation, as_far_as_others_come, preparation_of
+from syncvar.runtime.persistent.builder import PersistentCallBuilder, as_far_as_others_come, preparation_of
 from syncvar.runtime.programs.arithmetic import folder
 from syncvar.runtime.programs.block_transfer import (
     NOTHING,
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.communicator import Communicator, PreparedCall, Request
-    from syncvar.runtime.programs.block_transfer import Blocks, Layout
+    from syncvar.runtime.communicator import Communicator, PreparedCall, CollectiveSpec
+    from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import Channel
 
@@ -43,8 +43,8 @@ __all__ = ["Front", "General", "prepare_move"]
 
 def prepare_move(
     communicator: Communicator,
-    request: Request,
-    layout: Layout,
+    request: CollectiveSpec,
+    layout: TransferLayout,
     front: Front,
     general: General | None,
     brought: NDArray[Any],
@@ -135,10 +135,10 @@ def prepare_move(
 
 
 def _natively(
-    ground: Preparation,
+    ground: PersistentCallBuilder,
     call: PreparedCall,
     later: Any,
-    layout: Layout,
+    layout: TransferLayout,
     front: Front,
     like: NDArray[Any],
 ) -> PreparedCall | None:
@@ -227,7 +227,7 @@ class _SmallBlocks:
 
     __slots__ = ("_channel", "_checks", "_layout", "_mine", "_theirs")
 
-    def __init__(self, channel: Channel, layout: Layout) -> None:
+    def __init__(self, channel: Channel, layout: TransferLayout) -> None:
         shape, dtype, count = layout.shape, layout.dtype, layout.elements
         self._channel, self._layout = channel, layout
 

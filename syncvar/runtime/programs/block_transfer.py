@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.runtime.programs.arithmetic import Arithmetic
-from syncvar.runtime.programs.buffer_location import ADDRESS, Lying, Reached, place_of
-from syncvar.runtime.programs.compile_transfer import Move, Way, move_code
+from syncvar.runtime.programs.buffer_location import ADDRESS, ShmRef, RemoteRef, place_of
+from syncvar.runtime.programs.compile_transfer import Move, TransferPath, move_code
 from syncvar.runtime.programs.program_runner import (
     DISAGREE,
     native_of,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.programs.instructions import Code
+    from syncvar.runtime.programs.instructions import CompiledProgram
     from syncvar.shm.group_channel import Channel
 
     Starts = tuple[tuple[int, ...], tuple[int, ...]]
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NOTHING",
     "Blocks",
-    "Layout",
+    "TransferLayout",
     "Movement",
     "cells_of_blocks",
     "fits_slots",
@@ -116,7 +116,7 @@ def is_worth_reading(nbytes: int, puts: int, takes: int, *, are_native: bool) ->
     return takes == 1 and nbytes >= _LONE * _READ_BYTES
 
 
-class Layout(NamedTuple):
+class TransferLayout(NamedTuple):
     """What calls of one kind have in common.
 
     Args:
@@ -180,8 +180,8 @@ class Layout(NamedTuple):
         return check if self.detail is None else (check + self.detail) & MASK
 
     def code(
-        self, channel: Channel, blocks: Blocks, way: Way, starts: Starts | None = None, **told: bool
-    ) -> Code:
+        self, channel: Channel, blocks: Blocks, way: TransferPath, starts: Starts | None = None, **told: bool
+    ) -> CompiledProgram:
         """Return what a rank does with its blocks, as a program; see `move_code`."""
         folds, own = self.ufunc is not None, blocks.own
         cell, lag = cells_of_blocks(
@@ -241,7 +241,7 @@ class Movement:
 
     __slots__ = ("arrays", "blocks", "is_done", "layout")
 
-    def __init__(self, layout: Layout, blocks: Blocks) -> None:
+    def __init__(self, layout: TransferLayout, blocks: Blocks) -> None:
         self.layout = layout
         self.blocks = blocks
         brought = blocks.outgoing if blocks.own is None else (*blocks.outgoing, blocks.own)
@@ -316,7 +316,7 @@ def _keep_told(channel: Channel, check: int, movement: Movement, mark: int) -> N
 
 
 def teach_moves(
-    channel: Channel, layout: Layout, blocks: Blocks, starts: Starts, native: Any
+    channel: Channel, layout: TransferLayout, blocks: Blocks, starts: Starts, native: Any
 ) -> bool:
     """Tell the C runner of a call of long blocks what it does; returns whether it takes that.
 
@@ -327,7 +327,7 @@ def teach_moves(
         starts: Where they begin in the arrays of a call, see `Move`.
         native: The call.
     """
-    for pattern, way in enumerate((Way.CELLS, Way.LYING)):
+    for pattern, way in enumerate((TransferPath.CELLS, TransferPath.LYING)):
         code = layout.code(channel, blocks, way, starts)
         program = native_of(code, layout.how)
         if program is None:
@@ -344,7 +344,7 @@ def _put_blocks(channel: Channel, movement: Movement) -> int:
     if layout.goes_by_slots(channel):
         open_code(
             channel,
-            layout.code(channel, blocks, Way.SLOTS),
+            layout.code(channel, blocks, TransferPath.SLOTS),
             layout.how,
             movement.arrays,
             channel.side ^ 1,
@@ -357,13 +357,13 @@ def _put_blocks(channel: Channel, movement: Movement) -> int:
     offer = _tell(channel, layout, flat)
     if flat and not offer:
         open_code(
-            channel, layout.code(channel, blocks, Way.CELLS), layout.how, movement.arrays, side
+            channel, layout.code(channel, blocks, TransferPath.CELLS), layout.how, movement.arrays, side
         )
         channel.tail = side
     return side << 3 | offer
 
 
-def _tell(channel: Channel, layout: Layout, blocks: Sequence[NDArray[Any]]) -> int:
+def _tell(channel: Channel, layout: TransferLayout, blocks: Sequence[NDArray[Any]]) -> int:
     """Tell where blocks lie, if they can be taken there; returns the offer, 0 where they have to go by cells."""
     offer = _OFFER if layout.is_read(channel) else _RESIDENT | _TOLD
     places = []
@@ -393,27 +393,27 @@ def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[in
     sides = tuple([mark >> 3 for mark in marks])
     offers = [mark & _OFFER for mark in marks]
     if layout.goes_by_slots(channel):
-        code = layout.code(channel, blocks, Way.SLOTS)
+        code = layout.code(channel, blocks, TransferPath.SLOTS)
         sides = channel.sides()
     elif reduce(and_, offers) & (
         _READS | _RESIDENT
     ):  # all can take them where they lie, in one way or another
-        code = layout.code(channel, blocks, Way.LYING)
+        code = layout.code(channel, blocks, TransferPath.LYING)
     else:
         has_told = offers[channel.rank] != 0 and len(blocks.outgoing) > 0
         code = layout.code(
             channel,
             blocks,
-            Way.CELLS,
+            TransferPath.CELLS,
             has_told=has_told,
             some_told=any(offer & _TOLD for offer in offers),
         )
         if code.last_side is not None:
             channel.tail = (sides[channel.rank] & 1) ^ code.last_side
 
-    def lying(_kind: int, rank: int, place: int) -> Lying | Reached:
+    def lying(_kind: int, rank: int, place: int) -> ShmRef | RemoteRef:
         told = channel.told_place(rank, place)
-        return Reached(rank, told, layout.dtype) if told & ADDRESS else Lying(told, layout.dtype)
+        return RemoteRef(rank, told, layout.dtype) if told & ADDRESS else ShmRef(told, layout.dtype)
 
     yield from run_code(channel, code, layout.how, movement.arrays, sides, lying=lying)
     movement.is_done = True

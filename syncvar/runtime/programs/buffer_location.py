@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from syncvar.shm.group_channel import Channel
 
-__all__ = ["ADDRESS", "Gone", "Lying", "Reached", "place_of", "read"]
+__all__ = ["ADDRESS", "UnknownRef", "ShmRef", "RemoteRef", "place_of", "read"]
 
 ADDRESS = 1 << 60  # above every offset, and every address of a program
 
 
-class Lying(NamedTuple):
+class ShmRef(NamedTuple):
     """Where an array begins in the arena.
 
     Args:
@@ -36,7 +36,7 @@ class Lying(NamedTuple):
     dtype: np.dtype[Any]
 
 
-class Reached:
+class RemoteRef:
     """Where an array begins in the process of another rank, which may be read.
 
     Args:
@@ -50,12 +50,12 @@ class Reached:
     def __init__(self, rank: int, place: int, dtype: np.dtype[Any]) -> None:
         self.rank, self.place, self.dtype = rank, place, dtype
 
-    def __getitem__(self, part: slice) -> Reached:
+    def __getitem__(self, part: slice) -> RemoteRef:
         """Return the elements of a slice."""
-        return Reached(self.rank, self.place + part.start * self.dtype.itemsize, self.dtype)
+        return RemoteRef(self.rank, self.place + part.start * self.dtype.itemsize, self.dtype)
 
 
-class Gone(Exception):  # noqa: N818  (no error: the launcher will say what has happened)
+class UnknownRef(Exception):  # noqa: N818  (no error: the launcher will say what has happened)
     """The process whose memory is read is no more."""
 
 
@@ -102,4 +102,4 @@ def read(channel: Channel, rank: int, place: int, target: NDArray[Any], *, hold:
             raise
         is_there = False
     if not is_there:
-        raise Gone
+        raise UnknownRef

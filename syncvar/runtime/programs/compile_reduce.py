@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncvar.algorithms.chunks import even_chunks
 from syncvar.runtime.programs.instructions import (
     Await,
-    Code,
-    Copy,
-    Fold,
+    CompiledProgram,
+    CopyInstruction,
+    Combine,
     Instruction,
-    Kind,
+    MemoryKind,
     Memory,
     Program,
     Publish,
-    Stretch,
+    Span,
     assemble,
     in_cell,
 )
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 __all__ = [
     "EVERYWHERE",
     "Cells",
-    "Ends",
-    "Places",
+    "ResultPlacement",
+    "BufferPlacement",
     "lower_reduce",
     "lower_small",
     "owner_bounds",
@@ -47,7 +47,7 @@ __all__ = [
     "reduce_code",
 ]
 
-_SCRATCH = Memory(Kind.SCRATCH)
+_SCRATCH = Memory(MemoryKind.SCRATCH)
 _FOLDS_MAX = 4  # arrays of a cell whose parts are combined one by one; of more, copies of short parts cost less
 
 
@@ -65,7 +65,7 @@ class Cells(NamedTuple):
     sums_all: bool = False
 
 
-class Places(NamedTuple):
+class BufferPlacement(NamedTuple):
     """Where the vectors of a call lie.
 
     Args:
@@ -85,7 +85,7 @@ class Places(NamedTuple):
     makes_first: bool = False
 
 
-class Ends(NamedTuple):
+class ResultPlacement(NamedTuple):
     """Which ranks' vectors each rank ends with the combination of: all on all, all on the root, those up to it, or before it.
 
     Args:
@@ -114,7 +114,7 @@ class Ends(NamedTuple):
         return self.collective in ("scan", "exscan")
 
 
-EVERYWHERE = Ends()
+EVERYWHERE = ResultPlacement()
 """All ranks end with the combination of all."""
 
 
@@ -130,10 +130,10 @@ def reduce_code(
     size: int,
     counts: int | tuple[int, ...],
     cells: Cells | None,
-    places: Places,
+    places: BufferPlacement,
     block: int = 1,
-    ends: Ends = EVERYWHERE,
-) -> Code:
+    ends: ResultPlacement = EVERYWHERE,
+) -> CompiledProgram:
     """Return what `lower_reduce` does, made ready for a runner; without cells what `lower_small` does."""
     if cells is None:
         return assemble(lower_small(rank, size, counts, makes_first=places.makes_first, ends=ends))
@@ -146,7 +146,7 @@ def lower_small(
     counts: int | tuple[int, ...],
     *,
     makes_first: bool = False,
-    ends: Ends = EVERYWHERE,
+    ends: ResultPlacement = EVERYWHERE,
 ) -> Program:
     """Return a rank's program of a reduction that goes through slots: everybody sums what it ends with.
 
@@ -163,7 +163,7 @@ def lower_small(
         (2, ['Fold', 'Copy', 'Copy'])
     """
     arrays = _Arrays(counts)
-    slots = [Stretch(Memory(Kind.SLOT, one), 0, arrays.count) for one in range(size)]
+    slots = [Span(Memory(MemoryKind.SLOT, one), 0, arrays.count) for one in range(size)]
     terms = tuple([slots[one] for one in ends.terms(rank, size)])
     is_one = len(arrays.counts) == 1
     steps = (
@@ -208,13 +208,13 @@ class _Arrays:
         self.counts = counts if isinstance(counts, tuple) else (counts,)
         self.count = sum(self.counts)
 
-    def copies_into(self, cell: Stretch, start: int) -> tuple[Copy, ...]:
+    def copies_into(self, cell: Span, start: int) -> tuple[CopyInstruction, ...]:
         """Return what brings elements of the sources, from one of the vector on, to another memory."""
-        return tuple([Copy(theirs, ours) for theirs, ours in self._pairs(Kind.SOURCE, cell, start)])
+        return tuple([CopyInstruction(theirs, ours) for theirs, ours in self._pairs(MemoryKind.SOURCE, cell, start)])
 
-    def copies_from(self, made: Stretch, start: int) -> tuple[Copy, ...]:
+    def copies_from(self, made: Span, start: int) -> tuple[CopyInstruction, ...]:
         """Return what stores what has been made as the elements of the targets, from one of the vector on."""
-        return tuple([Copy(ours, theirs) for theirs, ours in self._pairs(Kind.TARGET, made, start)])
+        return tuple([CopyInstruction(ours, theirs) for theirs, ours in self._pairs(MemoryKind.TARGET, made, start)])
 
     def are_many(self, start: int, length: int) -> bool:
         """Return whether elements of the vector are those of so many arrays that these are combined together."""
@@ -222,7 +222,7 @@ class _Arrays:
 
     def sum(
         self,
-        terms: tuple[Stretch, ...],
+        terms: tuple[Span, ...],
         start: int,
         length: int,
         own: int | None,
@@ -238,49 +238,49 @@ class _Arrays:
             return self.sum_whole(terms, start, length)
         steps: list[Instruction] = []
         for array, parts, first in self._folds(terms, start, length, own) if terms else ():
-            target = Stretch(Memory(Kind.TARGET, -1, array), first, parts[0].length)
+            target = Span(Memory(MemoryKind.TARGET, -1, array), first, parts[0].length)
             made = (
                 parts[0]
                 if len(parts) == 1
-                else Stretch(_SCRATCH, 0, target.length)
+                else Span(_SCRATCH, 0, target.length)
                 if makes_first
                 else target
             )
             if len(parts) > 1:
-                steps.append(Fold(parts, made))
+                steps.append(Combine(parts, made))
             if made != target:
-                steps.append(Copy(made, target))
+                steps.append(CopyInstruction(made, target))
         return tuple(steps)
 
     def sum_whole(
-        self, terms: tuple[Stretch, ...], start: int, length: int
+        self, terms: tuple[Span, ...], start: int, length: int
     ) -> tuple[Instruction, ...]:
         """Return the same for terms that are combined at once, and then stored."""
         if len(terms) < 2:
             return self.copies_from(terms[0], start) if terms else ()
-        made = Stretch(_SCRATCH, 0, length)
-        return (Fold(terms, made), *self.copies_from(made, start))
+        made = Span(_SCRATCH, 0, length)
+        return (Combine(terms, made), *self.copies_from(made, start))
 
     def sum_into(
-        self, made: Stretch, terms: tuple[Stretch, ...], start: int, own: int | None
-    ) -> list[Fold]:
+        self, made: Span, terms: tuple[Span, ...], start: int, own: int | None
+    ) -> list[Combine]:
         """Return what combines terms into one memory; the term `own` is read from the sources where the arrays are few."""
         if self.are_many(start, made.length):
-            return [Fold(terms, made)]
+            return [Combine(terms, made)]
         folds, done = [], 0
         for _, parts, _ in self._folds(terms, start, made.length, own):
-            folds.append(Fold(parts, made.cut(done, done + parts[0].length)))
+            folds.append(Combine(parts, made.cut(done, done + parts[0].length)))
             done += parts[0].length
         return folds
 
     def _folds(
-        self, terms: tuple[Stretch, ...], start: int, length: int, own: int | None
-    ) -> Iterator[tuple[int, tuple[Stretch, ...], int]]:
+        self, terms: tuple[Span, ...], start: int, length: int, own: int | None
+    ) -> Iterator[tuple[int, tuple[Span, ...], int]]:
         """Yield (array, parts of the terms, first element of the array) for each array in a stretch of the vector."""
         for array, first, last, place in self._pieces(start, length):
             parts = [term.cut(place, place + last - first) for term in terms]
             if own is not None:
-                parts[own] = Stretch(Memory(Kind.SOURCE, -1, array), first, last - first)
+                parts[own] = Span(Memory(MemoryKind.SOURCE, -1, array), first, last - first)
             yield array, tuple(parts), first
 
     def _pieces(self, start: int, length: int) -> tuple[tuple[int, int, int, int], ...]:
@@ -289,11 +289,11 @@ class _Arrays:
             return pieces(self.counts, start, start + length)
         return ((0, start, start + length, 0),) if length else ()
 
-    def _pairs(self, kind: Kind, whole: Stretch, start: int) -> list[tuple[Stretch, Stretch]]:
+    def _pairs(self, kind: MemoryKind, whole: Span, start: int) -> list[tuple[Span, Span]]:
         """Return the parts of arrays that are elements of the vector, from one on, each with its part of another memory."""
         return [
             (
-                Stretch(Memory(kind, -1, array), first, last - first),
+                Span(Memory(kind, -1, array), first, last - first),
                 whole.cut(place, place + last - first),
             )
             for array, first, last, place in self._pieces(start, whole.length)
@@ -305,9 +305,9 @@ def lower_reduce(
     size: int,
     counts: int | tuple[int, ...],
     cells: Cells,
-    places: Places,
+    places: BufferPlacement,
     block: int,
-    ends: Ends = EVERYWHERE,
+    ends: ResultPlacement = EVERYWHERE,
 ) -> Program:
     """Return a rank's program of a reduction.
 
@@ -336,9 +336,9 @@ class _Lowering:
         size: int,
         arrays: _Arrays,
         cells: Cells,
-        places: Places,
+        places: BufferPlacement,
         block: int,
-        ends: Ends,
+        ends: ResultPlacement,
     ) -> None:
         self.rank, self.size, self.arrays, self.cells, self.places, self.block = (
             rank,
@@ -372,7 +372,7 @@ class _Lowering:
             low, high = owner_bounds(self.count, self.size)[self.rank]
             self._into_all(
                 low,
-                [Stretch(Memory(Kind.LYING, rank), low, high - low) for rank in range(self.size)],
+                [Span(Memory(MemoryKind.LYING, rank), low, high - low) for rank in range(self.size)],
             )
             return Program((), (*self.steps, Publish(), Await()), None)
         opening = tuple(
@@ -393,20 +393,20 @@ class _Lowering:
     def _length(self, turn: int) -> int:
         return min(self.cells.elements, self.count - turn * self.cells.elements)
 
-    def _in_cells(self, rank: int, turn: int, low: int, high: int) -> Stretch:
+    def _in_cells(self, rank: int, turn: int, low: int, high: int) -> Span:
         """Return where others find the elements [low, high) of a rank's segment of a turn."""
         if rank in self.places.sources:
-            return Stretch(Memory(Kind.LYING, rank), turn * self.cells.elements + low, high - low)
+            return Span(Memory(MemoryKind.LYING, rank), turn * self.cells.elements + low, high - low)
         return self._cell(rank, turn, low, high)
 
     def _own_of(self, terms: range) -> int | None:
         """Return which of the terms of ranks this rank reads where it lies; None where that has another dtype."""
         return terms.index(self.rank) if self.rank in terms and not self.places.converts else None
 
-    def _cell(self, rank: int, turn: int, low: int, high: int) -> Stretch:
+    def _cell(self, rank: int, turn: int, low: int, high: int) -> Span:
         return in_cell(rank, turn, self.cells.lag, self.cells.elements, low, high - low)
 
-    def _put(self, turn: int) -> list[Copy]:
+    def _put(self, turn: int) -> list[CopyInstruction]:
         """Return what puts this rank's cell of a turn; of what it combines itself, only what has to be converted."""
         if not self.puts or turn >= self.turns:
             return []
@@ -474,7 +474,7 @@ class _Lowering:
         )
         if self.places.into_all:
             if own is not None:
-                terms[own] = Stretch(Memory(Kind.SOURCE), start, high - low)
+                terms[own] = Span(Memory(MemoryKind.SOURCE), start, high - low)
             self._into_all(start, terms)
         elif high > low:
             made = self._made(self.rank, turn, high - low)
@@ -483,10 +483,10 @@ class _Lowering:
                 *(self.arrays.copies_from(made, start) if self.terms else ()),
             ]
 
-    def _made(self, rank: int, turn: int, count: int) -> Stretch:
+    def _made(self, rank: int, turn: int, count: int) -> Span:
         lag = self.cells.lag
         part = owner_bounds(self.cells.elements, self.size)[0][1]  # the longest
-        return Stretch(Memory(Kind.MADE, rank, (turn // lag) & 1), turn % lag * part, count)
+        return Span(Memory(MemoryKind.MADE, rank, (turn // lag) & 1), turn % lag * part, count)
 
     def _take(self, turn: int) -> None:
         """Take what the others have combined."""
@@ -499,14 +499,14 @@ class _Lowering:
                     self._made(other, turn, high - low), turn * self.cells.elements + low
                 )
 
-    def _into_all(self, start: int, terms: list[Stretch]) -> None:
+    def _into_all(self, start: int, terms: list[Span]) -> None:
         """Combine terms, and store the result from an element on into the targets of all, by blocks that stay in the caches."""
         count = terms[0].length
-        goals = [Memory(Kind.GOAL, rank) for rank in range(self.size)]
+        goals = [Memory(MemoryKind.GOAL, rank) for rank in range(self.size)]
         for low in range(0, count, self.block):
             high = min(count, low + self.block)
             parts = tuple(term.cut(low, high) for term in terms)
-            targets = [Stretch(goal, start + low, high - low) for goal in goals]
-            made = Stretch(_SCRATCH, 0, high - low) if self.places.makes_first else targets[0]
-            self.steps.append(Fold(parts, made))  # no term but the first lies where this one goes
-            self.steps += [Copy(made, target) for target in targets if target is not made]
+            targets = [Span(goal, start + low, high - low) for goal in goals]
+            made = Span(_SCRATCH, 0, high - low) if self.places.makes_first else targets[0]
+            self.steps.append(Combine(parts, made))  # no term but the first lies where this one goes
+            self.steps += [CopyInstruction(made, target) for target in targets if target is not made]

@@ -9,17 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from syncvar.algorithms.schedule import Buffer, RecvReduce
-from syncvar.algorithms.schedule import Copy as CopyStep
+from syncvar.algorithms.schedule import CopyInstruction as CopyStep
 from syncvar.runtime.programs.instructions import (
     Await,
-    Copy,
-    Fold,
+    CopyInstruction,
+    Combine,
     Instruction,
-    Kind,
+    MemoryKind,
     Memory,
     Program,
     Publish,
-    Stretch,
+    Span,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["lower_rounds"]
 
-_MEMORIES = {Buffer.WORK: Memory(Kind.TARGET), Buffer.SCRATCH: Memory(Kind.SCRATCH)}
+_MEMORIES = {Buffer.WORK: Memory(MemoryKind.TARGET), Buffer.SCRATCH: Memory(MemoryKind.SCRATCH)}
 
 
 def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: int = 0) -> Program:
@@ -50,21 +50,21 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
         >>> [type(step).__name__ for step in lower_rounds(plan, 0, 100).steps]
         ['Copy', 'Fold', 'Copy', 'Publish', 'Await', 'Copy']
     """
-    opening: list[Copy] = []
+    opening: list[CopyInstruction] = []
     steps: list[Instruction] = []
     windows = 0
     for number, publication in enumerate(rounds):
         if number == 0 and small and publication.longest <= small:
-            slot = Memory(Kind.SLOT, rank)
+            slot = Memory(MemoryKind.SLOT, rank)
             opening = _put(publication.ranges, slot, 0, publication.length)
             for take in publication.takes:
-                whole = Stretch(Memory(Kind.SLOT, take.peer), take.start, take.target.count)
+                whole = Span(Memory(MemoryKind.SLOT, take.peer), take.start, take.target.count)
                 steps += _taken(take, whole, 0)
         elif publication.longest:
             for low in range(0, publication.longest, window):
                 put = _put(
                     publication.ranges,
-                    Memory(Kind.CELLS, rank, windows & 1),
+                    Memory(MemoryKind.CELLS, rank, windows & 1),
                     low,
                     min(publication.length, low + window),
                 )
@@ -80,7 +80,7 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
         for step in publication.local:
             source, target = _stretch(step.source), _stretch(step.target)
             if isinstance(step, CopyStep):
-                steps.append(Copy(source, target))
+                steps.append(CopyInstruction(source, target))
             else:
                 steps.append(_combined(source, target, step.source_left))
     return Program(tuple(opening), tuple(steps), (windows - 1) & 1 if windows else None)
@@ -91,39 +91,39 @@ def _taken_of(publication: Publication, low: int, high: int, side: int) -> Itera
     for take in publication.takes:
         start, stop = max(low, take.start), min(high, take.start + take.target.count)
         if stop > start:
-            part = Stretch(Memory(Kind.CELLS, take.peer, side), start - low, stop - start)
+            part = Span(Memory(MemoryKind.CELLS, take.peer, side), start - low, stop - start)
             yield from _taken(take, part, start - take.start)
 
 
-def _put(ranges: Iterable[Chunk], into: Memory, low: int, high: int) -> list[Copy]:
+def _put(ranges: Iterable[Chunk], into: Memory, low: int, high: int) -> list[CopyInstruction]:
     """Return what copies elements [low, high) of a publication to the beginning of a memory."""
     made, begin = [], 0
     for chunk in ranges:
         start, stop = max(low, begin), min(high, begin + chunk.count)
         if stop > start:
             made.append(
-                Copy(
+                CopyInstruction(
                     _stretch(chunk).cut(start - begin, stop - begin),
-                    Stretch(into, start - low, stop - start),
+                    Span(into, start - low, stop - start),
                 )
             )
         begin += chunk.count
     return made
 
 
-def _taken(take: Take, part: Stretch, first: int) -> list[Instruction]:
+def _taken(take: Take, part: Span, first: int) -> list[Instruction]:
     """Return what a rank does with a part of what it takes, from an element of it on."""
     target = _stretch(take.target).cut(first, first + part.length)
     if not part.length:
         return []
     if isinstance(take.step, RecvReduce):
         return [_combined(part, target, take.step.incoming_left)]
-    return [Copy(part, target)]
+    return [CopyInstruction(part, target)]
 
 
-def _combined(source: Stretch, target: Stretch, is_left: bool) -> Fold:
-    return Fold((source, target) if is_left else (target, source), target)
+def _combined(source: Span, target: Span, is_left: bool) -> Combine:
+    return Combine((source, target) if is_left else (target, source), target)
 
 
-def _stretch(chunk: Chunk) -> Stretch:
-    return Stretch(_MEMORIES[chunk.buffer], chunk.start, chunk.count)
+def _stretch(chunk: Chunk) -> Span:
+    return Span(_MEMORIES[chunk.buffer], chunk.start, chunk.count)

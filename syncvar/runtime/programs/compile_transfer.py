@@ -19,23 +19,23 @@ from typing import NamedTuple
 
 from syncvar.runtime.programs.instructions import (
     Await,
-    Code,
-    Copy,
-    Fold,
+    CompiledProgram,
+    CopyInstruction,
+    Combine,
     Instruction,
-    Kind,
+    MemoryKind,
     Memory,
     Program,
     Publish,
-    Stretch,
+    Span,
     assemble,
     in_cell,
 )
 
-__all__ = ["Move", "Way", "lower_move", "move_code"]
+__all__ = ["Move", "TransferPath", "lower_move", "move_code"]
 
 
-class Way(IntEnum):
+class TransferPath(IntEnum):
     """How blocks come from one rank to the others."""
 
     SLOTS = 0
@@ -80,30 +80,30 @@ class Move(NamedTuple):
         """Return how many elements of a block go through the cell of a turn."""
         return max(0, min(self.cell, self.elements - turn * self.cell))
 
-    def own(self, kind: Kind, place: int, start: int, length: int) -> Stretch:
+    def own(self, kind: MemoryKind, place: int, start: int, length: int) -> Span:
         """Return some elements of a SOURCE or TARGET."""
         if self.starts is None:
-            return Stretch(Memory(kind, -1, place), start, length)
-        return Stretch(Memory(kind), self.starts[kind == Kind.TARGET][place] + start, length)
+            return Span(Memory(kind, -1, place), start, length)
+        return Span(Memory(kind), self.starts[kind == MemoryKind.TARGET][place] + start, length)
 
-    def part(self, way: Way, rank: int, place: int, turn: int) -> Stretch:
+    def part(self, way: TransferPath, rank: int, place: int, turn: int) -> Span:
         """Return where a part of a rank's block is taken: side by side in a slot or cell lie those of all its blocks."""
-        if way == Way.LYING:
-            return Stretch(Memory(Kind.LYING, rank, place), 0, self.elements)
-        if way == Way.SLOTS:
-            return Stretch(Memory(Kind.SLOT, rank), place * self.elements, self.elements)
+        if way == TransferPath.LYING:
+            return Span(Memory(MemoryKind.LYING, rank, place), 0, self.elements)
+        if way == TransferPath.SLOTS:
+            return Span(Memory(MemoryKind.SLOT, rank), place * self.elements, self.elements)
         return in_cell(
             rank, turn, self.lag, self.blocks * self.cell, place * self.cell, self.length(turn)
         )
 
 
 @lru_cache(maxsize=256)
-def move_code(move: Move, way: Way, *, has_told: bool = False, some_told: bool = False) -> Code:
+def move_code(move: Move, way: TransferPath, *, has_told: bool = False, some_told: bool = False) -> CompiledProgram:
     """Return what `lower_move` does, made ready for a runner."""
     return assemble(lower_move(move, way, has_told=has_told, some_told=some_told))
 
 
-def lower_move(move: Move, way: Way, *, has_told: bool = False, some_told: bool = False) -> Program:
+def lower_move(move: Move, way: TransferPath, *, has_told: bool = False, some_told: bool = False) -> Program:
     """Return a rank's program of moving blocks.
 
     Args:
@@ -117,12 +117,12 @@ def lower_move(move: Move, way: Way, *, has_told: bool = False, some_told: bool 
         >>> [type(step).__name__ for step in lower_move(move, Way.CELLS).steps]
         ['Copy', 'Publish', 'Copy', 'Await', 'Copy']
     """
-    if way != Way.CELLS:
+    if way != TransferPath.CELLS:
         move = move._replace(cell=move.elements)
         steps = (*_keep(move, 0), *_take(move, way, 0))
         return (
             Program(tuple(_put(move, way, 0)), steps)
-            if way == Way.SLOTS
+            if way == TransferPath.SLOTS
             else Program((), (*steps, Publish(), Await()))
         )
     turns = -(-move.elements // move.cell)
@@ -149,7 +149,7 @@ def _by_cells(move: Move, turns: int) -> list[Instruction]:
     steps: list[Instruction] = [*_keep(move, 0)]
 
     def put(turn: int) -> list[Instruction]:
-        return [*_put(move, Way.CELLS, turn), Publish(), *_keep(move, turn)]
+        return [*_put(move, TransferPath.CELLS, turn), Publish(), *_keep(move, turn)]
 
     for turn in range(1, min(ahead, turns)):
         steps += put(turn)
@@ -158,51 +158,51 @@ def _by_cells(move: Move, turns: int) -> list[Instruction]:
             steps += put(turn + ahead)
         if turn and (move.takes or turn + move.lag < turns):
             steps.append(Await(min(turn + ahead, final) - turn))
-        steps += _take(move, Way.CELLS, turn)
+        steps += _take(move, TransferPath.CELLS, turn)
     if heard and (final > turns - 1 or not move.takes):
         steps.append(Await())
     return steps
 
 
-def _put(move: Move, way: Way, turn: int) -> list[Copy]:
+def _put(move: Move, way: TransferPath, turn: int) -> list[CopyInstruction]:
     """Return what puts a part of all blocks."""
     start, length = turn * move.cell, move.length(turn)
     puts = range(move.puts if length else 0)
     return [
-        Copy(move.own(Kind.SOURCE, place, start, length), move.part(way, move.rank, place, turn))
+        CopyInstruction(move.own(MemoryKind.SOURCE, place, start, length), move.part(way, move.rank, place, turn))
         for place in puts
     ]
 
 
-def _keep(move: Move, turn: int) -> list[Copy]:
+def _keep(move: Move, turn: int) -> list[CopyInstruction]:
     """Return what copies to the result as much of the block that this rank brings for itself."""
     start, length = turn * move.cell, move.length(turn)
     if move.folds or not move.keeps or not length:
         return []
     return [
-        Copy(
-            move.own(Kind.SOURCE, move.puts, start, length),
-            move.own(Kind.TARGET, len(move.takes), start, length),
+        CopyInstruction(
+            move.own(MemoryKind.SOURCE, move.puts, start, length),
+            move.own(MemoryKind.TARGET, len(move.takes), start, length),
         )
     ]
 
 
-def _take(move: Move, way: Way, turn: int) -> list[Instruction]:
+def _take(move: Move, way: TransferPath, turn: int) -> list[Instruction]:
     """Return what is done with a part of the blocks that are taken."""
     start, length = turn * move.cell, move.length(turn)
     parts = [move.part(way, *take, turn) for take in move.takes]
     if not move.folds:
         return [
-            Copy(part, move.own(Kind.TARGET, place, start, length))
+            CopyInstruction(part, move.own(MemoryKind.TARGET, place, start, length))
             for place, part in enumerate(parts)
         ]
-    own = move.own(Kind.SOURCE, move.puts, start, length)
+    own = move.own(MemoryKind.SOURCE, move.puts, start, length)
     steps: list[Instruction] = []
     if move.converts:
-        converted = Stretch(Memory(Kind.SCRATCH, -1, 1), 0, length)
-        steps.append(Copy(own, converted))
+        converted = Span(Memory(MemoryKind.SCRATCH, -1, 1), 0, length)
+        steps.append(CopyInstruction(own, converted))
         own = converted
-    target = move.own(Kind.TARGET, 0, start, length)
-    made = Stretch(Memory(Kind.SCRATCH), 0, length) if move.makes_first else target
-    steps.append(Fold((*parts[: move.rank], own, *parts[move.rank :]), made))
-    return steps if made is target else [*steps, Copy(made, target)]
+    target = move.own(MemoryKind.TARGET, 0, start, length)
+    made = Span(Memory(MemoryKind.SCRATCH), 0, length) if move.makes_first else target
+    steps.append(Combine((*parts[: move.rank], own, *parts[move.rank :]), made))
+    return steps if made is target else [*steps, CopyInstruction(made, target)]

@@ -7,8 +7,8 @@ addresses: these are looked up when the call is made, so one program serves ever
 Before a program begins all ranks have said that they make the same call (phase 0), and this rank's first cells have been
 put, published with it. What follows is made of four instructions:
 
-* `Copy` brings a stretch of one memory to another,
-* `Fold` combines stretches in the order of ranks, by the tree of `syncvar.algorithms.reproducible.tree_order`,
+* `CopyInstruction` brings a stretch of one memory to another,
+* `Combine` combines stretches in the order of ranks, by the tree of `syncvar.algorithms.reproducible.tree_order`,
 * `Publish` tells the others that all before it is done,
 * `Await` waits until the others have published as much.
 
@@ -32,15 +32,15 @@ __all__ = [
     "PUBLISH",
     "STORE",
     "Await",
-    "Code",
-    "Copy",
-    "Fold",
+    "CompiledProgram",
+    "CopyInstruction",
+    "Combine",
     "Instruction",
-    "Kind",
+    "MemoryKind",
     "Memory",
     "Program",
     "Publish",
-    "Stretch",
+    "Span",
     "assemble",
     "extents",
     "in_cell",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-class Kind(IntEnum):
+class MemoryKind(IntEnum):
     """What a memory is."""
 
     SOURCE = 0  # an array that this rank brings
@@ -70,17 +70,17 @@ class Memory(NamedTuple):
         place: Which of several.
     """
 
-    kind: Kind
+    kind: MemoryKind
     rank: int = -1
     place: int = 0
 
     def __str__(self) -> str:
         kind, rank, place = self
-        if kind in (Kind.SOURCE, Kind.TARGET, Kind.SCRATCH):
+        if kind in (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH):
             return _NAMES[kind] + (f" {place}" if place else "")
         which = (
             f", side {place}"
-            if kind in (Kind.CELLS, Kind.MADE)
+            if kind in (MemoryKind.CELLS, MemoryKind.MADE)
             else f", block {place}"
             if place
             else ""
@@ -89,18 +89,18 @@ class Memory(NamedTuple):
 
 
 _NAMES = {
-    Kind.SOURCE: "source",
-    Kind.TARGET: "target",
-    Kind.SCRATCH: "scratch",
-    Kind.SLOT: "slot",
-    Kind.CELLS: "cells",
-    Kind.MADE: "made",
-    Kind.LYING: "array",
-    Kind.GOAL: "target",
+    MemoryKind.SOURCE: "source",
+    MemoryKind.TARGET: "target",
+    MemoryKind.SCRATCH: "scratch",
+    MemoryKind.SLOT: "slot",
+    MemoryKind.CELLS: "cells",
+    MemoryKind.MADE: "made",
+    MemoryKind.LYING: "array",
+    MemoryKind.GOAL: "target",
 }
 
 
-class Stretch(NamedTuple):
+class Span(NamedTuple):
     """Some elements of a memory.
 
     Args:
@@ -113,34 +113,34 @@ class Stretch(NamedTuple):
     start: int
     length: int
 
-    def cut(self, low: int, high: int) -> Stretch:
+    def cut(self, low: int, high: int) -> Span:
         """Return the elements [low, high) of this stretch."""
-        return Stretch(self.memory, self.start + low, high - low)
+        return Span(self.memory, self.start + low, high - low)
 
     def __str__(self) -> str:
         return f"{self.memory}[{self.start}:{self.start + self.length}]"
 
 
-def in_cell(rank: int, turn: int, lag: int, width: int, start: int, length: int) -> Stretch:
+def in_cell(rank: int, turn: int, lag: int, width: int, start: int, length: int) -> Span:
     """Return some elements of the cell that a rank puts in a turn: `lag` cells of `width` elements lie on each of two sides in turn."""
-    return Stretch(Memory(Kind.CELLS, rank, turn // lag & 1), turn % lag * width + start, length)
+    return Span(Memory(MemoryKind.CELLS, rank, turn // lag & 1), turn % lag * width + start, length)
 
 
-class Copy(NamedTuple):
+class CopyInstruction(NamedTuple):
     """target = source, of the same length."""
 
-    source: Stretch
-    target: Stretch
+    source: Span
+    target: Span
 
     def __str__(self) -> str:
         return f"copy     {self.source} -> {self.target}"
 
 
-class Fold(NamedTuple):
+class Combine(NamedTuple):
     """target = the combination of the terms, in their order, all of the same length."""
 
-    terms: tuple[Stretch, ...]
-    target: Stretch
+    terms: tuple[Span, ...]
+    target: Span
 
     def __str__(self) -> str:
         return f"fold     {', '.join(map(str, self.terms))} -> {self.target}"
@@ -167,7 +167,7 @@ class Await(NamedTuple):
         return f"await    {ago} of all others"
 
 
-Instruction = Copy | Fold | Publish | Await
+Instruction = CopyInstruction | Combine | Publish | Await
 
 
 class Program(NamedTuple):
@@ -180,7 +180,7 @@ class Program(NamedTuple):
         is_read: At its end everybody has read this rank's cells.
     """
 
-    opening: tuple[Copy, ...]
+    opening: tuple[CopyInstruction, ...]
     steps: tuple[Instruction, ...]
     last_side: int | None = None
     is_read: bool = True
@@ -221,10 +221,10 @@ def extents(program: Program) -> dict[Memory, int]:
     """
     found: dict[Memory, int] = {}
     for step in (*program.opening, *program.steps):
-        stretches: tuple[Stretch, ...] = ()
-        if isinstance(step, Copy):
+        stretches: tuple[Span, ...] = ()
+        if isinstance(step, CopyInstruction):
             stretches = step
-        elif isinstance(step, Fold):
+        elif isinstance(step, Combine):
             stretches = (*step.terms, step.target)
         for memory, start, length in stretches:
             found[memory] = max(found.get(memory, 0), start + length)
@@ -232,10 +232,10 @@ def extents(program: Program) -> dict[Memory, int]:
 
 
 COPY, STORE, FOLD, PUBLISH, AWAIT = range(5)
-_SHARED = (Kind.SLOT, Kind.CELLS, Kind.MADE)
+_SHARED = (MemoryKind.SLOT, MemoryKind.CELLS, MemoryKind.MADE)
 
 
-class Code:
+class CompiledProgram:
     """A program made ready for a runner: memories are numbers, instructions are tuples of numbers.
 
     Args:
@@ -290,7 +290,7 @@ class Code:
             for number, memory in numbered
             if memory.kind not in _SHARED
         ]
-        self.uses_cells = any(memory.kind == Kind.CELLS for memory in sizes)
+        self.uses_cells = any(memory.kind == MemoryKind.CELLS for memory in sizes)
         self.joins = _joined(opening)
 
     def numbers(self) -> tuple[bytes, int, tuple[int, ...], tuple[int, ...]]:
@@ -337,15 +337,15 @@ def _joined(
     return made
 
 
-def assemble(program: Program) -> Code:
+def assemble(program: Program) -> CompiledProgram:
     """Make a program ready for a runner."""
     sizes = extents(program)
     numbers = {memory: number for number, memory in enumerate(sizes)}
 
     def coded(step: Instruction) -> tuple[Any, ...]:
-        if isinstance(step, Copy):
+        if isinstance(step, CopyInstruction):
             source, target = step
-            kind = STORE if target.memory.kind in (Kind.TARGET, Kind.GOAL) else COPY
+            kind = STORE if target.memory.kind in (MemoryKind.TARGET, MemoryKind.GOAL) else COPY
             return (
                 kind,
                 numbers[source.memory],
@@ -354,12 +354,12 @@ def assemble(program: Program) -> Code:
                 target.start,
                 source.length,
             )
-        if isinstance(step, Fold):
+        if isinstance(step, Combine):
             terms = tuple([(numbers[term.memory], term.start) for term in step.terms])
             return FOLD, terms, numbers[step.target.memory], step.target.start, step.target.length
         return (PUBLISH,) if isinstance(step, Publish) else (AWAIT, step.back)
 
-    return Code(
+    return CompiledProgram(
         sizes,
         tuple(map(coded, program.opening)),
         tuple(map(coded, program.steps)),

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.gil_contention import Copier
-    from syncvar.runtime.programs.instructions import Code
+    from syncvar.runtime.programs.instructions import CompiledProgram
     from syncvar.shm.group_channel import Channel
 
 __all__ = ["interpret", "opened"]
 
 
-def opened(code: Code, memories: Sequence[NDArray[Any]], copy: Copier) -> None:
+def opened(code: CompiledProgram, memories: Sequence[NDArray[Any]], copy: Copier) -> None:
     """Make the copies of an opening.
 
     Args:

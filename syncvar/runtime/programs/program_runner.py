@@ -11,8 +11,8 @@ from syncvar._native import program as native_program
 from syncvar.core.errors import InternalError
 from syncvar.runtime.gil_contention import copier, crowd
 from syncvar.runtime.programs.arithmetic import folder, storer
-from syncvar.runtime.programs.buffer_location import Gone, Lying, Reached, read
-from syncvar.runtime.programs.instructions import Kind
+from syncvar.runtime.programs.buffer_location import UnknownRef, ShmRef, RemoteRef, read
+from syncvar.runtime.programs.instructions import MemoryKind
 from syncvar.runtime.programs.interpreter import interpret, opened
 from syncvar.shm.segment_layout import PAGE_BYTES
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.gil_contention import Copier
     from syncvar.runtime.programs.arithmetic import Arithmetic
-    from syncvar.runtime.programs.instructions import Code
+    from syncvar.runtime.programs.instructions import CompiledProgram
     from syncvar.shm.group_channel import Channel
 
     Arrays: TypeAlias = "tuple[Sequence[NDArray[Any]], Sequence[NDArray[Any]]]"  # what a rank brings, and where results go; all flat
@@ -69,7 +69,7 @@ def agreed(channel: Channel, check: int, reached: int) -> Iterator[int]:
         yield DISAGREE
 
 
-def native_of(code: Code, how: Arithmetic) -> Any:
+def native_of(code: CompiledProgram, how: Arithmetic) -> Any:
     """Return a program for the C runner, or None where it has no loop for what becomes of terms."""
     found = code.natives.get(how, _NOT_MADE)
     if found is _NOT_MADE:
@@ -87,7 +87,7 @@ _NOT_MADE = object()
 
 def open_code(
     channel: Channel,
-    code: Code,
+    code: CompiledProgram,
     how: Arithmetic,
     arrays: Arrays,
     side: int,
@@ -104,12 +104,12 @@ def open_code(
 
 def run_code(
     channel: Channel,
-    code: Code,
+    code: CompiledProgram,
     how: Arithmetic,
     arrays: Arrays,
     sides: tuple[int, ...],
     slots: tuple[int, ...] | None = None,
-    lying: Callable[[int, int, int], Lying | Reached] | None = None,
+    lying: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
 ) -> Iterator[int]:
     """Run the steps of a program.
 
@@ -130,18 +130,18 @@ def run_code(
     if native is not None:
         steps = run(native, channel, tuple(found), _offsets(found), keeps_lock=crowd.holds())
         yield from reading(
-            channel, steps, [(one.rank, one.place) for one in found if type(one) is Reached]
+            channel, steps, [(one.rank, one.place) for one in found if type(one) is RemoteRef]
         )
         return
     copy = copier()
     store = storer(how, copy)
-    if Reached in map(type, found):
+    if RemoteRef in map(type, found):
         store = _reading(channel, store)
     try:
         yield from interpret(
             channel, code.steps, _views(channel, code, found), copy, store, folder(how)
         )
-    except Gone:
+    except UnknownRef:
         yield _NEVER
 
 
@@ -156,17 +156,17 @@ def reading(
         try:
             for rank, place in places:
                 read(channel, rank, place, np.empty(1, np.uint8), hold=True)
-        except Gone:
+        except UnknownRef:
             yield _NEVER
         raise InternalError("the memory of another rank could not be read, and can be")
 
 
 def _reading(channel: Channel, store: Copier) -> Copier:
-    """Return what stores from the memory of other processes too; it raises `Gone` where such a process is no more."""
+    """Return what stores from the memory of other processes too; it raises `UnknownRef` where such a process is no more."""
     hold = crowd.holds()
 
     def stored(target: NDArray[Any], value: Any) -> None:
-        if type(value) is Reached:
+        if type(value) is RemoteRef:
             read(channel, value.rank, value.place, target, hold=hold)
         else:
             store(target, value)
@@ -176,14 +176,14 @@ def _reading(channel: Channel, store: Copier) -> Copier:
 
 def _found(
     channel: Channel,
-    code: Code,
+    code: CompiledProgram,
     how: Arithmetic,
     arrays: Arrays,
     sides: tuple[int, ...],
     slots: tuple[int, ...] | None = None,
-    lying: Callable[[int, int, int], Lying | Reached] | None = None,
+    lying: Callable[[int, int, int], ShmRef | RemoteRef] | None = None,
 ) -> list[Any]:
-    """Return the memories of a program: arrays, `Lying` and `Reached`; None for those that are not known yet."""
+    """Return the memories of a program: arrays, `ShmRef` and `RemoteRef`; None for those that are not known yet."""
     (sources, targets), wire = arrays, how.wire
     key = code, sides, wire, slots
     shared = channel.found.get(key)
@@ -204,13 +204,13 @@ def _found(
     return found
 
 
-_SOURCE, _TARGET, _SCRATCH = map(int, (Kind.SOURCE, Kind.TARGET, Kind.SCRATCH))
+_SOURCE, _TARGET, _SCRATCH = map(int, (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH))
 _FOUND_MAX = 1024
 
 
 def _found_shared(
     channel: Channel,
-    code: Code,
+    code: CompiledProgram,
     sides: tuple[int, ...],
     dtype: np.dtype[Any],
     slots: tuple[int, ...] | None,
@@ -221,19 +221,19 @@ def _found_shared(
         side = sides[rank]
         if side < 0:
             continue
-        if kind == Kind.SLOT and slots is not None:
+        if kind == MemoryKind.SLOT and slots is not None:
             offset = slots[rank]
-        elif kind == Kind.SLOT:
+        elif kind == MemoryKind.SLOT:
             offset = channel.small_offset(rank, side)
-        elif kind == Kind.CELLS:
+        elif kind == MemoryKind.CELLS:
             offset = channel.segment_offset(rank, (side & 1) ^ place) + (side >> 1) * PAGE_BYTES
         else:
             offset = channel.segment_offset(rank, 2 + place)
-        found[number] = Lying(offset, dtype)
+        found[number] = ShmRef(offset, dtype)
     return found
 
 
-def _native(channel: Channel, code: Code, how: Arithmetic, found: Sequence[Any]) -> Any:
+def _native(channel: Channel, code: CompiledProgram, how: Arithmetic, found: Sequence[Any]) -> Any:
     """Return the program for the C runner, or None where it does not run here, or not all arrays are such as it takes."""
     if not channel.is_native:
         return None
@@ -246,10 +246,10 @@ def _native(channel: Channel, code: Code, how: Arithmetic, found: Sequence[Any])
     return native_of(code, how)
 
 
-def _views(channel: Channel, code: Code, found: Sequence[Any]) -> list[Any]:
+def _views(channel: Channel, code: CompiledProgram, found: Sequence[Any]) -> list[Any]:
     return [
         channel.resident(one.offset, count, one.dtype)
-        if isinstance(one, Lying)
+        if isinstance(one, ShmRef)
         else _NONE
         if one is None
         else one
@@ -263,7 +263,7 @@ _NONE: NDArray[Any] = np.empty(0, np.uint8)  # of a memory that is not used yet
 def _offsets(found: Sequence[Any]) -> tuple[int, ...]:
     return tuple(
         [
-            one.offset if type(one) is Lying else one.place if type(one) is Reached else -1
+            one.offset if type(one) is ShmRef else one.place if type(one) is RemoteRef else -1
             for one in found
         ]
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.algorithms.shm_rounds import Publication, publications
 from syncvar.runtime.programs.arithmetic import Arithmetic
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, Ends
+from syncvar.runtime.programs.compile_reduce import EVERYWHERE, ResultPlacement
 from syncvar.runtime.programs.compile_rounds import lower_rounds
 from syncvar.runtime.programs.instructions import assemble
 from syncvar.runtime.programs.program_runner import agreed, open_code, run_code
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.schedule import Schedule
     from syncvar.core.reduce_ops import Combiner
-    from syncvar.runtime.programs.instructions import Code
+    from syncvar.runtime.programs.instructions import CompiledProgram
     from syncvar.shm.group_channel import Channel
 
 __all__ = ["SIDE_BY_SIDE", "Published", "prepare_published", "run_rounds"]
@@ -38,10 +38,10 @@ class Published(NamedTuple):
     reduces: bool
     rounds: tuple[Publication, ...]
     algorithm: str = ""
-    ends: Ends = EVERYWHERE
-    codes: dict[tuple[int, bool], Code] = {}  # noqa: RUF012  (of a plan that has no rounds nothing is ever put there)
+    ends: ResultPlacement = EVERYWHERE
+    codes: dict[tuple[int, bool], CompiledProgram] = {}  # noqa: RUF012  (of a plan that has no rounds nothing is ever put there)
 
-    def code(self, rank: int, itemsize: int, *, begins: bool) -> Code:
+    def code(self, rank: int, itemsize: int, *, begins: bool) -> CompiledProgram:
         """Return the rounds as a program.
 
         Args:
@@ -74,7 +74,7 @@ def prepare_published(plans: Sequence[Schedule], rank: int, root: int | None = N
     reduces = ("all_reduce",) if root is None else ("all_reduce", "reduce", "scan", "exscan")
     if mine.collective in reduces and mine.algorithm in ("direct", "owners"):
         return Published(
-            reduces=True, rounds=(), algorithm=mine.algorithm, ends=Ends(mine.collective, root or 0)
+            reduces=True, rounds=(), algorithm=mine.algorithm, ends=ResultPlacement(mine.collective, root or 0)
         )
     rounds = publications(plans, rank)
     return Published(reduces=False, rounds=rounds, algorithm=mine.algorithm, codes={})

@@ -25,9 +25,9 @@ import numpy as np
 
 from syncvar.algorithms.selection import choose
 from syncvar.runtime.programs.arithmetic import Arithmetic
-from syncvar.runtime.programs.buffer_location import Lying
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, Cells, Ends, Places, reduce_code
-from syncvar.runtime.programs.instructions import Kind
+from syncvar.runtime.programs.buffer_location import ShmRef
+from syncvar.runtime.programs.compile_reduce import EVERYWHERE, Cells, ResultPlacement, BufferPlacement, reduce_code
+from syncvar.runtime.programs.instructions import MemoryKind
 from syncvar.runtime.programs.program_runner import agreed, native_of, open_code, run_code
 from syncvar.shm.channel_table import SEGMENT_BYTES, WIDE_BYTES
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.core.reduce_ops import Combiner
-    from syncvar.runtime.programs.instructions import Code
+    from syncvar.runtime.programs.instructions import CompiledProgram
     from syncvar.shm.group_channel import Channel
 
 __all__ = [
-    "Placed",
-    "Vector",
+    "PlacedBuffers",
+    "ReduceBuffers",
     "cells_of",
     "combine_small",
     "flat_of",
@@ -81,7 +81,7 @@ def is_direct(nbytes: int, size: int) -> bool:
     return choose("all_reduce", nbytes, size, shared=True).algorithm == "direct"
 
 
-class Vector(NamedTuple):
+class ReduceBuffers(NamedTuple):
     """What a rank brings to a reduction, and where the result goes: the concatenation of flat arrays.
 
     Args:
@@ -94,7 +94,7 @@ class Vector(NamedTuple):
     sources: Sequence[NDArray[Any]]
     targets: Sequence[NDArray[Any]]
     how: Arithmetic
-    ends: Ends = EVERYWHERE
+    ends: ResultPlacement = EVERYWHERE
 
     @classmethod
     def of(
@@ -105,8 +105,8 @@ class Vector(NamedTuple):
         accumulate: np.dtype[Any],
         divisor: int = 0,
         apply: np.ufunc | None = None,
-        ends: Ends = EVERYWHERE,
-    ) -> Vector:
+        ends: ResultPlacement = EVERYWHERE,
+    ) -> ReduceBuffers:
         """Return the vector of such arrays, combined as `Arithmetic` says: halves travel as they are, and the owner widens them."""
         brought = sources[0].dtype
         is_widened = brought != accumulate and targets[0].dtype == brought and apply is None
@@ -131,7 +131,7 @@ class Vector(NamedTuple):
             and self.how.suits_native
         )
 
-    def only(self, places: Sequence[int]) -> Vector:
+    def only(self, places: Sequence[int]) -> ReduceBuffers:
         """Return the same for some of the arrays."""
         return self._replace(
             sources=[self.sources[place] for place in places],
@@ -141,7 +141,7 @@ class Vector(NamedTuple):
     def told(self, channel: Channel, side: int) -> tuple[int, int]:
         """Return the words by which this rank tells where its arrays lie; what has to be brought comes on this side.
 
-        `Placed.from_words` reads them; nothing else may take such a word for an offset.
+        `PlacedBuffers.from_words` reads them; nothing else may take such a word for an offset.
         """
         if len(self.sources) > 1:
             lie = any(
@@ -168,7 +168,7 @@ def flat_of(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     ]
 
 
-class Placed(NamedTuple):
+class PlacedBuffers(NamedTuple):
     """What all ranks have told of a vector, in their order.
 
     Args:
@@ -182,8 +182,8 @@ class Placed(NamedTuple):
     sides: tuple[int, ...]
 
     @classmethod
-    def from_words(cls, sources: Sequence[int], targets: Sequence[int]) -> Placed:
-        """Read what `Vector.told` of all ranks has returned, or the C runner of theirs has told."""
+    def from_words(cls, sources: Sequence[int], targets: Sequence[int]) -> PlacedBuffers:
+        """Read what `ReduceBuffers.told` of all ranks has returned, or the C runner of theirs has told."""
         places = [_NOWHERE if word & _AT_PAGE else word >> 1 for word in sources]
         return cls(
             places,
@@ -192,11 +192,11 @@ class Placed(NamedTuple):
         )
 
     @property
-    def places(self) -> Places:
+    def places(self) -> BufferPlacement:
         """What a program has to know of it."""
         sources = frozenset([rank for rank, place in enumerate(self.sources) if place != _NOWHERE])
         in_place = any(self.sources[rank] == self.targets[rank] for rank in sources)
-        return Places(sources, into_all=_are_known(self.targets), by_owners=in_place)
+        return BufferPlacement(sources, into_all=_are_known(self.targets), by_owners=in_place)
 
 
 def _are_known(places: Sequence[int]) -> bool:
@@ -204,7 +204,7 @@ def _are_known(places: Sequence[int]) -> bool:
 
 
 def reduce_shared(
-    channel: Channel, opening: tuple[int, int] | None, vector: Vector, riders: Sequence[Vector] = ()
+    channel: Channel, opening: tuple[int, int] | None, vector: ReduceBuffers, riders: Sequence[ReduceBuffers] = ()
 ) -> Generator[int, None, bool]:
     """Combine a vector of all ranks.
 
@@ -238,10 +238,10 @@ def reduce_shared(
 
 
 def _reduce_told(
-    channel: Channel, vector: Vector, native: Any = None
+    channel: Channel, vector: ReduceBuffers, native: Any = None
 ) -> Generator[int, None, bool]:
     """Go on with a call of which all ranks have told where their arrays lie; teach the C runner what is done with such."""
-    placed = Placed.from_words(*channel.arrays())
+    placed = PlacedBuffers.from_words(*channel.arrays())
     if len(vector.sources) > 1 and any(placed.sources):
         return (yield from _reduce_later(channel, vector))
     if native is not None:
@@ -249,7 +249,7 @@ def _reduce_told(
     return (yield from _reduce_placed(channel, vector, placed))
 
 
-def _reduce_later(channel: Channel, vector: Vector) -> Generator[int, None, bool]:
+def _reduce_later(channel: Channel, vector: ReduceBuffers) -> Generator[int, None, bool]:
     """Reduce a vector when phase 0 is over, and everybody has read what was put before: long arrays by themselves, where they lie."""
     sides = (channel.next_parity(),) * channel.size
     alone, joined = _divided(vector.counts, vector.how.accumulate.itemsize)
@@ -262,7 +262,7 @@ def _reduce_later(channel: Channel, vector: Vector) -> Generator[int, None, bool
     yield channel.publish()
     return (
         yield from _reduce_placed(
-            channel, vector, Placed.from_words(sides, [_NOWHERE] * channel.size)
+            channel, vector, PlacedBuffers.from_words(sides, [_NOWHERE] * channel.size)
         )
     )
 
@@ -287,7 +287,7 @@ def is_alone(array: NDArray[Any]) -> bool:
     return array.nbytes >= _ALONE_BYTES
 
 
-def _reduce_alone(channel: Channel, several: Vector) -> Generator[int, None, tuple[int, ...]]:
+def _reduce_alone(channel: Channel, several: ReduceBuffers) -> Generator[int, None, tuple[int, ...]]:
     """Reduce long arrays one after another; returns on which side each rank brings its next segment."""
     rank, size = channel.rank, channel.size
     vectors = [several.only([place]) for place in range(len(several.sources))]
@@ -301,7 +301,7 @@ def _reduce_alone(channel: Channel, several: Vector) -> Generator[int, None, tup
     sides = [side] * size
     tables = [channel.segment(other, sides[other], length, _WORD).tolist() for other in range(size)]
     for index, vector in enumerate(vectors):
-        placed = Placed.from_words(
+        placed = PlacedBuffers.from_words(
             [table[2 * index] for table in tables], [table[2 * index + 1] for table in tables]
         )
         if not (
@@ -315,7 +315,7 @@ def _reduce_alone(channel: Channel, several: Vector) -> Generator[int, None, tup
 
 
 def reduce_published(
-    channel: Channel, check: int, vector: Vector, native: Any, riders: Sequence[Vector] = ()
+    channel: Channel, check: int, vector: ReduceBuffers, native: Any, riders: Sequence[ReduceBuffers] = ()
 ) -> Iterator[int]:
     """Go on with a call that the C runner has published; teach it what is done with vectors that lie as these do."""
     yield from agreed(channel, check, channel.last)
@@ -323,7 +323,7 @@ def reduce_published(
     yield from _reduce_told(channel, vector, native)
 
 
-def teach(channel: Channel, vector: Vector, places: Places, native: Any) -> None:
+def teach(channel: Channel, vector: ReduceBuffers, places: BufferPlacement, native: Any) -> None:
     """Tell the C runner of a call what is done with vectors that lie in some way."""
     code = _code(channel, vector, places)
     sources = sum(1 << rank for rank in places.sources)
@@ -336,7 +336,7 @@ def teach(channel: Channel, vector: Vector, places: Places, native: Any) -> None
     )
 
 
-def _bring_first(channel: Channel, vector: Vector, side: int) -> None:
+def _bring_first(channel: Channel, vector: ReduceBuffers, side: int) -> None:
     """Put the first cells of a vector where the others see them."""
     code = _code(channel, vector, _NOWHERE_ELSE)
     open_code(channel, code, vector.how, vector[:2], side)
@@ -344,11 +344,11 @@ def _bring_first(channel: Channel, vector: Vector, side: int) -> None:
         channel.tail = side
 
 
-_NOWHERE_ELSE = Places()
+_NOWHERE_ELSE = BufferPlacement()
 
 
 def _reduce_placed(
-    channel: Channel, vector: Vector, placed: Placed, *, goes_on: bool = False
+    channel: Channel, vector: ReduceBuffers, placed: PlacedBuffers, *, goes_on: bool = False
 ) -> Generator[int, None, bool]:
     """Combine a vector, when all ranks know where the arrays of all lie.
 
@@ -369,18 +369,18 @@ def _reduce_placed(
         channel.tail = (placed.sides[channel.rank] & 1) ^ code.last_side
     how, kind_of_target = vector.how, vector.targets[0].dtype
 
-    def lying(kind: int, rank: int, _place: int) -> Lying:
+    def lying(kind: int, rank: int, _place: int) -> ShmRef:
         return (
-            Lying(placed.sources[rank], how.wire)
-            if kind == Kind.LYING
-            else Lying(placed.targets[rank], kind_of_target)
+            ShmRef(placed.sources[rank], how.wire)
+            if kind == MemoryKind.LYING
+            else ShmRef(placed.targets[rank], kind_of_target)
         )
 
     yield from run_code(channel, code, how, vector[:2], placed.sides, lying=lying)
     return code.is_read
 
 
-def _code(channel: Channel, vector: Vector, places: Places) -> Code:
+def _code(channel: Channel, vector: ReduceBuffers, places: BufferPlacement) -> CompiledProgram:
     wire, is_everywhere = vector.how.wire, vector.ends == EVERYWHERE
     places = places._replace(
         into_all=places.into_all and is_everywhere,
@@ -409,7 +409,7 @@ def cells_of(size: int, itemsize: int, *, are_native: bool) -> tuple[Cells, int]
     return Cells(SEGMENT_BYTES // itemsize), _BLOCK_BYTES // itemsize
 
 
-def _makes_first(vector: Vector, wire: np.dtype[Any]) -> bool:
+def _makes_first(vector: ReduceBuffers, wire: np.dtype[Any]) -> bool:
     """Return whether what is combined cannot be made in a target: as it is of a scan where that is one of several terms."""
     is_term = vector.ends.is_prefix and any(
         target is source for target, source in zip(vector.targets, vector.sources, strict=True)
@@ -461,7 +461,7 @@ def in_one_exchange(sizes: Sequence[int], size: int) -> tuple[bool, int | None]:
 
 
 def reduce_small(
-    channel: Channel, opening: tuple[int, int], vectors: Sequence[Vector]
+    channel: Channel, opening: tuple[int, int], vectors: Sequence[ReduceBuffers]
 ) -> Iterator[int]:
     """Combine small vectors of all ranks, side by side in one slot; see `reduce_shared`, whose call they make up."""
     call, check = opening
@@ -470,7 +470,7 @@ def reduce_small(
     yield from combine_small(channel, vectors, places_of([vector.nbytes for vector in vectors])[1])
 
 
-def _put_small(channel: Channel, vectors: Sequence[Vector]) -> None:
+def _put_small(channel: Channel, vectors: Sequence[ReduceBuffers]) -> None:
     """Put small vectors into the slot that this rank publishes next."""
     side = channel.side ^ 1
     own, (starts, _) = (
@@ -482,7 +482,7 @@ def _put_small(channel: Channel, vectors: Sequence[Vector]) -> None:
         open_code(channel, code, how, vector[:2], side, (own + start,) * channel.size)
 
 
-def combine_small(channel: Channel, vectors: Sequence[Vector], nbytes: int = 0) -> Iterator[int]:
+def combine_small(channel: Channel, vectors: Sequence[ReduceBuffers], nbytes: int = 0) -> Iterator[int]:
     """Combine such vectors when all ranks have put theirs.
 
     Args:
@@ -498,14 +498,14 @@ def combine_small(channel: Channel, vectors: Sequence[Vector], nbytes: int = 0) 
         )
 
 
-def _code_of_small(channel: Channel, vector: Vector) -> tuple[Code, Arithmetic]:
+def _code_of_small(channel: Channel, vector: ReduceBuffers) -> tuple[CompiledProgram, Arithmetic]:
     how = vector.how._replace(wire=vector.how.accumulate)  # nothing is saved by halves
     return reduce_code(
         channel.rank,
         channel.size,
         vector.counts,
         None,
-        Places(makes_first=_makes_first(vector, how.wire)),
+        BufferPlacement(makes_first=_makes_first(vector, how.wire)),
         1,
         vector.ends,
     ), how
