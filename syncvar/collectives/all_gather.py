@@ -10,7 +10,7 @@ import numpy as np
 from syncvar.collectives.dispatch import entered, make_call, plain_array
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.stage_builders import exchange, gather_flat, require_same
-from syncvar.collectives.transfer_args import Moving, detail_of, fits_out, moves, result_buffer
+from syncvar.collectives.transfer_args import TransferArgs, detail_of, fits_out, moves, result_buffer
 from syncvar.core.array_arguments import checked_integer, deliver
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import TreeDef, arrays_in, describe, fresh, unflatten
@@ -107,7 +107,7 @@ def gather_request(
     *,
     name: str = "all_gather",
     root: int | None = None,
-) -> Moving:
+) -> TransferArgs:
     """Check the arguments of an all-gather, or of a gather to a root, and return the request; `keep` takes copies."""
     target = None if root is None else checked_root(root, communicator)
     structure, arrays, axes, kinds = _along_axis(x, axis, out)
@@ -135,7 +135,7 @@ def gather_request(
         communicator, "all_gather" if target is None else "gather", algorithm
     )
     shown, rooted = ("", ()) if target is None else (f", root {target}", (target,))
-    return Moving(
+    return TransferArgs(
         f"{name}({kinds}, axis {axis}{shown})",
         fingerprint(name, int(axis), *rooted, structure, algorithm),
         gathered_layout(arrays[0], axes[0], size, rank, target) if is_moved else None,

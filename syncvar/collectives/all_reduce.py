@@ -10,7 +10,7 @@ from syncvar.collectives import nan_check
 from syncvar.collectives.buckets import reduce_one, reduce_together
 from syncvar.collectives.dispatch import call_prepared, entered, make_call
 from syncvar.collectives.reduce_args import (
-    Reducing,
+    ReduceArgs,
     checked_scale,
     contribution,
     described_reduction,
@@ -199,7 +199,7 @@ def reduce_request(
     apply: np.ufunc | None = None,
     keep: bool = False,
     algorithm: str | None = None,
-) -> Reducing:
+) -> ReduceArgs:
     """Check the arguments of an all-reduce and return the request.
 
     With `apply`, `out`, a single array, becomes apply(out, result); half types are rounded once, after that.
@@ -214,7 +214,7 @@ def reduce_request(
             array = array.copy()
             target = _place_of_result(communicator, array, how, target)
         body = reduce_one(communicator, array, how, target, reproducible, apply, algorithm)
-        return Reducing(what, digest, body, op, is_entered=array.dtype == how.result)
+        return ReduceArgs(what, digest, body, op, is_entered=array.dtype == how.result)
     structure, leaves = flatten(x)
     arrays = arrays_of(x, leaves)
     hows = [reduction_of(array, op) for array in arrays]
@@ -242,7 +242,7 @@ def reduce_request(
         return unflatten(structure, results, like)
 
     is_entered = all(array.dtype == how.result for array, how in zip(arrays, hows, strict=True))
-    return Reducing(what, digest, together(), op, is_entered=is_entered)
+    return ReduceArgs(what, digest, together(), op, is_entered=is_entered)
 
 
 def _place_of_result(

@@ -12,7 +12,7 @@ from syncvar.collectives.dispatch import entered, make_call
 from syncvar.collectives.groups import by_rank
 from syncvar.collectives.scatter import cut
 from syncvar.collectives.stage_builders import gather_bytes
-from syncvar.collectives.transfer_args import UNMOVED, Moving, detail_of, moves, place_of
+from syncvar.collectives.transfer_args import UNMOVED, TransferArgs, detail_of, moves, place_of
 from syncvar.core.array_arguments import deliver
 from syncvar.core.array_interop import UnsupportedLibrary
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_index
@@ -91,7 +91,7 @@ def _form(
 
 def _request(
     communicator: Communicator, parts: Any, out: Any, keep: bool, algorithm: str | None
-) -> Moving:
+) -> TransferArgs:
     """Check the arguments and return the request; `keep` takes copies of the parts now."""
     size, rank = communicator.size, communicator.member_rank
     mine = cut(parts, communicator, "all_to_all")
@@ -146,7 +146,7 @@ def _request(
             else UNMOVED
         )
     what = f"all_to_all({dtype.name}, {sum(part.nbytes for part in mine)} bytes)"
-    return Moving(
+    return TransferArgs(
         what,
         fingerprint("all_to_all", algorithm),
         layout,

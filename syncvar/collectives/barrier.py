@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Repeatable, entered, make_call, never
+from syncvar.collectives.dispatch import Cacheable, entered, make_call, never
 from syncvar.collectives.sync_points import meeting
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent.persistent_reduce import prepare_barrier
@@ -51,11 +51,11 @@ def barrier(
     )  # a prepared call that Python runs returns an array without elements
 
 
-def _request(communicator: Communicator, _x: Any, _out: None, _keep: bool) -> _Meeting:
-    return _Meeting("barrier", fingerprint("barrier"), meeting(communicator))
+def _request(communicator: Communicator, _x: Any, _out: None, _keep: bool) -> _BarrierCall:
+    return _BarrierCall("barrier", fingerprint("barrier"), meeting(communicator))
 
 
-class _Meeting(Repeatable):
+class _BarrierCall(Cacheable):
     """A checked barrier."""
 
     __slots__ = ()
@@ -63,7 +63,7 @@ class _Meeting(Repeatable):
     def prepared(
         self, communicator: Communicator, like: NDArray[Any], make: Make
     ) -> PreparedCall | None:
-        """Return what makes calls that are alike; see `Repeatable`."""
+        """Return what makes calls that are alike; see `Cacheable`."""
         return (
             prepare_barrier(communicator, self.digest, self.what)
             if communicator.forced("barrier") is None

@@ -14,7 +14,7 @@ from syncvar.collectives.stage_builders import (
 )
 from syncvar.collectives.transfer_args import (
     UNMOVED,
-    Moving,
+    TransferArgs,
     detail_of,
     fits_out,
     moves,
@@ -117,7 +117,7 @@ def broadcast_request(
     algorithm: str | None = None,
     *,
     name: str = "broadcast",
-) -> Moving:
+) -> TransferArgs:
     """Check the arguments of a broadcast and return the request; `keep` takes copies of what the root brings."""
     root = checked_root(root, communicator)
     is_root = communicator.member_rank == root
@@ -176,7 +176,7 @@ def broadcast_request(
         if structure is not None
         else f"{arrays[0].dtype.name}{list(arrays[0].shape)}"
     )
-    return Moving(
+    return TransferArgs(
         f"{name}(root {root}, {shown})",
         fingerprint(name, root, algorithm),
         layout,

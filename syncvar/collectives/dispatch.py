@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from syncvar.runtime.persistent.builder import Said
     from syncvar.runtime.work import Work
 
-    Make = Callable[[Any, Any], "Repeatable"]  # of (x, out)
+    Make = Callable[[Any, Any], "Cacheable"]  # of (x, out)
 
-__all__ = ["Repeatable", "call_prepared", "entered", "make_call", "never", "plain_array"]
+__all__ = ["Cacheable", "call_prepared", "entered", "make_call", "never", "plain_array"]
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
@@ -41,7 +41,7 @@ _NUMBERS = frozenset((float, int, bool, complex))
 _NUMBERS_MAX = 1024  # of a list, as in dispatch.c
 
 
-class Repeatable(CollectiveSpec):
+class Cacheable(CollectiveSpec):
     """A checked call whose like are prepared."""
 
     __slots__ = ()
@@ -97,7 +97,7 @@ def make_call(
         form_of: Of (communicator, x, out, how): what prepared calls take in place of `x`, with a dtype and a shape, or None for a call
             that has to be made generally, as any in which something is wrong or unusual. None where all calls bring the same.
         make: Checks the arguments: of (communicator, x, out, keep, *how), with `keep` where it takes copies of what the caller may
-            change before the call ends. Returns a `CollectiveSpec`, and a `Repeatable` where there is a form.
+            change before the call ends. Returns a `CollectiveSpec`, and a `Cacheable` where there is a form.
         x: As the caller gave it; so are the others.
         out: Where the result goes; None for nowhere.
         group: None for the world.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.collectives.transfer_args import Moving
+    from syncvar.collectives.transfer_args import TransferArgs
     from syncvar.runtime.communicator import Communicator
 
 __all__ = ["gather"]
@@ -73,5 +73,5 @@ def _request(
     root: int,
     axis: int,
     algorithm: str | None,
-) -> Moving:
+) -> TransferArgs:
     return gather_request(communicator, x, out, keep, axis, algorithm, name="gather", root=root)

@@ -21,7 +21,7 @@ from syncvar.collectives.stage_builders import (
     gather_bytes,
     scatter_flat,
 )
-from syncvar.collectives.transfer_args import UNMOVED, Moving, detail_of, moves
+from syncvar.collectives.transfer_args import UNMOVED, TransferArgs, detail_of, moves
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
@@ -167,7 +167,7 @@ def scatter_object(
 def _call(
     name: str,
     bring: Callable[[Communicator, Any, int | None], list[bytes]],
-    make: Callable[[str, Communicator, list[bytes], Any], Moving],
+    make: Callable[[str, Communicator, list[bytes], Any], TransferArgs],
     finish: Callable[[Communicator, list[bytes], int | None], Any],
     given: Any,
     root: int | None,
@@ -272,7 +272,7 @@ def _first(_communicator: Communicator, packed: list[bytes], _root: int | None) 
 
 def _gathering(
     name: str, communicator: Communicator, packed: list[bytes], root: int | None
-) -> Moving:
+) -> TransferArgs:
     size, rank = communicator.size, communicator.member_rank
     takes = (
         tuple(((rank + distance) % size, 0) for distance in range(1, size))
@@ -290,7 +290,7 @@ def _gathering(
     )
 
 
-def _broadcasting(name: str, communicator: Communicator, packed: list[bytes], root: int) -> Moving:
+def _broadcasting(name: str, communicator: Communicator, packed: list[bytes], root: int) -> TransferArgs:
     is_root = communicator.member_rank == root
 
     def general() -> Generator[Stage, None, list[bytes]]:
@@ -308,7 +308,7 @@ def _broadcasting(name: str, communicator: Communicator, packed: list[bytes], ro
     )
 
 
-def _scattering(name: str, communicator: Communicator, packed: list[bytes], root: int) -> Moving:
+def _scattering(name: str, communicator: Communicator, packed: list[bytes], root: int) -> TransferArgs:
     size, rank = communicator.size, communicator.member_rank
     is_root = rank == root
 
@@ -347,7 +347,7 @@ def _moving(
     general: Callable[[], Generator[Stage, None, list[bytes]]],
     *,
     blocks: int = 1,
-) -> Moving:
+) -> TransferArgs:
     """Return the request of a call of objects; a rank whose object is longer than a head moves nothing, and so does nobody."""
     heads = _heads(packed)
     layout: TransferLayout | None = TransferLayout(
@@ -358,7 +358,7 @@ def _moving(
     elif heads is None:
         layout = UNMOVED
     what, parts = (name, (name,)) if root is None else (f"{name}(root {root})", (name, root))
-    return Moving(
+    return TransferArgs(
         what,
         fingerprint(*parts),
         layout,

@@ -8,7 +8,7 @@ from syncvar.collectives import nan_check
 from syncvar.collectives.dispatch import entered, make_call, plain_array
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.reduce_args import (
-    Reducing,
+    ReduceArgs,
     contribution,
     described,
     outcome,
@@ -101,7 +101,7 @@ def _request(
     op: str,
     root: int,
     algorithm: str | None,
-) -> Reducing:
+) -> ReduceArgs:
     """Check the arguments and return the request; what this rank brings is taken now, and `keep` also its containers."""
     target = checked_root(root, communicator)
     is_root = communicator.member_rank == target
@@ -143,8 +143,8 @@ def _request(
 
     if structure is not None:
         digest = fingerprint(structure, *(part[1] for part in parts))
-        return Reducing(f"reduce({op}, {len(arrays)} arrays, root {target})", digest, body(), op)
+        return ReduceArgs(f"reduce({op}, {len(arrays)} arrays, root {target})", digest, body(), op)
     ((how, digest, what),) = parts
-    return Reducing(
+    return ReduceArgs(
         what, digest, body(), op, ResultPlacement("reduce", target), is_entered=arrays[0].dtype == how.result
     )

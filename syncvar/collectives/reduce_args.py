@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Repeatable, never, plain_array
+from syncvar.collectives.dispatch import Cacheable, never, plain_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import LEAF, PyTree, TreeDef, describe
 from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator, PreparedCall
 
 __all__ = [
-    "Reducing",
+    "ReduceArgs",
     "checked_scale",
     "contribution",
     "described",
@@ -273,7 +273,7 @@ def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> Tree
     return TreeDef(_KINDS[kind], names, tuple(parts))
 
 
-class Reducing(Repeatable):
+class ReduceArgs(Cacheable):
     """A checked call that combines.
 
     Args:
@@ -303,7 +303,7 @@ class Reducing(Repeatable):
     def prepared(
         self, communicator: Communicator, like: NDArray[Any] | PyTree, make: Make
     ) -> PreparedCall | None:
-        """Return what makes calls that are alike; see `Repeatable`."""
+        """Return what makes calls that are alike; see `Cacheable`."""
         return prepare_form(communicator, like, self._op, self.digest, self.what, self._ends)
 
 

@@ -12,7 +12,7 @@ from syncvar.algorithms.chunks import even_chunks
 from syncvar.collectives import nan_check
 from syncvar.collectives.dispatch import entered, make_call
 from syncvar.collectives.reduce_args import contribution, described, outcome, run_plan
-from syncvar.collectives.transfer_args import Moving, fits_out, moves, place_of, result_buffer
+from syncvar.collectives.transfer_args import TransferArgs, fits_out, moves, place_of, result_buffer
 from syncvar.core.array_arguments import as_array, checked_output, deliver
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.reduce_ops import OPS, op_name
@@ -98,7 +98,7 @@ def _request(
     op: str,
     lengths: Any,
     algorithm: str | None,
-) -> Moving:
+) -> TransferArgs:
     """Check the arguments and return the request; `keep` takes a copy of `x` now."""
     array = as_array(x)
     nan_check.look(array, "reduce_scatter")
@@ -137,7 +137,7 @@ def _request(
     if is_moved:
         takes = tuple((peer, place_of(peer, rank)) for peer in range(size) if peer != rank)
         brought = array.copy() if keep else array
-        return Moving(
+        return TransferArgs(
             what,
             digest,
             TransferLayout(
@@ -165,7 +165,7 @@ def _request(
         )
         return outcome(how, work[start : start + counts[rank]], size, shape, into)
 
-    return Moving(
+    return TransferArgs(
         what, digest, None, arrange=lambda: None, finish=lambda made: made, general=general
     )
 

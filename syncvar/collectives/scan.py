@@ -10,7 +10,7 @@ import numpy as np
 from syncvar.collectives import nan_check
 from syncvar.collectives.dispatch import entered, make_call, plain_array
 from syncvar.collectives.reduce_args import (
-    Reducing,
+    ReduceArgs,
     contribution,
     described,
     outcome,
@@ -130,7 +130,7 @@ def _request(
     _keep: bool,
     op: str,
     algorithm: str | None,
-) -> Reducing:
+) -> ReduceArgs:
     """Check the arguments and return the request; what this rank brings is taken now, so there is nothing more to keep."""
     array = as_array(x)
     nan_check.look(array, name)
@@ -148,7 +148,7 @@ def _request(
             return outcome(left, work, count, array.shape, into)
         return deliver(np.full(array.shape, neutral, how.result), into)
 
-    return Reducing(what, digest, body(), op, ResultPlacement(name), is_entered=array.dtype == how.result)
+    return ReduceArgs(what, digest, body(), op, ResultPlacement(name), is_entered=array.dtype == how.result)
 
 
 _scan_request, _exscan_request = partial(_request, "scan"), partial(_request, "exscan")

@@ -13,7 +13,7 @@ from syncvar.collectives.groups import checked_root
 from syncvar.collectives.stage_builders import broadcast_bytes, scatter_flat
 from syncvar.collectives.transfer_args import (
     UNMOVED,
-    Moving,
+    TransferArgs,
     detail_of,
     fits_out,
     moves,
@@ -100,7 +100,7 @@ def _form(
 
 def _request(
     communicator: Communicator, x: Any, out: Any, keep: bool, root: int, algorithm: str | None
-) -> Moving:
+) -> TransferArgs:
     """Check the arguments and return the request; `keep` takes copies of the root's arrays now."""
     size, rank = communicator.size, communicator.member_rank
     source = checked_root(root, communicator)
@@ -157,7 +157,7 @@ def _request(
             out,
         )
 
-    return Moving(
+    return TransferArgs(
         f"scatter(root {source})",
         fingerprint("scatter", source, algorithm),
         layout if moves(communicator, "scatter", algorithm) else None,

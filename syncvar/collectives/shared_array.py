@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.shm.segment import SharedSegment
 
-__all__ = ["Wanted", "memory_in_common", "shared_array"]
+__all__ = ["SharedArraySpec", "memory_in_common", "shared_array"]
 
 _WORD = np.dtype(np.uint64)
 _LINE_BYTES = 64
@@ -84,11 +84,11 @@ def shared_array(
     context.refuse_in_block("sv.shared_array")
     asked: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
 
-    def check() -> Wanted:
+    def check() -> SharedArraySpec:
         lengths, kind = checked_kind(shape, dtype)
         _require_one_host(context, communicator)
         asked.append((lengths, kind))
-        return Wanted(
+        return SharedArraySpec(
             f"shared_array({list(lengths)}, {kind.name})",
             (lengths, kind.str),
             int(np.prod(lengths, dtype=object)) * kind.itemsize,
@@ -103,7 +103,7 @@ def shared_array(
     return found.view(kind).reshape(lengths)
 
 
-class Wanted(NamedTuple):
+class SharedArraySpec(NamedTuple):
     """What is to be shared.
 
     Args:
@@ -123,7 +123,7 @@ def memory_in_common(
     context: Context,
     communicator: Communicator,
     name: str,
-    check: Callable[[], Wanted],
+    check: Callable[[], SharedArraySpec],
     timeout: float | None,
 ) -> NDArray[np.uint8] | SharedMemoryFull:
     """Return memory that all ranks of a group see, or on all ranks why there is none. Collective; the group shares an arena.
@@ -137,8 +137,8 @@ def memory_in_common(
     """
     rank, size = communicator.member_rank, communicator.size
     head = -(-size * _WORD.itemsize // _LINE_BYTES) * _LINE_BYTES
-    kept: list[_Kept] = context.extras.setdefault("memory_in_common", [])
-    wanted: list[Wanted] = []
+    kept: list[_SharedMapping] = context.extras.setdefault("memory_in_common", [])
+    wanted: list[SharedArraySpec] = []
     refused: list[SharedMemoryFull] = []
 
     def request() -> CollectiveSpec:
@@ -209,7 +209,7 @@ class _Hold:
             self._mark[0] = 1
 
 
-class _Kept(NamedTuple):
+class _SharedMapping(NamedTuple):
     """Memory in common that this process has given.
 
     Args:
@@ -223,7 +223,7 @@ class _Kept(NamedTuple):
     marks: NDArray[Any]
 
 
-def _allocated(arena: SharedSegment, size: int, head: int, wanted: Wanted) -> _Kept:
+def _allocated(arena: SharedSegment, size: int, head: int, wanted: SharedArraySpec) -> _SharedMapping:
     """Take memory for what is shared and for the words in front of it, and write the content."""
     block = arena.empty(head + max(1, wanted.nbytes), np.uint8)
     offset = arena.locate(block)
@@ -231,7 +231,7 @@ def _allocated(arena: SharedSegment, size: int, head: int, wanted: Wanted) -> _K
     marks = arena.view(offset, size, _WORD)
     marks[:] = 0
     block[head : head + wanted.nbytes] = 0 if wanted.content is None else wanted.content
-    return _Kept(offset, block, marks)
+    return _SharedMapping(offset, block, marks)
 
 
 def _require_one_host(context: Context, communicator: Communicator) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.dispatch import Repeatable, never
+from syncvar.collectives.dispatch import Cacheable, never
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent.persistent_transfer import prepare_move
 from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, TransferLayout, Movement
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator, PreparedCall
     from syncvar.runtime.persistent.persistent_transfer import Front
 
-__all__ = ["UNMOVED", "Moving", "detail_of", "fits_out", "moves", "place_of", "result_buffer"]
+__all__ = ["UNMOVED", "TransferArgs", "detail_of", "fits_out", "moves", "place_of", "result_buffer"]
 
 UNMOVED = TransferLayout(0, NOTHING.dtype)
 """How a rank moves that brings something else than an array of one kind: nothing, and so does nobody."""
@@ -33,7 +33,7 @@ def moves(communicator: Communicator, collective: str, algorithm: str | None = N
     return communicator.is_shared and algorithm is None and communicator.forced(collective) is None
 
 
-class Moving(Repeatable):
+class TransferArgs(Cacheable):
     """A checked call that moves.
 
     Args:
@@ -78,14 +78,14 @@ class Moving(Repeatable):
     def prepared(
         self, communicator: Communicator, like: NDArray[Any], make: Make
     ) -> PreparedCall | None:
-        """Return what makes calls that are alike; see `Repeatable`."""
+        """Return what makes calls that are alike; see `Cacheable`."""
         if self._layout is None or self._front is None or not like.dtype.isnative:
             return never
 
         def general(x: NDArray[Any], out: Any) -> Generator[Stage, None, Any]:
             request = make(x, out)
             request.body.close()
-            assert isinstance(request, Moving)
+            assert isinstance(request, TransferArgs)
             assert request.general is not None
             return request.general()
 

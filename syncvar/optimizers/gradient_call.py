@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.collectives.reduce_args import Reducing
+    from syncvar.collectives.reduce_args import ReduceArgs
     from syncvar.optimizers.gradient_buckets import Plan
     from syncvar.variables.scope import Owner
 
@@ -189,7 +189,7 @@ def combined_shortly(
         return False
     communicator, array = owner.communicator, _brought(plan, weighted=weighted)
 
-    def make(x: Any, out: Any) -> Reducing:
+    def make(x: Any, out: Any) -> ReduceArgs:
         return reduce_request(
             communicator, x, op, out=out, reproducible=owner.reproducible, name=_NAME
         )

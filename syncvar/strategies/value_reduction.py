@@ -13,7 +13,7 @@ import numpy as np
 from syncvar.collectives.all_gather import gather_request
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.dispatch import call_prepared, entered
-from syncvar.collectives.reduce_args import Reducing, form_of
+from syncvar.collectives.reduce_args import ReduceArgs, form_of
 from syncvar.collectives.tensors import given_back
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError
@@ -99,7 +99,7 @@ class _Brought(NamedTuple):
 
     def request(
         self, communicator: Communicator, reproducible: bool, *, is_finished: bool = True
-    ) -> Reducing:
+    ) -> ReduceArgs:
         """Return the request that combines the arrays; its result is the value's, or a list of theirs."""
         request = reduce_request(
             communicator, self.arrays, self.op, reproducible=reproducible, name=self.name
@@ -107,7 +107,7 @@ class _Brought(NamedTuple):
         whole = _structured(
             request, self.finish if is_finished else list, self.structure, self.name, self.arrays
         )
-        return Reducing(
+        return ReduceArgs(
             whole.what, whole.digest, whole.body, self.op, is_entered=request.is_entered
         )
 
@@ -154,7 +154,7 @@ def _elementwise(value: Any, reduce_op: Any, *, group: Strategy, timeout: float 
     """Combine values of all replicas of a strategy; its `reproducible` calls have no entrance of their own."""
     communicator, reproducible = group.communicator, group.reproducible
 
-    def request_of(_value: Any = None, _out: Any = None) -> Reducing:
+    def request_of(_value: Any = None, _out: Any = None) -> ReduceArgs:
         return _brought(reduce_op, value, None).request(communicator, reproducible)
 
     form = (

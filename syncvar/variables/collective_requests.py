@@ -13,7 +13,7 @@ from syncvar.collectives.broadcast import broadcast_request
 from syncvar.collectives.buckets import reduce_together
 from syncvar.collectives.dispatch import call_prepared
 from syncvar.collectives.stage_builders import exchange
-from syncvar.collectives.transfer_args import Moving, moves
+from syncvar.collectives.transfer_args import TransferArgs, moves
 from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import reduction
 from syncvar.protocol.fixed_records import array_record
@@ -212,14 +212,14 @@ def is_compared_first(communicator: Communicator) -> bool:
     return moves(communicator, "all_gather")
 
 
-def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> Moving:
+def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> TransferArgs:
     """Return the request whose result is whether all replicas bring the same, by their digests side by side.
 
     It says no more, as a prepared call of it does: where they differ, another call has to tell what each one brings.
     """
     digest = np.array([digest_of(x)], np.uint64)
     size, rank = communicator.size, communicator.member_rank
-    return Moving(
+    return TransferArgs(
         f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})",
         fingerprint("alike", what),
         gathered_layout(digest, 0, size, rank),

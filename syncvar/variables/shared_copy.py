@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.collectives.shared_array import Wanted, memory_in_common
+from syncvar.collectives.shared_array import SharedArraySpec, memory_in_common
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import SharedMemoryFull
 from syncvar.variables.storage import Storage, say_arena_is_full
@@ -135,7 +135,7 @@ def shared_copy(
     if size == 1 or context.arena is None:
         return SharedCopy(np.array(value, order="C"), slice(0, value.size))
     content = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    wanted = Wanted("share a copy", (), value.nbytes, content)
+    wanted = SharedArraySpec("share a copy", (), value.nbytes, content)
     found = memory_in_common(context, on_host, "share a copy", lambda: wanted, timeout)
     if isinstance(found, SharedMemoryFull):
         if rank == 0:
