@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 import syncvar
-from syncvar.bootstrap.rendezvous_server import Store
+from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core import exit_codes
 from syncvar.core.network import tcp_endpoint
 from syncvar.core.output_files import LOST_FILE_EVENT
@@ -187,7 +187,7 @@ class Generation:
         umask = os.umask(0o077)
         try:
             self.rendezvous = f"ipc://{directory.path}/store"
-            self.store = Store(
+            self.store = RendezvousServer(
                 self.rendezvous, self.options.workers, job.job_id, job.config, self.number
             )
             if len(job.hosts.sizes) > 1:
@@ -222,7 +222,7 @@ class Generation:
             from syncvar.transports.curve import link_keys
 
             keys = link_keys(fleet.secret, job.job_id)
-        self.store = Store(
+        self.store = RendezvousServer(
             tcp_endpoint(fleet.address, "*"),
             self.options.workers,
             job.job_id,

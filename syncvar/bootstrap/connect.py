@@ -6,7 +6,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from syncvar.bootstrap.context import Context
+from syncvar.bootstrap.context import ProcessContext
 from syncvar.bootstrap.foreign_exit_codes import give_exit_codes
 from syncvar.bootstrap.job_secret import job_secret, keys_of
 from syncvar.bootstrap.launch_env.detection import is_meant_alone, told_elsewhere, why_not_alone
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import zmq
 
-    from syncvar.bootstrap.launch_env.base import Told
+    from syncvar.bootstrap.launch_env.base import LaunchInfo
     from syncvar.bootstrap.mpi_rendezvous import MpiCards
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
@@ -34,7 +34,7 @@ __all__ = ["connect"]
 _log = logging.getLogger("syncvar")
 
 
-def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool) -> Context:
+def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool) -> ProcessContext:
     """Return the context of this process, which has joined its job.
 
     Args:
@@ -84,7 +84,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
 
             environment, secret = meet(told, config, environ, job_secret(environ), cards)
     if environment is None or (environment.world_size == 1 and environment.host_count == 1):
-        return Context(environment, config)
+        return ProcessContext(environment, config)
     keys = keys_of(environment, config, environ, secret)
     return _wired(
         environment,
@@ -96,7 +96,7 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
     )
 
 
-def _told(config: RuntimeConfig, environ: Mapping[str, str]) -> tuple[Told | None, MpiCards | None]:
+def _told(config: RuntimeConfig, environ: Mapping[str, str]) -> tuple[LaunchInfo | None, MpiCards | None]:
     """Return who this process is by what MPI or another launcher says, and the cards of MPI; nothing where it is alone."""
     if config.uses_mpi:
         from syncvar.bootstrap.mpi_rendezvous import join
@@ -118,7 +118,7 @@ def _wired(
     keys: LinkKeys | None,
     fabric: Fabric | None,
     keeper: int | None,
-) -> Context:
+) -> ProcessContext:
     """Return the context of a rank that has others, with its control channel, its transport and its host's arena.
 
     Args:
@@ -166,7 +166,7 @@ def _wired(
         arena = _attach(environment, config, generation)
         if isinstance(arena, SharedSegment):
             undoing.callback(arena.close)
-        context = Context(environment, config, transport, control, generation, arena)
+        context = ProcessContext(environment, config, transport, control, generation, arena)
         context.is_kept_by_rank = keeper is not None
         context.ends_sockets = zeromq.term
         undoing.pop_all()

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from syncvar.shm.segment import SharedSegment
     from syncvar.transports.base import Control, Transport
 
-__all__ = ["Context"]
+__all__ = ["ProcessContext"]
 
 _WORLD = 0
 _ALONE = RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "")
 _log = logging.getLogger("syncvar")
 
 
-class Context:
+class ProcessContext:
     """One process's membership in one generation of a job.
 
     Args:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from syncvar.bootstrap.rendezvous_server import Store
+from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core.exit_codes import failure_in_words, is_failing
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.shm.fd_passing import Handing, arena_path
@@ -21,11 +21,11 @@ from syncvar.shm.segment_file import CreatedArena, create, why_not_here
 
 if TYPE_CHECKING:
     from syncvar.bootstrap.job_directory import JobDirectory
-    from syncvar.bootstrap.kv_store import Cards
-    from syncvar.bootstrap.launch_env.base import Told
+    from syncvar.bootstrap.kv_store import KeyValueStore
+    from syncvar.bootstrap.launch_env.base import LaunchInfo
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["READY", "Host"]
+__all__ = ["READY", "HostService"]
 
 READY = "ready"
 """A file in the private folder: what is served there can be asked for."""
@@ -35,7 +35,7 @@ _LOOK_MS = 200
 _ENDED = "its process ended without leaving"
 
 
-class Host:
+class HostService:
     """Serves in a thread of its own, until `end`, which the end of the process calls too.
 
     Args:
@@ -54,12 +54,12 @@ class Host:
     def __init__(
         self,
         directory: JobDirectory,
-        told: Told,
+        told: LaunchInfo,
         endpoint: str,
         config: RuntimeConfig,
         job_id: str,
         secret: bytes | None,
-        cards: Cards | None,
+        cards: KeyValueStore | None,
     ) -> None:
         self._directory = directory
         self._told = told
@@ -71,7 +71,7 @@ class Host:
         self._ends = threading.Event()
         self._handing: Handing | None = None
         self._thread: threading.Thread | None = None
-        self.store: Store | None = None
+        self.store: RendezvousServer | None = None
         umask = os.umask(0o077)
         try:
             if told.rank == 0:
@@ -82,7 +82,7 @@ class Host:
                     if secret is None or config.encryption == "off"
                     else link_keys(secret, job_id)
                 )
-                self.store = Store(endpoint, told.world_size, job_id, config, keys=keys)
+                self.store = RendezvousServer(endpoint, told.world_size, job_id, config, keys=keys)
             if told.local_world_size > 1 and config.shares_memory:
                 self._handing = Handing(
                     arena_path(str(directory.path)), job_id, told.local_world_size, self._make
@@ -119,7 +119,7 @@ class Host:
             self._thread.join()
         self._close()
 
-    def _others(self, store: Store) -> set[int]:
+    def _others(self, store: RendezvousServer) -> set[int]:
         """Return the others who have joined and have neither left nor been lost, to anybody."""
         coordinator = store.coordinator
         return (
@@ -150,7 +150,7 @@ class Host:
                         handing.readable(item)
                 _warn(handing.take_said())
 
-    def _keep_roll(self, store: Store, ended: list[int], now: float) -> None:
+    def _keep_roll(self, store: RendezvousServer, ended: list[int], now: float) -> None:
         """Handle what has come for the roll, and the ends of processes and of channels; `ended` are descriptors."""
         store.serve(now)
         coordinator = store.coordinator

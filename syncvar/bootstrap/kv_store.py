@@ -28,9 +28,9 @@ from syncvar.core.private_files import PRIVATE, make_private_folder, write_file
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from syncvar.bootstrap.launch_env.base import Told
+    from syncvar.bootstrap.launch_env.base import LaunchInfo
 
-__all__ = ["Cards", "Folder", "ProcessManager", "shared_folder"]
+__all__ = ["KeyValueStore", "FolderStore", "ProcessManager", "shared_folder"]
 
 _VARIABLE = "SYNCVAR_MEETING_DIR"
 _WHAT = "folder in which the ranks meet"
@@ -60,10 +60,10 @@ def shared_folder(environ: Mapping[str, str]) -> Path:
     return path
 
 
-class Cards:
+class KeyValueStore:
     """Where cards are put down and read: what the places have in common, of which each gives what it does otherwise."""
 
-    def placed(self, told: Told) -> Told:
+    def placed(self, told: LaunchInfo) -> LaunchInfo:
         """Return what is told of this rank, with what this place knows of its host."""
         return told
 
@@ -85,7 +85,7 @@ class Cards:
         """Remove the cards: all ranks have met. Rank 0 does this. Idempotent."""
 
 
-class Folder(Cards):
+class FolderStore(KeyValueStore):
     """Cards as files: who reads one waits for it, so that there are no turns.
 
     Args:
@@ -144,7 +144,7 @@ class Folder(Cards):
         shutil.rmtree(self._path, ignore_errors=True)
 
 
-class ProcessManager(Cards):
+class ProcessManager(KeyValueStore):
     """Cards that the process manager keeps, and forgets with the run.
 
     The descriptor is also that of an MPI library in this process, before and after: nothing of it is changed. A process
@@ -201,7 +201,7 @@ class ProcessManager(Cards):
                 f"{whose} has put down no card {key!r} with the process manager (PMI): {error}"
             ) from error
 
-    def placed(self, told: Told) -> Told:
+    def placed(self, told: LaunchInfo) -> LaunchInfo:
         """Return what is told of this rank, with what the process manager says of the hosts, and of which run it is.
 
         Raises:

@@ -15,8 +15,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar.bootstrap.kv_store import Cards
-from syncvar.bootstrap.launch_env.base import MPI, Told
+from syncvar.bootstrap.kv_store import KeyValueStore
+from syncvar.bootstrap.launch_env.base import MPI, LaunchInfo
 from syncvar.bootstrap.launch_env.detection import started_with_others, told_elsewhere
 from syncvar.bootstrap.launch_env.rank_placement import placed
 from syncvar.core.errors import ConfigError, RendezvousError, UsageError
@@ -37,7 +37,7 @@ _REMEDY = "Let mpirun fill host after host: --map-by slot (Open MPI), -ppn N or 
 _kept: list[MpiCards] = []  # at most one: a process joins again after `shutdown`
 
 
-class MpiCards(Cards):
+class MpiCards(KeyValueStore):
     """Cards that collectives of MPI hand round: each turn is one, and all ranks take part in it.
 
     Args:
@@ -48,7 +48,7 @@ class MpiCards(Cards):
         told: Who this process is, by MPI.
     """
 
-    told: Told
+    told: LaunchInfo
 
     def __init__(self, fabric: Fabric, timeout_s: float) -> None:
         self.fabric = fabric
@@ -147,7 +147,7 @@ def _join(config: RuntimeConfig, environ: Mapping[str, str]) -> MpiCards | None:
     everyone = cards.exchange(
         {"host": socket.gethostname(), "boot": boot_identity(), "run": secrets.token_hex(8)}
     )
-    told = Told(
+    told = LaunchInfo(
         "MPI",
         rank,
         size,

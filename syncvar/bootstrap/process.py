@@ -19,7 +19,7 @@ from syncvar.core.fork_cleanup import register_exit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
-    from syncvar.bootstrap.context import Context
+    from syncvar.bootstrap.context import ProcessContext
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.stack_dump import StackFrame
 
@@ -39,26 +39,26 @@ __all__ = [
 ]
 
 
-class _State:
+class _ProcessState:
     """The default context of the process, and the one that each thread of a test world has instead."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.default: Context | None = None
+        self.default: ProcessContext | None = None
         self.thread = threading.local()
         self.is_bound = False  # some thread has had a context of its own
         self.forked: UsageError | None = None
         self.generations = 0
         self.is_exit_registered = False
         self.environ: MutableMapping[str, str] = os.environ  # what tells this process who it is
-        self.joiners: list[Callable[[Context], None]] = []
+        self.joiners: list[Callable[[ProcessContext], None]] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         note_change()
 
 
-_state = _State()
+_state = _ProcessState()
 
 
 def init(*, alone: bool = False) -> None:
@@ -111,9 +111,9 @@ def is_initialized() -> bool:
     return joined() is not None
 
 
-def joined() -> Context | None:
+def joined() -> ProcessContext | None:
     """Return the context of this thread or process; None where it has not joined, which asking does not change."""
-    context: Context | None = getattr(_state.thread, "context", None) or _state.default
+    context: ProcessContext | None = getattr(_state.thread, "context", None) or _state.default
     return None if context is None or context.is_closed else context
 
 
@@ -122,12 +122,12 @@ def environment_here() -> RankEnvironment | None:
     return environment_of(_state.environ)
 
 
-def on_join(listener: Callable[[Context], None]) -> None:
+def on_join(listener: Callable[[ProcessContext], None]) -> None:
     """Call `listener(context)` whenever this process joins a job from now on."""
     _state.joiners.append(listener)
 
 
-def current(*, alone: bool = False) -> Context:
+def current(*, alone: bool = False) -> ProcessContext:
     """Return the context of this thread or process, joining first if need be (`alone`: as a world of one)."""
     context = getattr(_state.thread, "context", None) or _state.default
     if context is not None and not context.is_closed:
@@ -146,7 +146,7 @@ def messages_entered_natively(function: Any, *, is_sending: bool) -> Any:
 
 
 @contextlib.contextmanager
-def use(context: Context) -> Iterator[None]:
+def use(context: ProcessContext) -> Iterator[None]:
     """Bind a context to this thread."""
     _state.is_bound = True
     _state.thread.context = context
@@ -201,7 +201,7 @@ def member(environ: MutableMapping[str, str]) -> Iterator[None]:
             _state.environ = os.environ
 
 
-def _join(*, alone: bool) -> Context:
+def _join(*, alone: bool) -> ProcessContext:
     if getattr(_state.thread, "context", None) is not None:
         raise UsageError("this thread's context has been shut down")
     with _state.lock:

@@ -15,9 +15,9 @@ import socket
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.bootstrap.host_service import READY, Host
+from syncvar.bootstrap.host_service import READY, HostService
 from syncvar.bootstrap.job_directory import MEETING, JobDirectory
-from syncvar.bootstrap.kv_store import Folder, ProcessManager
+from syncvar.bootstrap.kv_store import FolderStore, ProcessManager
 from syncvar.bootstrap.launch_env.base import ADDRESS, PMI
 from syncvar.bootstrap.launch_env.rank_placement import evenly_placed
 from syncvar.core.environment import RankEnvironment
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from syncvar.bootstrap.kv_store import Cards
-    from syncvar.bootstrap.launch_env.base import Told
+    from syncvar.bootstrap.kv_store import KeyValueStore
+    from syncvar.bootstrap.launch_env.base import LaunchInfo
     from syncvar.core.settings import RuntimeConfig
 
 __all__ = ["Met", "leave", "meet"]
 
 _log = logging.getLogger("syncvar")
 _PAUSE_S = 0.02
-_met: dict[Told, Met] = {}  # a process joins again after `shutdown`
-_hosts: list[Host] = []
+_met: dict[LaunchInfo, Met] = {}  # a process joins again after `shutdown`
+_hosts: list[HostService] = []
 
 
 class Met(NamedTuple):
@@ -60,11 +60,11 @@ class Met(NamedTuple):
 
 
 def meet(
-    told: Told,
+    told: LaunchInfo,
     config: RuntimeConfig,
     environ: Mapping[str, str],
     secret: bytes | None,
-    cards: Cards | None = None,
+    cards: KeyValueStore | None = None,
 ) -> Met:
     """Return who this process is, and begin to serve what syncvar-launch would have served.
 
@@ -80,7 +80,7 @@ def meet(
         RendezvousError: Rank 0 cannot listen, or the first rank of this host does not come.
     """
     if told not in _met:
-        _met[told] = _Meeting(told, config, environ, secret, cards).meet()
+        _met[told] = _Rendezvous(told, config, environ, secret, cards).meet()
     return _met[told]
 
 
@@ -97,16 +97,16 @@ def leave(patience_s: float) -> None:
         host.end(patience_s)
 
 
-class _Meeting:
+class _Rendezvous:
     """How this process comes together with the others; see `meet`. What it learns is added to what it was told."""
 
     def __init__(
         self,
-        told: Told,
+        told: LaunchInfo,
         config: RuntimeConfig,
         environ: Mapping[str, str],
         secret: bytes | None,
-        cards: Cards | None,
+        cards: KeyValueStore | None,
     ) -> None:
         self.told = told
         self.config = config
@@ -147,7 +147,7 @@ class _Meeting:
 
     def _meet_by_cards(self) -> Met:
         told = self.told
-        cards = self.cards or Folder(self.environ, told.run, self.config.rendezvous_timeout_s)
+        cards = self.cards or FolderStore(self.environ, told.run, self.config.rendezvous_timeout_s)
         if told.local_rank == 0:
             cards.put(f"host-{told.rank}", f"{told.local_world_size} {self.name}")
         cards.turn()
@@ -181,7 +181,7 @@ class _Meeting:
         cards.done()
         return met
 
-    def _walk(self, cards: Cards) -> list[str]:
+    def _walk(self, cards: KeyValueStore) -> list[str]:
         """Go from the card of one host to that of the next, which tells where ours is among them; return the others' names."""
         told, names = self.told, []
         first = index = count = 0
@@ -207,7 +207,7 @@ class _Meeting:
         """Take what rank 0 has said: its address, and what tells this run from one before that was told the same."""
         self.told = self.told._replace(address=address, run=f"{self.told.run} {nonce}")
 
-    def _begin(self, endpoint: str, cards: Cards | None = None) -> Met:
+    def _begin(self, endpoint: str, cards: KeyValueStore | None = None) -> Met:
         """Serve, where this is the first rank of its host; where it is not, wait for that one.
 
         Args:
@@ -226,7 +226,7 @@ class _Meeting:
         if told.local_rank == 0:
             directory = JobDirectory(self.environ, name)
             endpoint = endpoint or f"ipc://{directory.path}/store"
-            host = Host(directory, told, endpoint, self.config, job_id, secret, cards)
+            host = HostService(directory, told, endpoint, self.config, job_id, secret, cards)
             _hosts.append(host)
             path, endpoint = (
                 directory.path,

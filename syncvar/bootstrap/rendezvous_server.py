@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
 
-__all__ = ["Store"]
+__all__ = ["RendezvousServer"]
 
 _QUEUED = 10_000
 
 
-class Store:
+class RendezvousServer:
     """Rendezvous and control of one job.
 
     Args:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import CodeType, FrameType, TracebackType
 
-__all__ = ["Failure", "add_folder", "failure_of", "main", "work"]
+__all__ = ["WorkerFailure", "add_folder", "failure_of", "main", "work"]
 
 _FINDERS = (
     runpy.__file__,
@@ -203,7 +203,7 @@ def _let_go(reason: str, error: BaseException) -> None:
             sys.stderr.write(f"syncvar: leaving the job failed: {another}\n")
 
 
-class Failure(NamedTuple):
+class WorkerFailure(NamedTuple):
     """What an exception means for the process that it ends.
 
     Args:
@@ -221,7 +221,7 @@ class Failure(NamedTuple):
     exit_code: int
 
 
-def failure_of(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> WorkerFailure:
     """Return what an exception of a script means; its process is to be gone soon."""
     name = type(error).__name__
     if isinstance(error, SystemExit):
@@ -233,10 +233,10 @@ def failure_of(error: BaseException) -> Failure:
                 1,
                 f"sys.exit({code}): an exit code has 8 bits, and the lowest 8 of this number are 0; it counts as 1. Use 1 to 255",
             )
-        return Failure(name, str(error.code), text, text, status)
+        return WorkerFailure(name, str(error.code), text, text, status)
     code = 130 if isinstance(error, KeyboardInterrupt) else error_exit_code(error)
     text, brief = _traceback_texts(error)
-    return Failure(name, _message(error), text, brief, code)
+    return WorkerFailure(name, _message(error), text, brief, code)
 
 
 def _fail(word: StatusPipe, error: BaseException) -> NoReturn:

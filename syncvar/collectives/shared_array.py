@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike, NDArray
 
-    from syncvar.bootstrap.context import Context
+    from syncvar.bootstrap.context import ProcessContext
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
     from syncvar.shm.segment import SharedSegment
@@ -120,7 +120,7 @@ class SharedArraySpec(NamedTuple):
 
 
 def memory_in_common(
-    context: Context,
+    context: ProcessContext,
     communicator: Communicator,
     name: str,
     check: Callable[[], SharedArraySpec],
@@ -234,7 +234,7 @@ def _allocated(arena: SharedSegment, size: int, head: int, wanted: SharedArraySp
     return _SharedMapping(offset, block, marks)
 
 
-def _require_one_host(context: Context, communicator: Communicator) -> None:
+def _require_one_host(context: ProcessContext, communicator: Communicator) -> None:
     """Raise ConfigError unless the ranks of a group share memory."""
     if communicator.is_shared:
         return

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.bootstrap.context import Context as Joined
+    from syncvar.bootstrap.context import ProcessContext as Joined
     from syncvar.core.environment import RankEnvironment
     from syncvar.variables.variable import Variable
 

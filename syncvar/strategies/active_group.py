@@ -20,7 +20,7 @@ from syncvar.runtime.communicator import fingerprint
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.bootstrap.context import Context
+    from syncvar.bootstrap.context import ProcessContext
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.work import Work
 
@@ -41,7 +41,7 @@ class OneHasLeft(UsageError):
 class Block(Protocol):
     """What the groups of a block have in common."""
 
-    context: Context
+    context: ProcessContext
     number: int  # the same on all its ranks, and of no other block
     stops_at_first: bool
     is_over: str  # why no more calls are made in it: "rank 3 left ..."; empty while they are

@@ -12,12 +12,12 @@ from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageE
 from syncvar.strategies.active_group import LEFT, Enrolled, OneHasLeft
 from syncvar.strategies.base import strategies_of
 from syncvar.strategies.library_state import checked_modules, update_modules
-from syncvar.variables.policy import Context as Where
+from syncvar.variables.policy import ProcessContext as Where
 from syncvar.variables.resync import catch_up
 from syncvar.variables.scope import current_place
 
 if TYPE_CHECKING:
-    from syncvar.bootstrap.context import Context
+    from syncvar.bootstrap.context import ProcessContext
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
     from syncvar.strategies.base import Strategy
@@ -273,7 +273,7 @@ class Uneven:
         return list(self._rosters)
 
 
-def _refuse_inside(context: Context) -> None:
+def _refuse_inside(context: ProcessContext) -> None:
     """Raise UsageError where no block can begin."""
     if context.uneven is not None:
         raise UsageError(

@@ -12,7 +12,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from syncvar.bootstrap.context import Context
+from syncvar.bootstrap.context import ProcessContext
 from syncvar.bootstrap.process import use
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import SharedMemoryUnavailable
@@ -100,10 +100,10 @@ def run_ranks(
             "memory",
             host=f"host{host}" if hosts > 1 else "localhost",
         )
-        context: Context | None = None
+        context: ProcessContext | None = None
         try:
             links = MemoryTransport(network, rank), MemoryControl(network, rank)
-            context = Context(
+            context = ProcessContext(
                 me,
                 config,
                 *links,

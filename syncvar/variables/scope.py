@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.bootstrap.context import Context as Joined
+    from syncvar.bootstrap.context import ProcessContext as Joined
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.deferred_writes import WriteQueue
     from syncvar.variables.policy import VariableSynchronization

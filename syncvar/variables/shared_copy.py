@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.bootstrap.context import Context
+    from syncvar.bootstrap.context import ProcessContext
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.scope import Owner
 
@@ -119,7 +119,7 @@ def written_once(owner: Owner, storages: Sequence[Storage]) -> Iterator[None]:
 
 
 def shared_copy(
-    context: Context, on_host: Communicator, value: NDArray[Any], timeout: float | None
+    context: ProcessContext, on_host: Communicator, value: NDArray[Any], timeout: float | None
 ) -> SharedCopy:
     """Make the copy that the replicas of this host share. Collective on the host.
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.bootstrap.context import Context
+    from syncvar.bootstrap.context import ProcessContext
     from syncvar.runtime.communicator import Communicator
 
 __all__ = ["Storage", "being_written", "refuse_overlap", "say_arena_is_full"]
@@ -41,7 +41,7 @@ __all__ = ["Storage", "being_written", "refuse_overlap", "say_arena_is_full"]
 _log = logging.getLogger("syncvar")
 
 
-def say_arena_is_full(context: Context, error: SharedMemoryFull) -> None:
+def say_arena_is_full(context: ProcessContext, error: SharedMemoryFull) -> None:
     """Say once what it means that there is no room in the arena."""
     if not context.extras.get("said_arena_is_full"):
         context.extras["said_arena_is_full"] = True
@@ -118,7 +118,7 @@ class Storage(Copied):
 
     is_shared = False  # by the replicas of a host, as their only copy
 
-    def __init__(self, context: Context, value: NDArray[Any]) -> None:
+    def __init__(self, context: ProcessContext, value: NDArray[Any]) -> None:
         self._context = context
         self._prepare()
         self._take(value)

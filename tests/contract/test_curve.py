@@ -15,7 +15,7 @@ from zmq.utils import z85
 
 import syncvar.transports.zeromq_transport as zeromq_module
 from syncvar.bootstrap.job_secret import job_secret
-from syncvar.bootstrap.rendezvous_server import Store
+from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core.errors import ConfigError, HandshakeError
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.frame import FrameType, pack_header
@@ -344,7 +344,7 @@ def test_every_socket_has_limits():
     with world() as ranks, zmq.Context() as context:
         ranks[0].send(1, pack_header(FrameType.DATA, 0, 0, 0, 7))
         control = ZeromqControl(context, "ipc:///nowhere", 0, CONFIG)
-        store = Store(
+        store = RendezvousServer(
             f"ipc://{os.path.dirname(ranks[0].address.removeprefix('ipc://'))}/store",
             2,
             "job",

@@ -681,7 +681,7 @@ def test_frames_of_a_block_that_was_left_are_not_taken_for_those_of_the_next():
 
 
 def test_all_ranks_can_leave_and_join_anew_in_the_next_generation():
-    from syncvar.bootstrap.context import Context
+    from syncvar.bootstrap.context import ProcessContext
     from syncvar.bootstrap.process import use
     from syncvar.core.environment import RankEnvironment
 
@@ -692,7 +692,7 @@ def test_all_ranks_can_leave_and_join_anew_in_the_next_generation():
         me = RankEnvironment(rank, 3, rank, 3, 0, 1, 0, "memory://", "j")
         for generation in range(3):
             transport, control = MemoryTransport(network, rank), MemoryControl(network, rank)
-            context = Context(me, SOON, transport, control, generation)
+            context = ProcessContext(me, SOON, transport, control, generation)
             with use(context):
                 seen[rank].append((context.generation, int(sv.all_reduce(rank + generation))))
                 group = sv.new_group([0, 1, 2])

@@ -8,7 +8,7 @@ import time
 import pytest
 import zmq
 
-from syncvar.bootstrap.rendezvous_server import Store
+from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX, FRAMING_NBYTES
@@ -24,7 +24,7 @@ def endpoint():
 
 @pytest.fixture
 def store(endpoint):
-    made = Store(endpoint, 2, "job", RuntimeConfig())
+    made = RendezvousServer(endpoint, 2, "job", RuntimeConfig())
     yield made
     made.close()
 

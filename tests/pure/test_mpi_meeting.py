@@ -11,7 +11,7 @@ import pytest
 
 from syncvar.bootstrap import connect, handshake, mpi_rendezvous
 from syncvar.bootstrap.handshake import answer_roll_call
-from syncvar.bootstrap.launch_env.base import Told
+from syncvar.bootstrap.launch_env.base import LaunchInfo
 from syncvar.bootstrap.launch_env.rank_placement import placed
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, RendezvousError
@@ -76,14 +76,14 @@ def test_a_library_that_thinks_it_is_alone_under_the_mpirun_of_another_is_refuse
 def test_ranks_that_do_not_follow_each_other_on_a_host_are_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"are on a, b, a.*--map-by slot"):
         placed(
-            Told("MPI", 0, 3, 0, 0, -1, 0, "", 0),
+            LaunchInfo("MPI", 0, 3, 0, 0, -1, 0, "", 0),
             [("a", "1"), ("b", "2"), ("a", "1")],
             ["a", "b", "a"],
             mpi_rendezvous._REMEDY,
         )
     of_one_name = [
         placed(
-            Told("MPI", rank, 3, 0, 0, -1, 0, "", 0),
+            LaunchInfo("MPI", rank, 3, 0, 0, -1, 0, "", 0),
             [("a", "1"), ("a", "2"), ("b", "2")],
             ["a", "a", "b"],
             "",

@@ -14,7 +14,7 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ADDRESS", "FOLDER", "MPI", "PMI", "Engine", "Told", "port_of", "whole"]
+__all__ = ["ADDRESS", "FOLDER", "MPI", "PMI", "LaunchEnvironment", "LaunchInfo", "port_of", "whole"]
 
 ADDRESS, FOLDER, PMI, MPI = "address", "folder", "pmi", "mpi"
 """How ranks of several hosts meet: where rank 0 is said to listen; by cards in a folder that all hosts have, named after
@@ -25,7 +25,7 @@ _PORT_MAX = 65535
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 
 
-class Told(NamedTuple):
+class LaunchInfo(NamedTuple):
     """What an engine says.
 
     Args:
@@ -57,7 +57,7 @@ class Told(NamedTuple):
     way: str = ADDRESS
 
 
-class Engine:
+class LaunchEnvironment:
     """One engine, for one environment.
 
     Args:
@@ -99,7 +99,7 @@ class Engine:
         """Return how the ranks of several hosts meet."""
         return FOLDER
 
-    def told(self) -> Told | None:
+    def told(self) -> LaunchInfo | None:
         """Return what it says of this process; None where that is not enough to meet.
 
         Raises:
@@ -149,7 +149,7 @@ class Engine:
         """Return the first of some variables that is set; empty where none is."""
         return next((name for name in names if name in self.environ), "")
 
-    def _checked(self, rank: int, size: int, local_rank: int, local_size: int, **more: Any) -> Told:
+    def _checked(self, rank: int, size: int, local_rank: int, local_size: int, **more: Any) -> LaunchInfo:
         """Return what is told, with its numbers compared; on one host everything else follows from them."""
         for name, value, limit in (
             (self.rank, rank, size),
@@ -171,7 +171,7 @@ class Engine:
             "address": address,
             "port": port,
         }
-        return Told(self.source(), rank, size, local_rank, local_size, **(answers | more))
+        return LaunchInfo(self.source(), rank, size, local_rank, local_size, **(answers | more))
 
     def source(self) -> str:
         """Return the variables that it is known by, for messages."""

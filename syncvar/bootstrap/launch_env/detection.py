@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from syncvar.bootstrap.launch_env.base import Engine, Told, whole
+from syncvar.bootstrap.launch_env.base import LaunchEnvironment, LaunchInfo, whole
 from syncvar.bootstrap.launch_env.launcher_order import BY_HAND, ENGINES
 from syncvar.bootstrap.launch_env.torchrun import Torchrun
 from syncvar.core.errors import ConfigError
@@ -36,7 +36,7 @@ class _Said(NamedTuple):
     world_size: int
 
 
-def told_elsewhere(environ: Mapping[str, str], own: RankEnvironment | None = None) -> Told | None:
+def told_elsewhere(environ: Mapping[str, str], own: RankEnvironment | None = None) -> LaunchInfo | None:
     """Return what the innermost engine says of this process, or None where none does, or not enough to meet.
 
     Args:
@@ -148,7 +148,7 @@ def started_with_others(environ: Mapping[str, str]) -> tuple[str, str, str] | No
     return None if outer is None or seen is None else (*seen, outer.remedy)
 
 
-def _present(environ: Mapping[str, str]) -> list[Engine]:
+def _present(environ: Mapping[str, str]) -> list[LaunchEnvironment]:
     """Return the engines that are there, the innermost first."""
     return [one for one in (kind(environ) for kind in ENGINES) if one.is_present()]
 
@@ -165,7 +165,7 @@ def _refusal(seen: str, workers: str, remedy: str) -> str:
     )
 
 
-def _compare_with_outer(inner: Engine, told: Told, outer: Engine) -> None:
+def _compare_with_outer(inner: LaunchEnvironment, told: LaunchInfo, outer: LaunchEnvironment) -> None:
     """Refuse variables that contradict the engine that has started the process, or what has set them.
 
     Each of its processes may have started several ranks, so that it may be fewer. Where they are as many, each is the rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncvar.bootstrap.launch_env.base import Engine, Told, port_of, whole
+from syncvar.bootstrap.launch_env.base import LaunchEnvironment, LaunchInfo, port_of, whole
 from syncvar.core.errors import ConfigError
 
 __all__ = ["IndexedJob"]
@@ -11,7 +11,7 @@ _PORT = 29500
 _SIZE = "SYNCVAR_WORLD_SIZE"
 
 
-class IndexedJob(Engine):
+class IndexedJob(LaunchEnvironment):
     """Pods that know their index. How many they are, and the name of the first, the manifest has to say.
 
     Of a JobSet with several jobs, its labels say which of them this is, how many, and how often all were started again: the
@@ -31,7 +31,7 @@ class IndexedJob(Engine):
         """Return whether this is a pod of an indexed job."""
         return self.rank in self.environ
 
-    def told(self) -> Told | None:
+    def told(self) -> LaunchInfo | None:
         """Return what it says of this process; None where the manifest has not said what is missing.
 
         Raises:
@@ -58,4 +58,4 @@ class IndexedJob(Engine):
         port = port_of(self.environ.get("MASTER_PORT", str(_PORT)), "MASTER_PORT")
         again = self.environ.get("JOBSET_RESTART_ATTEMPT", "")
         restarts = whole(self.environ, "JOBSET_RESTART_ATTEMPT") if again else 0
-        return Told(self.source(), rank, size, 0, 1, rank, size, address, port, again, restarts)
+        return LaunchInfo(self.source(), rank, size, 0, 1, rank, size, address, port, again, restarts)

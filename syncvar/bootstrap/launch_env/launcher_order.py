@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncvar.bootstrap.launch_env.base import ADDRESS, FOLDER, MPI, PMI, Engine, Told
+from syncvar.bootstrap.launch_env.base import ADDRESS, FOLDER, MPI, PMI, LaunchEnvironment, LaunchInfo
 from syncvar.bootstrap.launch_env.kubernetes import IndexedJob
 from syncvar.bootstrap.launch_env.mpi_launchers import Horovod, Hydra, Mvapich, OpenMpi, Pmix
 from syncvar.bootstrap.launch_env.other_schedulers import Flux, Jsrun, Pals, Pbsdsh
@@ -17,16 +17,16 @@ __all__ = [
     "FOLDER",
     "MPI",
     "PMI",
-    "Engine",
+    "LaunchEnvironment",
     "TfConfig",
-    "Told",
+    "LaunchInfo",
     "Torchrun",
 ]
 
-BY_HAND: tuple[type[Engine], ...] = (Torchrun, TfConfig)
+BY_HAND: tuple[type[LaunchEnvironment], ...] = (Torchrun, TfConfig)
 """Those whose variables a program, or a person, may have set for processes that something else has started."""
 
-ENGINES: tuple[type[Engine], ...] = (
+ENGINES: tuple[type[LaunchEnvironment], ...] = (
     *BY_HAND,
     Horovod,
     OpenMpi,

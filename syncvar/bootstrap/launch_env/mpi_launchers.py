@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.bootstrap.launch_env.base import FOLDER, PMI, Engine, Told
+from syncvar.bootstrap.launch_env.base import FOLDER, PMI, LaunchEnvironment, LaunchInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,7 @@ def hands_cards(environ: Mapping[str, str]) -> bool:
     return environ.get("PMI_FD", "").isdecimal()
 
 
-class Horovod(Engine):
+class Horovod(LaunchEnvironment):
     """horovodrun with Gloo; with MPI beneath, the launcher of MPI is seen too, and says the same."""
 
     name = "horovodrun"
@@ -34,7 +34,7 @@ class Horovod(Engine):
         return " ".join(place) if all(place) else ""
 
 
-class OpenMpi(Engine):
+class OpenMpi(LaunchEnvironment):
     """mpirun of Open MPI, 4 and 5: its ranks have its name of the job, and the 4th also a number that it has drawn."""
 
     name = "mpirun of Open MPI"
@@ -55,7 +55,7 @@ class OpenMpi(Engine):
         )
 
 
-class Hydra(Engine):
+class Hydra(LaunchEnvironment):
     """mpiexec of MPICH and Intel MPI. Other launchers set PMI's variables too, and are known by their own."""
 
     name = "mpiexec, by PMI as of MPICH and Intel MPI,"
@@ -102,12 +102,12 @@ class Mvapich(Hydra):
         return self.rank in self.environ or self.sizes[0] in self.environ
 
 
-class Pmix(Engine):
+class Pmix(LaunchEnvironment):
     """A launcher of which nothing is known but that it speaks PMIx."""
 
     name = "a launcher that speaks PMIx"
     rank = "PMIX_RANK"
 
-    def told(self) -> Told | None:
+    def told(self) -> LaunchInfo | None:
         """Return None: PMIx tells the rest only to its own library."""
         return None

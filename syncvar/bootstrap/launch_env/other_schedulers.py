@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from syncvar.bootstrap.launch_env.base import FOLDER, PMI, Engine, Told, whole
+from syncvar.bootstrap.launch_env.base import FOLDER, PMI, LaunchEnvironment, LaunchInfo, whole
 from syncvar.bootstrap.launch_env.mpi_launchers import hands_cards
 
 __all__ = ["Flux", "Jsrun", "Pals", "Pbsdsh"]
 
 
-class Flux(Engine):
+class Flux(LaunchEnvironment):
     """flux run: it says who is how many on a host only through PMI."""
 
     name = "flux run"
@@ -24,7 +24,7 @@ class Flux(Engine):
         """Return how the ranks of several hosts meet."""
         return PMI if hands_cards(self.environ) else FOLDER
 
-    def told(self) -> Told | None:
+    def told(self) -> LaunchInfo | None:
         """Return what it says of this process; None where nobody says how many of its job are on this host."""
         size = self.size()
         is_one_host = size == 1 or self.environ.get("FLUX_JOB_NNODES") == "1"
@@ -40,7 +40,7 @@ class Flux(Engine):
         return self._checked(rank, size, local_rank, size if is_one_host else 0)
 
 
-class Pals(Engine):
+class Pals(LaunchEnvironment):
     """mpiexec of PALS: only the size on this host has a variable that is always there."""
 
     name = "mpiexec of PALS"
@@ -62,7 +62,7 @@ class Pals(Engine):
         return self.environ.get("PALS_APID", "")
 
 
-class Jsrun(Engine):
+class Jsrun(LaunchEnvironment):
     """jsrun, in a job of LSF."""
 
     name = "jsrun"
@@ -77,7 +77,7 @@ class Jsrun(Engine):
         return f"{job} {step}" if job and step else ""
 
 
-class Pbsdsh(Engine):
+class Pbsdsh(LaunchEnvironment):
     """pbsdsh: it numbers its tasks and says nothing of how many they are. The first is also the job's script."""
 
     name = "pbsdsh"
@@ -87,6 +87,6 @@ class Pbsdsh(Engine):
         """Return whether this is a task beside the job's script."""
         return self.environ.get(self.rank, "0") not in ("", "0")
 
-    def told(self) -> Told | None:
+    def told(self) -> LaunchInfo | None:
         """Return None: it does not say enough."""
         return None

@@ -9,14 +9,14 @@ from syncvar.core.errors import ConfigError, RendezvousError
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-    from syncvar.bootstrap.launch_env.base import Told
+    from syncvar.bootstrap.launch_env.base import LaunchInfo
 
 __all__ = ["evenly_placed", "host_of_each", "placed"]
 
 _NAMED = 8
 
 
-def placed(told: Told, hosts: Sequence[Hashable], names: Sequence[str], remedy: str) -> Told:
+def placed(told: LaunchInfo, hosts: Sequence[Hashable], names: Sequence[str], remedy: str) -> LaunchInfo:
     """Return what is told, with the place of its rank.
 
     Args:
@@ -44,7 +44,7 @@ def placed(told: Told, hosts: Sequence[Hashable], names: Sequence[str], remedy: 
     )
 
 
-def evenly_placed(told: Told) -> Told:
+def evenly_placed(told: LaunchInfo) -> LaunchInfo:
     """Return what is told, with its host's index and the number of hosts, where only its host's ranks are known.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from syncvar.bootstrap.launch_env.base import Engine, Told, whole
+from syncvar.bootstrap.launch_env.base import LaunchEnvironment, LaunchInfo, whole
 from syncvar.core.errors import ConfigError
 
 __all__ = ["Slurm", "counts"]
@@ -13,7 +13,7 @@ _STEP_MAX = 0xFFFFFFF0  # Slurm's numbers from here on are its own steps: of bat
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-class Slurm(Engine):
+class Slurm(LaunchEnvironment):
     """srun: SLURM_NTASKS is of the whole job, of which a step may have fewer."""
 
     name = "srun"
@@ -43,7 +43,7 @@ class Slurm(Engine):
         port = self.environ.get("SLURM_STEP_LAUNCHER_PORT", "")
         return f"{cluster} {job}.{step} {again} {port}" if job and step else ""
 
-    def told(self) -> Told | None:
+    def told(self) -> LaunchInfo | None:
         """Return what it says of this process; None where an old srun does not say which tasks are on which host.
 
         Raises:

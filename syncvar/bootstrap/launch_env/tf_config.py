@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.bootstrap.launch_env.base import Engine, Told, port_of
+from syncvar.bootstrap.launch_env.base import LaunchEnvironment, LaunchInfo, port_of
 from syncvar.bootstrap.launch_env.rank_placement import placed
 from syncvar.core.errors import ConfigError
 
@@ -16,7 +16,7 @@ __all__ = ["TfConfig"]
 _KINDS = ("chief", "master", "worker")
 
 
-class TfConfig(Engine):
+class TfConfig(LaunchEnvironment):
     """The variable TF_CONFIG, whoever sets it."""
 
     name = "TF_CONFIG"
@@ -35,7 +35,7 @@ class TfConfig(Engine):
             return True  # and `told` says what is wrong
         return not isinstance(config, dict) or bool(config.get("cluster", {}))
 
-    def told(self) -> Told:
+    def told(self) -> LaunchInfo:
         """Return what it says of this process.
 
         Raises:
@@ -77,7 +77,7 @@ class TfConfig(Engine):
             )
         addresses = [tasks[name][number] for name, number in everyone]
         hosts, ports = _places(addresses)
-        told = Told(
+        told = LaunchInfo(
             "TF_CONFIG",
             everyone.index((kind, index)),
             len(everyone),

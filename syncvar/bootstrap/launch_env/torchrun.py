@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncvar.bootstrap.launch_env.base import Engine, Told, port_of, whole
+from syncvar.bootstrap.launch_env.base import LaunchEnvironment, LaunchInfo, port_of, whole
 from syncvar.core.errors import ConfigError
 
 __all__ = ["Torchrun"]
@@ -12,7 +12,7 @@ _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class Torchrun(Engine):
+class Torchrun(LaunchEnvironment):
     """The variables of torchrun, all of them: RANK alone is set by many programs."""
 
     name = "torchrun"
@@ -38,7 +38,7 @@ class Torchrun(Engine):
             "TORCHELASTIC_RESTART_COUNT", ""
         )
 
-    def told(self) -> Told:
+    def told(self) -> LaunchInfo:
         """Return what it says of this process.
 
         Raises:
@@ -72,7 +72,7 @@ class Torchrun(Engine):
             is_here = environ["MASTER_ADDR"] in _LOOPBACK
             local_rank, local_world_size = (rank, world_size) if is_here else (0, 1)
             host_index, host_count = (0, 1) if is_here else (rank, world_size)
-        told = Told(
+        told = LaunchInfo(
             self.source(),
             rank,
             world_size,
@@ -91,7 +91,7 @@ class Torchrun(Engine):
         return told
 
 
-def _check(told: Told) -> None:
+def _check(told: LaunchInfo) -> None:
     for name, value, limit in (
         ("RANK", told.rank, told.world_size),
         ("LOCAL_RANK", told.local_rank, told.local_world_size),
