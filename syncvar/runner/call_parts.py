@@ -9,10 +9,10 @@ from syncvar.protocol.object_codec import pack_object, unpack_object
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["End", "Part", "Place", "packed", "parts", "unpacked"]
+__all__ = ["End", "CallPart", "EnginePlace", "packed", "parts", "unpacked"]
 
 
-class Place(NamedTuple):
+class EnginePlace(NamedTuple):
     """What a place says about itself before it is given a part.
 
     Args:
@@ -30,7 +30,7 @@ class Place(NamedTuple):
     pid: int
 
 
-class Part(NamedTuple):
+class CallPart(NamedTuple):
     """What a rank is given.
 
     Args:
@@ -70,10 +70,10 @@ class End(NamedTuple):
     raised: bytes = b""
 
 
-_Carried = TypeVar("_Carried", Place, Part, End)
+_Carried = TypeVar("_Carried", EnginePlace, CallPart, End)
 
 
-def packed(value: Place | Part | End) -> bytes:
+def packed(value: EnginePlace | CallPart | End) -> bytes:
     """Return what an engine carries as bytes."""
     return pack_object(list(value))
 
@@ -84,14 +84,14 @@ def unpacked(kind: type[_Carried], data: bytes) -> _Carried:
 
 
 def parts(
-    places: Sequence[Place],
+    places: Sequence[EnginePlace],
     call: bytes,
     job: str,
     secret: str,
     settings: Mapping[str, str],
     folders: Sequence[str],
     restarts: int = 0,
-) -> list[Part]:
+) -> list[CallPart]:
     """Return the part of each place: the ranks of a host follow each other, hosts in the order of their first place.
 
     Args:
@@ -112,7 +112,7 @@ def parts(
     for number, place in enumerate(places):
         hosts.setdefault(place.ground, []).append(number)
     first = places[0]
-    made: list[Part | None] = [None] * len(places)
+    made: list[CallPart | None] = [None] * len(places)
     rank = 0
     for host_index, numbers in enumerate(hosts.values()):
         for local_rank, number in enumerate(numbers):
@@ -131,6 +131,6 @@ def parts(
                 "SYNCVAR_KEY": secret,
             }
             environ = {**settings, **{name: str(value) for name, value in told.items()}}
-            made[number] = Part(rank, environ, call, list(folders), places[number].pid)
+            made[number] = CallPart(rank, environ, call, list(folders), places[number].pid)
             rank += 1
     return [one for one in made if one is not None]

@@ -30,7 +30,7 @@ _lock = threading.Lock()
 _threads: dict[str, int] = {}  # of the ranks that run in this process: by key, the thread
 
 
-class Ended(BaseException):
+class RankEnded(BaseException):
     """The rank of this thread is ended by whoever started it."""
 
 
@@ -248,7 +248,7 @@ def _interrupt(keys: list[str]) -> None:
     with _lock:
         for thread in (_threads[key] for key in keys if key in _threads):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(thread), ctypes.py_object(Ended)
+                ctypes.c_ulong(thread), ctypes.py_object(RankEnded)
             )
 
 

@@ -15,7 +15,7 @@ from syncvar.core.exit_codes import INTERNAL, TIMEOUT, weight_of
 from syncvar.core.restart_policy import Ending, Restarting
 from syncvar.core.settings import RuntimeConfig, doubtful_variables
 from syncvar.protocol.exception_codec import unpack_exception
-from syncvar.runner.call_parts import End, Place, packed, parts, unpacked
+from syncvar.runner.call_parts import End, EnginePlace, packed, parts, unpacked
 
 if TYPE_CHECKING:
     from syncvar.runner.base import Engine
@@ -95,7 +95,7 @@ class _Start:
     def run(self, call: bytes, workers: int, restarts: int) -> list[bytes]:
         """Return the results by rank; raise the first failure by cause."""
         limit_s = min(self._config.rendezvous_timeout_s, self._until - self._began)
-        places = [unpacked(Place, data) for data in self._engine.gather(workers, limit_s)]
+        places = [unpacked(EnginePlace, data) for data in self._engine.gather(workers, limit_s)]
         pids = {(place.ground, place.pid) for place in places}
         if len(pids) < workers:
             raise LaunchError(

@@ -16,7 +16,7 @@ from syncvar.bootstrap.process import is_initialized, member
 from syncvar.bootstrap.rendezvous import leave
 from syncvar.bootstrap.worker_main import failure_of
 from syncvar.protocol.exception_codec import pack_exception
-from syncvar.runner.call_parts import End, Part, Place, packed, unpacked
+from syncvar.runner.call_parts import End, CallPart, EnginePlace, packed, unpacked
 from syncvar.runner.remote_call import called
 from syncvar.runtime.flight_recorder.recorder import boot_identity
 
@@ -30,14 +30,14 @@ _held: list[socket.socket] = []  # at most one
 
 
 def arrive(address: str) -> bytes:
-    """Return what this place is, as a packed `Place`.
+    """Return what this place is, as a packed `EnginePlace`.
 
     Args:
         address: Where the engine reaches this host.
     """
     spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
     ground = "/".join([boot_identity(), *spaces, str(os.getuid()), str(base_directory(os.environ))])
-    return packed(Place(ground, socket.gethostname(), address, _held_port(address), os.getpid()))
+    return packed(EnginePlace(ground, socket.gethostname(), address, _held_port(address), os.getpid()))
 
 
 def _held_port(address: str) -> int:
@@ -64,9 +64,9 @@ def play(data: bytes) -> bytes:
     """Be a rank for one call; return how it ended, as a packed `End`.
 
     Args:
-        data: A packed `Part`.
+        data: A packed `CallPart`.
     """
-    part = unpacked(Part, data)
+    part = unpacked(CallPart, data)
     if part.pid != os.getpid():
         return packed(
             End(

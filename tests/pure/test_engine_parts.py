@@ -9,13 +9,13 @@ import zmq
 
 import syncvar as sv
 from syncvar.bootstrap.launch_env.detection import told_elsewhere
-from syncvar.runner.call_parts import End, Part, Place, packed, parts, unpacked
+from syncvar.runner.call_parts import End, CallPart, EnginePlace, packed, parts, unpacked
 from syncvar.runner.engine_worker import _let_go, arrive
 
 
 def told(grounds, **more):
     places = [
-        Place(ground, f"host-{ground}", f"10.0.0.{number}", 5000 + number, 100 + number)
+        EnginePlace(ground, f"host-{ground}", f"10.0.0.{number}", 5000 + number, 100 + number)
         for number, ground in enumerate(grounds, 1)
     ]
     handed = parts(
@@ -51,8 +51,8 @@ def test_each_start_is_another_job_and_knows_its_number():
 @pytest.mark.parametrize(
     "value",
     [
-        Place("g", "h", "::1", 1, 2),
-        Part(1, {"A": "b"}, b"\0", ["x"], 3),
+        EnginePlace("g", "h", "::1", 1, 2),
+        CallPart(1, {"A": "b"}, b"\0", ["x"], 3),
         End(b"\1"),
         End(error="E", message="m", traceback="t", exit_code=3, has_met=False),
     ],
@@ -63,14 +63,14 @@ def test_what_engines_carry_comes_back_as_it_was(value):
 
 
 def test_the_port_of_a_place_is_kept_for_it():
-    place = unpacked(Place, arrive("127.0.0.1"))
+    place = unpacked(EnginePlace, arrive("127.0.0.1"))
     with socket.socket() as other:
         with pytest.raises(OSError) as raised:
             other.bind((place.address, place.port))
         assert raised.value.errno == errno.EADDRINUSE
     with zmq.Context() as context, context.socket(zmq.ROUTER) as rank_0:
         rank_0.bind(f"tcp://{place.address}:{place.port}")
-    assert unpacked(Place, arrive("127.0.0.1")).port != place.port, "the place of another call"
+    assert unpacked(EnginePlace, arrive("127.0.0.1")).port != place.port, "the place of another call"
     _let_go()
 
 
