@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "Kind",
+    "BatchPolicy",
     "as_batch",
     "as_leaf",
     "content_digest",
@@ -55,7 +55,7 @@ _TIMES = tuple(
 _DIGESTED_BYTES = 1 << 20
 
 
-class Kind(NamedTuple):
+class BatchPolicy(NamedTuple):
     """What all batches of a step have in common: the structure, and of each array the dtype and the shape of a row.
 
     Args:
@@ -88,10 +88,10 @@ class Kind(NamedTuple):
         ]
 
     @staticmethod
-    def from_plain(plain: list[Any]) -> Kind:
+    def from_plain(plain: list[Any]) -> BatchPolicy:
         """Return the kind that `plain` came from."""
         structure, leaves = plain
-        return Kind(
+        return BatchPolicy(
             restored_structure(structure), tuple((name, tuple(shape)) for name, shape in leaves)
         )
 
@@ -142,7 +142,7 @@ def as_batch(value: Any) -> Any:
     return inspected(value)[0]
 
 
-def inspected(value: Any) -> tuple[Any, int, Kind]:
+def inspected(value: Any) -> tuple[Any, int, BatchPolicy]:
     """Return a batch whose leaves are arrays, its number of rows, and its kind.
 
     Raises:
@@ -151,7 +151,7 @@ def inspected(value: Any) -> tuple[Any, int, Kind]:
     structure, leaves = flatten(value)
     arrays = [as_leaf(leaf) for leaf in leaves]
     rows = _common_length(arrays)
-    kind = Kind(structure, tuple((_dtype_name(array.dtype), array.shape[1:]) for array in arrays))
+    kind = BatchPolicy(structure, tuple((_dtype_name(array.dtype), array.shape[1:]) for array in arrays))
     is_batch = all(array is leaf for array, leaf in zip(arrays, leaves, strict=True))
     return value if is_batch else map_leaves(lambda array: array, value), rows, kind
 

@@ -15,7 +15,7 @@ from syncvar.data.indexed_sources import (
     IndexedRepeat,
     IndexedShard,
     IndexedShuffle,
-    Rows,
+    ArrayRows,
 )
 from syncvar.data.iterator_state import integer_of, read_state
 from syncvar.data.prefetch import Prefetched
@@ -72,7 +72,7 @@ def from_arrays(
     _flag("shuffle", shuffle)
     _flag("drop_remainder", drop_remainder)
     integer_of("seed", seed, 0)
-    dataset = Dataset(Rows(arrays))
+    dataset = Dataset(ArrayRows(arrays))
     if shuffle:
         dataset = dataset.shuffle(seed=seed)
     if batch_size is None:

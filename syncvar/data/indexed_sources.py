@@ -22,7 +22,7 @@ __all__ = [
     "IndexedRepeat",
     "IndexedShard",
     "IndexedShuffle",
-    "Rows",
+    "ArrayRows",
 ]
 
 
@@ -54,7 +54,7 @@ class Indexed(ABC):
             yield self.element(epoch, index)
 
 
-class Rows(Indexed):
+class ArrayRows(Indexed):
     """The rows of arrays. What is read is a copy, so that writing to it does not change the data."""
 
     def __init__(self, arrays: Any) -> None:

@@ -16,7 +16,7 @@ from syncvar.collectives.stage_builders import exchange
 from syncvar.collectives.sync_points import gather_objects, meet
 from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
-from syncvar.data.batches import Kind, content_digest, even_part, inspected, no_rows
+from syncvar.data.batches import BatchPolicy, content_digest, even_part, inspected, no_rows
 from syncvar.data.dataset import Dataset
 from syncvar.data.iterator_state import integer_of, read_state
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
@@ -192,9 +192,9 @@ class DistributedIterator(MigrationHintsMixin):
         self._failure: str | None = None
         self._is_first = True
         self._rows = 0  # of the batch that was read last
-        self._kind: Kind | None = None  # of the last batch seen here or told of
+        self._kind: BatchPolicy | None = None  # of the last batch seen here or told of
         self._no_rows: Any = None  # a batch without rows, of this kind:
-        self._no_rows_of: Kind | None = None
+        self._no_rows_of: BatchPolicy | None = None
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -363,7 +363,7 @@ class DistributedIterator(MigrationHintsMixin):
                 communicator, _NEXT, lambda: self._known(batch), strategy.timeout
             )
             if batch is _END:
-                self._kind = Kind.from_plain(known[decided.teacher])
+                self._kind = BatchPolicy.from_plain(known[decided.teacher])
                 self._no_rows, self._no_rows_of = self._kind.no_rows(), self._kind
         return decided.is_over
 

@@ -12,7 +12,7 @@ import syncvar as sv
 from syncvar.core.errors import ConfigError
 from syncvar.data import Dataset, from_arrays, from_generator, stream_sources
 from syncvar.data.batches import (
-    Kind,
+    BatchPolicy,
     as_batch,
     content_digest,
     even_part,
@@ -396,7 +396,7 @@ def test_a_kind_can_travel_and_makes_batches_without_rows(batch):
     from syncvar.protocol.object_codec import pack_object, unpack_object
 
     kind = kind_of(batch)
-    again = Kind.from_plain(unpack_object(pack_object(kind.plain())))
+    again = BatchPolicy.from_plain(unpack_object(pack_object(kind.plain())))
     assert again == kind
     assert kind_of(again.no_rows()) == kind
     assert rows_of(again.no_rows()) == 0
@@ -422,7 +422,7 @@ def test_kinds_differ_where_batches_do_not_fit_together():
 
 def test_a_kind_of_unknown_dtype_is_refused():
     with pytest.raises(ConfigError, match="no dtype 'evil'"):
-        Kind.from_plain([["leaf", [], []], [["evil", []]]]).no_rows()
+        BatchPolicy.from_plain([["leaf", [], []], [["evil", []]]]).no_rows()
 
 
 def test_contents_have_digests():
