@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import syncvar as sv
-from syncvar.variables.registry import Roster
+from syncvar.variables.registry import VariableRegistry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ class Spent:
 
     def watch(self, name: str) -> None:
         """Take the time of a method of the roster."""
-        method = getattr(Roster, name)
+        method = getattr(VariableRegistry, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
             begin = thread_time()
@@ -49,7 +49,7 @@ class Spent:
             finally:
                 self.now += thread_time() - begin
 
-        setattr(Roster, name, timed)
+        setattr(VariableRegistry, name, timed)
 
 
 def step_of(way: str, mib: int, batch: int) -> Callable[[], None]:

@@ -26,9 +26,9 @@ from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
 from syncvar.variables.exact_split import share_of
 from syncvar.variables.in_place_update import are_parts, replace_copy
 from syncvar.variables.policy import (
-    Context,
+    CallContext,
     Effect,
-    Operation,
+    AccessKind,
     Travel,
     VariableSynchronization,
     decide,
@@ -110,7 +110,7 @@ class VariableLeaf:
         self.key = key
         self.variable = variable
         self._reading = decide(
-            variable.synchronization, variable.aggregation, Context.CROSS, Operation.SYNC
+            variable.synchronization, variable.aggregation, CallContext.CROSS, AccessKind.SYNC
         )
         self.is_own = (
             variable.synchronization is VariableSynchronization.NONE
@@ -173,7 +173,7 @@ class VariableLeaf:
             )
         value = _mean_of([read(one) for one in parts])
         action = decide(
-            variable.synchronization, variable.aggregation, Context.CROSS, Operation.ASSIGN
+            variable.synchronization, variable.aggregation, CallContext.CROSS, AccessKind.ASSIGN
         )
         return (
             share_of(value, replicas.size, replicas.member_rank)

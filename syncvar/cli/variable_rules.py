@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from syncvar.variables.policy import (
     Action,
-    Context,
+    CallContext,
     Effect,
-    Operation,
+    AccessKind,
     Travel,
     VariableAggregation,
     VariableSynchronization,
@@ -34,7 +34,7 @@ _WORDS = {
     (Travel.FIRST_ROWS, Effect.CHANGE): "rows of replica 0",
     (Travel.QUESTION, Effect.RETURN): "that replica's copy, asked for",
 }
-_CONTEXTS = (Context.REPLICA, Context.CROSS, Context.MERGE, Context.SPMD)
+_CONTEXTS = (CallContext.REPLICA, CallContext.CROSS, CallContext.MERGE, CallContext.SPMD)
 _Cells = tuple[str, ...]
 
 
@@ -69,20 +69,20 @@ def _cell(action: Action) -> str:
     )
 
 
-def _cells(s: VariableSynchronization, a: VariableAggregation, o: Operation) -> _Cells:
+def _cells(s: VariableSynchronization, a: VariableAggregation, o: AccessKind) -> _Cells:
     return tuple(_cell(decide(s, a, context, o)) for context in _CONTEXTS)
 
 
-def _columns() -> list[list[Context]]:
+def _columns() -> list[list[CallContext]]:
     """Return the contexts, those together that agree in every cell."""
-    joined: list[list[Context]] = []
+    joined: list[list[CallContext]] = []
     for context in _CONTEXTS:
         for same in joined:
             if all(
                 decide(s, a, context, o) == decide(s, a, same[0], o)
                 for s in VariableSynchronization
                 for a in VariableAggregation
-                for o in Operation
+                for o in AccessKind
             ):
                 same.append(context)
                 break
@@ -94,7 +94,7 @@ def _columns() -> list[list[Context]]:
 def _operations() -> list[tuple[str, list[tuple[str, str, _Cells]]]]:
     """Return the operations with their rows, those together whose rows are the same."""
     groups: list[tuple[list[str], list[tuple[str, str, _Cells]]]] = []
-    for operation in Operation:
+    for operation in AccessKind:
         rows = _rows(operation)
         for names, known in groups:
             if known == rows:
@@ -105,7 +105,7 @@ def _operations() -> list[tuple[str, list[tuple[str, str, _Cells]]]]:
     return [(", ".join(names), rows) for names, rows in groups]
 
 
-def _rows(operation: Operation) -> list[tuple[str, str, _Cells]]:
+def _rows(operation: AccessKind) -> list[tuple[str, str, _Cells]]:
     """Return (synchronizations, aggregations, cells), joined first over aggregations, then over synchronizations."""
     by_aggregations: dict[tuple[str, _Cells], list[str]] = {}
     for synchronization in VariableSynchronization:

@@ -39,7 +39,7 @@ from syncvar.optimizers.update_rule import Rule
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies, copy_of
-from syncvar.variables.policy import Context
+from syncvar.variables.policy import CallContext
 from syncvar.variables.scope import context_of, current_owner
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.hyperparameters import Rate
-    from syncvar.variables.scope import Owner, Stepper
+    from syncvar.variables.scope import Owner, RemoteOptimizer
     from syncvar.variables.variable import Variable
 
 __all__ = ["Optimizer"]
@@ -293,7 +293,7 @@ class Optimizer(MigrationHintsMixin, Rule):
         made: Call | None = None
         failure: Exception | None = None
         plan: Plan | None = None
-        stepper: Stepper | None = None
+        stepper: RemoteOptimizer | None = None
         try:
             pairs = listed(grads_and_vars)
             stepper = stepper_of(pairs)
@@ -373,7 +373,7 @@ class Optimizer(MigrationHintsMixin, Rule):
         owner, variables, _, travels, base, shown = known
         context = context_of(owner, "apply_gradients")
         op = None if reduce is None else checked_choice("reduce", reduce, ("mean", "sum"))
-        is_given = op is None or context in (Context.CROSS, Context.MERGE)
+        is_given = op is None or context in (CallContext.CROSS, CallContext.MERGE)
         gradients = [
             one if type(one) is np.ndarray or shards else dense_gradient(one, variable)
             for one, variable in pairs

@@ -16,8 +16,8 @@ from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.collective_requests import request_of
 from syncvar.variables.policy import (
-    Context,
-    Operation,
+    CallContext,
+    AccessKind,
     VariableAggregation,
     VariableSynchronization,
     decide,
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "checked_shards", "combined_shortly", "combining_request", "described", "whose"]
 
-_MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, Context.CROSS
-_SAME, _MEETING = decide(*_MODE, Operation.ASSIGN), decide(*_MODE, Operation.SYNC)
+_MODE = VariableSynchronization.ON_WRITE, VariableAggregation.NONE, CallContext.CROSS
+_SAME, _MEETING = decide(*_MODE, AccessKind.ASSIGN), decide(*_MODE, AccessKind.SYNC)
 _NOTHING = np.empty(0, np.uint8)
 _NAME = "apply_gradients"
 _HINT = (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from syncvar.variables.scope import Stepper
+    from syncvar.variables.scope import RemoteOptimizer
     from syncvar.variables.variable import Variable
 
 __all__ = ["Elsewhere", "stepper_of"]
@@ -42,7 +42,7 @@ class Elsewhere:
         self.variables: dict[str, Variable] = {}
 
     def step(
-        self, stepper: Stepper, pairs: list[Any], rate: float, reduce: str | None, *, is_plain: bool
+        self, stepper: RemoteOptimizer, pairs: list[Any], rate: float, reduce: str | None, *, is_plain: bool
     ) -> None:
         """Let servers make a step.
 
@@ -67,7 +67,7 @@ class Elsewhere:
         self.steps += 1
 
 
-def stepper_of(pairs: list[Any]) -> Stepper | None:
+def stepper_of(pairs: list[Any]) -> RemoteOptimizer | None:
     """Return who makes the steps of these variables, where their values are elsewhere.
 
     Raises:

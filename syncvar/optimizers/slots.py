@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError
-from syncvar.variables.create import Wish
+from syncvar.variables.create import VariableSpec
 from syncvar.variables.in_place_update import copy_of, make_beside, replace_copy
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
 from syncvar.variables.variable import COPIED
@@ -292,7 +292,7 @@ class Slots:
         value: NDArray[Any],
         beside: Variable | None = None,
     ) -> Variable:
-        wish = Wish(
+        wish = VariableSpec(
             value,
             False,
             self.name_of(slot, beside),

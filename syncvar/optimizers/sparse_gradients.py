@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.optimizers.slots import compute_dtype
-from syncvar.variables.policy import Operation
+from syncvar.variables.policy import AccessKind
 from syncvar.variables.row_updates import checked_rows
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def dense_gradient(gradient: Any, variable: Variable) -> Any:
         return gradient
     dtype = compute_dtype(variable.dtype)
     what = f"gradient of variable {variable.name!r}"
-    rows = checked_rows(Operation.SCATTER_ADD, *pair, shape, dtype, what)
+    rows = checked_rows(AccessKind.SCATTER_ADD, *pair, shape, dtype, what)
     made = np.zeros(shape, dtype)
     np.add.at(made, rows.indices, rows.values)
     return made

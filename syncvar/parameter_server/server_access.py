@@ -15,7 +15,7 @@ from syncvar.optimizers.slots import compute_dtype
 from syncvar.optimizers.sparse_gradients import rows_of
 from syncvar.parameter_server.client.request_builder import Asking
 from syncvar.variables.coercion import operand_array
-from syncvar.variables.policy import Operation
+from syncvar.variables.policy import AccessKind
 from syncvar.variables.row_updates import checked_rows
 from syncvar.variables.scope import current_place
 from syncvar.variables.unique_names import Names
@@ -266,7 +266,7 @@ class ServerAccess:
             what, dtype = f"gradient of variable {variable.name!r}", compute_dtype(variable.dtype)
             pair = rows_of(gradient, variable.shape)
             if pair is not None:
-                rows = checked_rows(Operation.SCATTER_ADD, *pair, variable.shape, dtype, what)
+                rows = checked_rows(AccessKind.SCATTER_ADD, *pair, variable.shape, dtype, what)
                 checked.append((variable, rows.values, rows.indices))
             else:
                 checked.append(

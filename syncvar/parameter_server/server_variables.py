@@ -16,7 +16,7 @@ from syncvar.variables.create import checked_name, checked_trainable, checked_va
 from syncvar.variables.mode_explanation import Explanation
 from syncvar.variables.partitioners import row_ranges
 from syncvar.variables.policy import (
-    Operation,
+    AccessKind,
     VariableAggregation,
     VariableSynchronization,
     as_member,
@@ -299,14 +299,14 @@ class ServerVariable(Variable):
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def _assign(self, operation: Operation, x: Any, done: int = 0) -> Variable:
+    def _assign(self, operation: AccessKind, x: Any, done: int = 0) -> Variable:
         del done
         array = self._operand(operation, x, reduced=False)
         with self._owner.servers.pushing(f"{operation.value} of variable {self._name!r}") as asking:
             self.add_push(asking, operation.value, array)
         return self
 
-    def _scatter(self, operation: Operation, indices: Any, values: Any) -> Variable:
+    def _scatter(self, operation: AccessKind, indices: Any, values: Any) -> Variable:
         what = f"{operation.value} of variable {self._name!r}"
         rows = checked_rows(operation, indices, values, self._shape, self._dtype, what)
         with self._owner.servers.pushing(what) as asking:
@@ -411,7 +411,7 @@ class ServerVariable(Variable):
         shape = np.shape(plain_array(indices, f"lookup in variable {self._name!r}: indices"))
         values = np.broadcast_to(np.zeros((), self._dtype), (*shape, *self._shape[1:]))
         rows = checked_rows(
-            Operation.SCATTER_UPDATE,
+            AccessKind.SCATTER_UPDATE,
             indices,
             values,
             self._shape,

@@ -18,8 +18,8 @@ from syncvar.parameter_server.server_access import ServerAccess, ServersHere, ch
 from syncvar.parameter_server.server_variables import Reads, ServerVariable
 from syncvar.runtime.timeouts import checked_timeout
 from syncvar.strategies.base import Strategy
-from syncvar.variables.policy import Context, VariableSynchronization
-from syncvar.variables.scope import Place, stacks_here, take_places_along
+from syncvar.variables.policy import CallContext, VariableSynchronization
+from syncvar.variables.scope import ScopeEntry, stacks_here, take_places_along
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -103,7 +103,7 @@ class ParameterServerStrategy(Strategy):
         self._check_every = 0
         self._aligned, self._replica = (
             (),
-            Place(self, Context.REPLICA),
+            ScopeEntry(self, CallContext.REPLICA),
         )  # `run` is no meeting: each worker goes at its own pace
         self.queue = self.roster = None
         self.here = _servers_here()

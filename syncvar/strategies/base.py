@@ -21,9 +21,9 @@ from syncvar.strategies.distributed_dataset import (
 )
 from syncvar.strategies.scope_check import model_ids, refuse_new_models
 from syncvar.strategies.value_reduction import gather_values, local_part, own_part, reduce_values
-from syncvar.variables.policy import Context
-from syncvar.variables.registry import Roster
-from syncvar.variables.scope import Place, current_place, places, stacks
+from syncvar.variables.policy import CallContext
+from syncvar.variables.registry import VariableRegistry
+from syncvar.variables.scope import ScopeEntry, current_place, places, stacks
 from syncvar.variables.storage import Storage
 from syncvar.variables.values import PerReplica
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Strategy", "strategies_of"]
 
-_REPLICA = Context.REPLICA
+_REPLICA = CallContext.REPLICA
 
 
 class Strategy(MigrationHintsMixin):
@@ -84,16 +84,16 @@ class Strategy(MigrationHintsMixin):
         self.is_default = is_default
         self._check_every = self.context.config.check_every
         self.queue: WriteQueue | None = None
-        self.roster: Roster | None = None
+        self.roster: VariableRegistry | None = None
         world = self.context.world
         # the groups whose calls inside `run` are kept aligned: this one, and the world if it has the same ranks
         is_beside = communicator is not world and communicator.members == world.members
         self._aligned: tuple[Communicator, ...] = (
             (communicator, world) if is_beside else (communicator,)
         )
-        self._replica = Place(self, _REPLICA)
+        self._replica = ScopeEntry(self, _REPLICA)
         if self._has_copies and communicator.rank is not None and communicator.size > 1:
-            self.roster = Roster(self)
+            self.roster = VariableRegistry(self)
             _known(self.context).add(self)
 
     @property
@@ -388,7 +388,7 @@ class Strategy(MigrationHintsMixin):
         """This replica, 0 to `num_replicas_in_sync` - 1."""
         return self.communicator.home_rank
 
-    def _require(self, what: str) -> list[Place]:
+    def _require(self, what: str) -> list[ScopeEntry]:
         """Return this thread's stack of places; raise UsageError unless `what` may be called here."""
         self._require_member()
         stack = self.places.stack
@@ -409,7 +409,7 @@ class Strategy(MigrationHintsMixin):
             raise UsageError(
                 f"strategy.{what} is called inside run; {instead.get(what, 'do it outside')}"
             )
-        if place.context is Context.MERGE and what == "run":
+        if place.context is CallContext.MERGE and what == "run":
             raise UsageError("strategy.run is called inside merge_call; call the function directly")
         return stack
 
@@ -464,7 +464,7 @@ class Scope:
                     "a scope is entered under another strategy; leave that one's scope first, or take the strategy in "
                     "force: sv.get_strategy()"
                 )
-            if place.context is not Context.CROSS:
+            if place.context is not CallContext.CROSS:
                 raise UsageError(
                     "a scope is entered inside strategy.run; enter it around run, and make variables there:\n"
                     "    with strategy.scope():\n        v = sv.Variable(…)\n        strategy.run(fn)"
@@ -472,7 +472,7 @@ class Scope:
         if not strategy._has_checked_scope:  # noqa: SLF001
             strategy._has_checked_scope = True  # noqa: SLF001
             self._models = model_ids()
-        places().append(Place(strategy, Context.CROSS))
+        places().append(ScopeEntry(strategy, CallContext.CROSS))
         return strategy
 
     def __exit__(self, *error: object) -> None:

@@ -10,8 +10,8 @@ from syncvar.core.errors import UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.core.pytree import is_structure, parts_of, rebuilt
 from syncvar.strategies.value_reduction import gather_values, own_part, reduce_values
-from syncvar.variables.policy import Context
-from syncvar.variables.scope import Place, context_of, current_owner, current_place, places
+from syncvar.variables.policy import CallContext
+from syncvar.variables.scope import ScopeEntry, context_of, current_owner, current_place, places
 from syncvar.variables.values import DistributedValues, PerReplica
 from syncvar.variables.variable import Variable
 
@@ -119,7 +119,7 @@ class ReplicaContext(MigrationHintsMixin):
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
         meet(strategy.communicator, f"merge_call({name})", ("merge_call", name), strategy.timeout)
         stack = places()
-        stack.append(Place(strategy, Context.MERGE))
+        stack.append(ScopeEntry(strategy, CallContext.MERGE))
         try:
             result = merge_fn(
                 strategy,
@@ -132,7 +132,7 @@ class ReplicaContext(MigrationHintsMixin):
 
     def _inside(self, what: str) -> Strategy:
         context = context_of(self._strategy, what)
-        if context in (Context.MERGE, Context.CROSS):
+        if context in (CallContext.MERGE, CallContext.CROSS):
             raise UsageError(
                 f"{what} belongs into replica context; in {context.value} context write "
                 f"strategy.reduce(op, x, axis=None) or strategy.gather(x, axis=0)"
@@ -178,7 +178,7 @@ def in_cross_replica_context() -> bool:
         True
     """
     place = current_place()
-    return place is not None and place.context in (Context.CROSS, Context.MERGE)
+    return place is not None and place.context in (CallContext.CROSS, CallContext.MERGE)
 
 
 def _grouped(value: Any) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
     from syncvar.strategies.base import Strategy
-    from syncvar.variables.registry import Roster
+    from syncvar.variables.registry import VariableRegistry
 
 __all__ = ["Uneven", "uneven"]
 
@@ -116,7 +116,7 @@ class Uneven:
         self.is_over = ""
         self._communicator: Communicator | None = None
         self._enrolled: dict[int, Enrolled] = {}
-        self._rosters: dict[Roster, Strategy] = {}  # these live as long as the block goes on
+        self._rosters: dict[VariableRegistry, Strategy] = {}  # these live as long as the block goes on
 
     @property
     def working(self) -> tuple[int, ...]:
@@ -258,7 +258,7 @@ class Uneven:
             if mine is not None and all(identity in held[rank] for rank in mine.whole):
                 catch_up(owner, rosters[identity], mine.calls)
 
-    def _all_rosters(self) -> list[Roster]:
+    def _all_rosters(self) -> list[VariableRegistry]:
         """Return the rosters of the strategies whose replicas are within the group, those made inside the block too."""
         communicator = self._communicator
         assert communicator is not None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from syncvar.collectives.buckets import owns_itself
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.variables.collective_requests import together_request
-from syncvar.variables.flat_bucket import SideBySide
-from syncvar.variables.policy import Action, Effect, Operation, Travel
+from syncvar.variables.flat_bucket import FlatBucket
+from syncvar.variables.policy import Action, Effect, AccessKind, Travel
 from syncvar.variables.shared_copy import written_once
 from syncvar.variables.storage import being_written
 from syncvar.variables.variable import UFUNCS, Variable
@@ -44,7 +44,7 @@ def assign_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
         >>> float(v), w.numpy()
         (5.0, array([6., 7.], dtype=float32))
     """
-    _write(Operation.ASSIGN, "assign_all", pairs)
+    _write(AccessKind.ASSIGN, "assign_all", pairs)
 
 
 def assign_add_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
@@ -57,7 +57,7 @@ def assign_add_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
         >>> float(v)
         3.0
     """
-    _write(Operation.ASSIGN_ADD, "assign_add_all", pairs)
+    _write(AccessKind.ASSIGN_ADD, "assign_add_all", pairs)
 
 
 def assign_sub_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
@@ -70,10 +70,10 @@ def assign_sub_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
         >>> float(v)
         -1.0
     """
-    _write(Operation.ASSIGN_SUB, "assign_sub_all", pairs)
+    _write(AccessKind.ASSIGN_SUB, "assign_sub_all", pairs)
 
 
-def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]]) -> None:
+def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any]]) -> None:
     chosen = (
         pairs if type(pairs) is list else list(pairs) if isinstance(pairs, Iterable) else [pairs]
     )  # which is refused as a pair
@@ -111,7 +111,7 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
         first, roster = variables[0], owner.roster
         if roster is not None and not roster.is_free and roster.is_due(first._tally):  # noqa: SLF001
             roster.before_write(variables)
-        if not apart and SideBySide.takes(owner, variables, ops):
+        if not apart and FlatBucket.takes(owner, variables, ops):
             group = _group(owner, operation, name, variables, ops[0])
             group.perform(
                 name,
@@ -153,14 +153,14 @@ def _write(operation: Operation, name: str, pairs: Iterable[tuple[Variable, Any]
 
 
 def _group(
-    owner: Owner, operation: Operation, name: str, variables: list[Variable], op: str
-) -> SideBySide:
+    owner: Owner, operation: AccessKind, name: str, variables: list[Variable], op: str
+) -> FlatBucket:
     """Return the prepared group of variables; it is made when they are first written together."""
     groups = variables[0]._groups  # noqa: SLF001
     key = operation, len(variables)
     found = groups.get(key)
     if found is None or not found.is_of(variables):
-        found = groups[key] = SideBySide(owner, variables, name, op, UFUNCS[operation])
+        found = groups[key] = FlatBucket(owner, variables, name, op, UFUNCS[operation])
     return found
 
 

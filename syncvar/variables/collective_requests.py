@@ -21,7 +21,7 @@ from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.request import Stage
 from syncvar.variables.coercion import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
-from syncvar.variables.row_updates import Rows
+from syncvar.variables.row_updates import RowSelection
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -137,7 +137,7 @@ def _together(name: str, names: tuple[str, ...], kinds: tuple[Any, ...], reprodu
 def rows_request(
     action: Action,
     communicator: Communicator,
-    x: tuple[NDArray[Any], Rows],
+    x: tuple[NDArray[Any], RowSelection],
     what: str,
     hint: str,
     *,
@@ -177,10 +177,10 @@ def rows_request(
             communicator, copy, "sum", reproducible=reproducible, name=what
         ).body
 
-    def body() -> Generator[Stage, None, tuple[NDArray[Any], Rows]]:
+    def body() -> Generator[Stage, None, tuple[NDArray[Any], RowSelection]]:
         together = yield from first
         total = copy if second is None else (yield from second)
-        return total, rows if travel is Travel.SAME else Rows(
+        return total, rows if travel is Travel.SAME else RowSelection(
             together["indices"], together["values"]
         )
 

@@ -22,7 +22,7 @@ from syncvar.variables.exact_split import share_of
 from syncvar.variables.policy import (
     Action,
     Effect,
-    Operation,
+    AccessKind,
     Travel,
     VariableAggregation,
     VariableSynchronization,
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.request import Stage
 
-__all__ = ["Made", "Wish", "checked_name", "checked_trainable", "checked_value", "make_on_replicas"]
+__all__ = ["VariableInit", "VariableSpec", "checked_name", "checked_trainable", "checked_value", "make_on_replicas"]
 
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 
 
-class Manifest(NamedTuple):
+class VariableProposal(NamedTuple):
     """What a replica asks for. Shape and dtype are None where only the chief knows them (a callable)."""
 
     name: str
@@ -64,7 +64,7 @@ class Manifest(NamedTuple):
         return f"{self.name!r}: {value}, {self.synchronization} + {self.aggregation}, {kind}, strategy with {self.options}"
 
 
-class Wish(NamedTuple):
+class VariableSpec(NamedTuple):
     """What a program asks for, unchecked: the arguments of `Variable`."""
 
     initial_value: Any
@@ -76,7 +76,7 @@ class Wish(NamedTuple):
     shape: Any = None
 
 
-class Made(NamedTuple):
+class VariableInit(NamedTuple):
     """What a variable starts with on this replica."""
 
     owner: Owner
@@ -99,7 +99,7 @@ class _Checked(NamedTuple):
     action: Action
 
 
-def make_on_replicas(owner: Owner, wish: Wish, *, own: bool = False, stacklevel: int = 1) -> Made:
+def make_on_replicas(owner: Owner, wish: VariableSpec, *, own: bool = False, stacklevel: int = 1) -> VariableInit:
     """Check a wish, compare it with the other replicas', and return what this replica's copy starts with.
 
     Collective, except under NONE. A replica whose wish is not in order tells the others.
@@ -159,7 +159,7 @@ def make_on_replicas(owner: Owner, wish: Wish, *, own: bool = False, stacklevel:
     if differ and communicator.rank == 0:
         _warn_of_differences(name, differ, stacklevel + 1)
     start = np.array(value, copy=True)
-    return Made(
+    return VariableInit(
         owner, namespace, name, start, checked.trainable, checked.requested, checked.aggregation
     )
 
@@ -172,7 +172,7 @@ def _is_apart(synchronization: Any) -> bool:
     )
 
 
-def _checked(owner: Owner, wish: Wish) -> _Checked:
+def _checked(owner: Owner, wish: VariableSpec) -> _Checked:
     requested = as_member(VariableSynchronization, wish.synchronization, "synchronization")
     aggregation = as_member(VariableAggregation, wish.aggregation, "aggregation")
     base = checked_name(wish.name)
@@ -182,7 +182,7 @@ def _checked(owner: Owner, wish: Wish) -> _Checked:
         resolve(requested)[0],
         aggregation,
         context_of(owner, f"variable {base!r}"),
-        Operation.CREATE,
+        AccessKind.CREATE,
     )
     calls = action.travel is Travel.NOTHING or owner.communicator.member_rank == 0
     given, shape = wish.initial_value, checked_shape(base, wish.shape)
@@ -283,7 +283,7 @@ def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) ->
     """
     communicator = owner.communicator
     value = checked.value
-    mine = Manifest(
+    mine = VariableProposal(
         name,
         None if value is None else value.shape,
         None if value is None else value.dtype.name,
@@ -349,16 +349,16 @@ def _warn_of_differences(name: str, differ: list[int], stacklevel: int) -> None:
     )
 
 
-def _manifest(fields: Any) -> Manifest:
+def _manifest(fields: Any) -> VariableProposal:
     name, shape, *rest = fields
-    return Manifest(name, None if shape is None else tuple(shape), *rest)
+    return VariableProposal(name, None if shape is None else tuple(shape), *rest)
 
 
 def _dtype(name: str | None) -> np.dtype[Any]:
     return dtype_from_index(DTYPE_NAMES.index(str(name)))
 
 
-def _compare(members: tuple[int, ...], manifests: list[Manifest]) -> None:
+def _compare(members: tuple[int, ...], manifests: list[VariableProposal]) -> None:
     chief = manifests[0]
     for other in manifests:
         known = other._replace(

@@ -18,10 +18,10 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import AUTO_LOG, LostFile, report_lost_file, why_unwritten
 from syncvar.core.private_files import REQUESTED
 
-__all__ = ["Change", "Point", "append", "read"]
+__all__ = ["DeferralChange", "ProgramPoint", "append", "read"]
 
 
-class Point(NamedTuple):
+class ProgramPoint(NamedTuple):
     """Where a program decides.
 
     Args:
@@ -35,17 +35,17 @@ class Point(NamedTuple):
     of: str = ""
 
 
-class Change(NamedTuple):
+class DeferralChange(NamedTuple):
     """A change of pace of one variable."""
 
-    point: Point
+    point: ProgramPoint
     variable: str
     before: str
     after: str
     why: str
 
 
-def append(path: str, strategy: int, changes: list[Change], *, begins: bool) -> bool:
+def append(path: str, strategy: int, changes: list[DeferralChange], *, begins: bool) -> bool:
     """Write changes to a file.
 
     Args:

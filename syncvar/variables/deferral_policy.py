@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["COSTS", "IDLE_RUNS", "Bar", "Choice", "Costs", "Window", "choose", "period"]
+__all__ = ["COSTS", "IDLE_RUNS", "Hysteresis", "Decision", "Costs", "SampleWindow", "choose", "period"]
 
 IDLE_RUNS = 20  # between two decisions where nothing was incremented
 _MANY = (
@@ -78,7 +78,7 @@ COSTS = {
 }
 
 
-class Window(NamedTuple):
+class SampleWindow(NamedTuple):
     """What has happened to a variable since the last decision: of each number the largest of all replicas.
 
     Args:
@@ -94,7 +94,7 @@ class Window(NamedTuple):
     breaks: int
 
 
-class Bar(NamedTuple):
+class Hysteresis(NamedTuple):
     """Deferring did not pay though the counts promised it (other calls send the queue): it is not tried for a while.
 
     Args:
@@ -106,7 +106,7 @@ class Bar(NamedTuple):
     left: int = 0
 
 
-class Choice(NamedTuple):
+class Decision(NamedTuple):
     """The pace of a variable until the next decision, and why."""
 
     is_deferred: bool
@@ -126,13 +126,13 @@ def period(costs: Costs, variables: int, *, is_idle: bool) -> int:
 
 
 def choose(
-    windows: Sequence[Window],
+    windows: Sequence[SampleWindow],
     runs: int,
     sends: int,
-    bar: Bar,
+    bar: Hysteresis,
     costs: Costs,
     bucket_bytes: int = 1 << 20,
-) -> tuple[list[Choice], Bar]:
+) -> tuple[list[Decision], Hysteresis]:
     """Return the pace of each variable, and the bar: a pure function of what is the same on all replicas.
 
     Args:
@@ -182,10 +182,10 @@ def choose(
     estimate = f"{late:.0f} us deferred, {now:.0f} us eager"
     if are_deferred:
         if together:
-            bar = Bar()
+            bar = Hysteresis()
         elif queued + costs.send_us * expected <= now * _WORTH:
             length = min(max(bar.length * 2, _BAR_MIN), _BAR_MAX)
-            bar = Bar(length, length)
+            bar = Hysteresis(length, length)
             because += f", sent {sends} times because of other calls"
     elif chosen and together and bar.left:
         bar = bar._replace(left=bar.left - 1)
@@ -193,17 +193,17 @@ def choose(
         estimate += (
             f"; not tried for {bar.left} more decisions, because other calls have sent the queue"
         )
-    shared = Choice(together, f"{because}: {estimate}")
+    shared = Decision(together, f"{because}: {estimate}")
     choices = []
     for place, one in enumerate(windows):
         if not one.increments:
-            choices.append(Choice(one.is_deferred, "nothing was added"))
+            choices.append(Decision(one.is_deferred, "nothing was added"))
         elif alone[place]:
             said = (
                 f"{one.increments} increments, {one.breaks} reads or other writes after one{since}"
             )
             choices.append(
-                Choice(is_deferred=False, why=f"{said}: waiting does not pay ({alone[place]})")
+                Decision(is_deferred=False, why=f"{said}: waiting does not pay ({alone[place]})")
             )
         else:
             choices.append(shared)

@@ -26,7 +26,7 @@ from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.deferred_queues import send_queued
 from syncvar.variables.queue_prefix import (
-    Told,
+    QueuePrefix,
     chained,
     common_prefix,
     first_difference,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.communicator import Work
     from syncvar.runtime.request import Stage
-    from syncvar.variables.policy import Operation
+    from syncvar.variables.policy import AccessKind
     from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
 
@@ -68,7 +68,7 @@ class Increment(NamedTuple):
 
     chain: int
     variable: Variable
-    operation: Operation
+    operation: AccessKind
     op: str
     x: NDArray[Any] | None
     reason: str = ""
@@ -82,12 +82,12 @@ class Sum(NamedTuple):
     """What one or several increments of a variable have come to."""
 
     variable: Variable
-    operation: Operation
+    operation: AccessKind
     x: NDArray[Any]
     op: str
 
 
-class Outcome(NamedTuple):
+class FlushResult(NamedTuple):
     """What a round has brought.
 
     Args:
@@ -145,7 +145,7 @@ class WriteQueue:
     # -- writes ------------------------------------------------------------------------------------
 
     def add(
-        self, variable: Variable, operation: Operation, op: str, digest: int, x: NDArray[Any]
+        self, variable: Variable, operation: AccessKind, op: str, digest: int, x: NDArray[Any]
     ) -> None:
         """Take a write; `x` is of the variable's shape and dtype, and copied."""
         with self._lock:
@@ -160,7 +160,7 @@ class WriteQueue:
                 self.send()
 
     def refuse(
-        self, variable: Variable, operation: Operation, op: str, digest: int, reason: str
+        self, variable: Variable, operation: AccessKind, op: str, digest: int, reason: str
     ) -> None:
         """Take note that this replica's write was refused: the others will raise MismatchError, and no copy changes."""
         with self._lock:
@@ -265,14 +265,14 @@ class WriteQueue:
         waiting = list(self._waiting)
         return CollectiveSpec(f"{_WHAT} ({len(waiting)})", fingerprint(_WHAT), self._body(waiting))
 
-    def _body(self, waiting: list[Increment]) -> Generator[Stage, None, Outcome]:
+    def _body(self, waiting: list[Increment]) -> Generator[Stage, None, FlushResult]:
         sent, calls = self._sent, self.calls
         refused = (
             next((sent + place for place, one in enumerate(waiting, 1) if one.x is None), 0)
             if self._refused
             else 0
         )
-        mine = Told(
+        mine = QueuePrefix(
             sent + len(waiting), refused, waiting[-1].chain, (calls.epoch << 20) + self._resets
         )
         told = [unpack_told(data) for data in (yield from exchange_bytes(calls, pack_told(mine)))]
@@ -282,11 +282,11 @@ class WriteQueue:
                 f"has dropped queued writes {mine.block & ((1 << 20) - 1)} times in this run"
             )
             text = "some replicas had to drop queued writes that others have not dropped; these were dropped now"
-            return Outcome(-1, [], MismatchError(text, table))
+            return FlushResult(-1, [], MismatchError(text, table))
         last, is_refused = common_prefix(sent, told)
         count = last - sent
         if not count:
-            return Outcome(0, [])
+            return FlushResult(0, [])
         if any(one.made != last for one in told) or any(one.chain != told[0].chain for one in told):
             chains = np.array([one.chain for one in waiting[:count]], np.uint64).tobytes()
             everyone = yield from exchange_bytes(calls, chains)
@@ -296,19 +296,19 @@ class WriteQueue:
             if number:
                 table = yield from self._table(waiting[number - sent - 1].describe())
                 text = f"write {number - sent} of the {count} that were queued is not the same on all replicas; these were dropped"
-                return Outcome(-1, [], MismatchError(text, table))
+                return FlushResult(-1, [], MismatchError(text, table))
         if is_refused:
             one = waiting[0]
             table = yield from self._table(one.reason if one.x is None else "brings a value")
             text = f"{one.describe()}: refused on another replica; no copy was changed"
-            return Outcome(1, [], None if one.x is None else MismatchError(text, table))
+            return FlushResult(1, [], None if one.x is None else MismatchError(text, table))
         sums = self._sums(waiting[:count])
         hows = [reduction(one.op, one.x.dtype) for one in sums]
         arrays = [one.x for one in sums]
         results = yield from reduce_together(
             calls, arrays, hows, [None] * len(sums), self._owner.reproducible
         )
-        return Outcome(count, list(zip(sums, results, strict=True)))
+        return FlushResult(count, list(zip(sums, results, strict=True)))
 
     def _table(self, text: str) -> Generator[Stage, None, dict[int, str]]:
         data = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
@@ -335,7 +335,7 @@ class WriteQueue:
                     np.subtract(found.x, wide, out=found.x)
         return list(sums.values())
 
-    def _take(self, wait: Callable[[], Outcome]) -> None:
+    def _take(self, wait: Callable[[], FlushResult]) -> None:
         self.sends += 1
         try:
             outcome = wait()

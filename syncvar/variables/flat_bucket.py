@@ -19,7 +19,7 @@ from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.reduce_args import reduction_of
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
-from syncvar.variables.policy import Context
+from syncvar.variables.policy import CallContext
 from syncvar.variables.storage import refuse_overlap
 
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
     Pairs = list[tuple[Variable, Any]]
 
-__all__ = ["SideBySide"]
+__all__ = ["FlatBucket"]
 
 SMALL_BYTES = 64 << 10  # of a variable: longer ones are reduced where they lie
 _TOGETHER_BYTES = 16 << 20
-_REPLICA = Context.REPLICA
+_REPLICA = CallContext.REPLICA
 
 
-class PlainGroup:
+class PyFlatBucket:
     """What is looked at, and brought together, for each variable of a group; `_native/variable_access.c` does the same.
 
     Args:
@@ -102,7 +102,7 @@ class PlainGroup:
                 tally.collectives += 1
 
 
-class SideBySide:
+class FlatBucket:
     """Variables of one dtype that are written together, by one operation and op.
 
     Args:
@@ -143,7 +143,7 @@ class SideBySide:
         group = None
         if which(owner.context.config.kernel) == "c":
             group = group_of(references, self._storages, self._tallies, self._parts)
-        self._group: Any = group or PlainGroup(
+        self._group: Any = group or PyFlatBucket(
             references, self._storages, self._tallies, self._parts
         )
         self._failures = 0

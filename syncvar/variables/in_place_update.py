@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from syncvar.variables.create import Wish, make_on_replicas
+from syncvar.variables.create import VariableSpec, make_on_replicas
 from syncvar.variables.shared_copy import written_once
 from syncvar.variables.variable import Variable
 
@@ -81,7 +81,7 @@ def are_parts(variable: Variable) -> bool:
     return variable._are_parts  # noqa: SLF001
 
 
-def make_beside(owner: Owner, wish: Wish, *, parts: bool = False) -> Variable:
+def make_beside(owner: Owner, wish: VariableSpec, *, parts: bool = False) -> Variable:
     """Return a new variable of a strategy that need not be the one in force. Collective, except under NONE.
 
     Args:

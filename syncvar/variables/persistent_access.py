@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar._native import access, which
-from syncvar.variables.policy import Context
+from syncvar.variables.policy import CallContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +112,7 @@ def prepared_write(
         storage.array.shape,
         storage.array.dtype,
         np.ndarray,
-        Context.REPLICA,
+        CallContext.REPLICA,
     )
 
     def write(x: NDArray[Any], *, is_seen: bool = False) -> int:
@@ -200,7 +200,7 @@ def prepared_read(
         tally.collectives += 1
         return sealed(value)
 
-    where = owner, communicator, channel, Context.REPLICA
+    where = owner, communicator, channel, CallContext.REPLICA
     form = storage.array.dtype, storage.array.shape
     made: Read = access("Read", read, (None, *where), storage, tally, form, call=call)
     look: Look = access("Read", unlooked, (owner.places, *where), storage, tally, form, call=call)

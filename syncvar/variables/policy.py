@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 __all__ = [
     "OWN_VALUES",
     "Action",
-    "Context",
+    "CallContext",
     "Effect",
-    "Operation",
+    "AccessKind",
     "Travel",
     "VariableAggregation",
     "VariableSynchronization",
@@ -71,7 +71,7 @@ class VariableAggregation(Named):
     ONLY_FIRST_REPLICA = "only_first_replica"
 
 
-class Context(Named):
+class CallContext(Named):
     """Where a call is made."""
 
     REPLICA = "replica"  # inside strategy.run: each replica with its own values
@@ -80,7 +80,7 @@ class Context(Named):
     SPMD = "spmd"  # no scope, a variable of the default strategy: writes as in replica, reads as in cross
 
 
-class Operation(Named):
+class AccessKind(Named):
     """What is asked of a variable."""
 
     CREATE = "create"
@@ -158,14 +158,14 @@ _SUM, _MEAN, _FIRST = (
 _ANY_SYNC, _ANY_AGG, _ANYWHERE = (
     tuple(VariableSynchronization),
     tuple(VariableAggregation),
-    tuple(Context),
+    tuple(CallContext),
 )
-OWN_VALUES = (Context.REPLICA, Context.SPMD)
+OWN_VALUES = (CallContext.REPLICA, CallContext.SPMD)
 """Where each replica writes its own value: the rows of these contexts are the same, but for aggregation NONE."""
-_SAME_VALUES = (Context.CROSS, Context.MERGE)
-_THE_VALUE = (Context.CROSS, Context.MERGE, Context.SPMD)
-_IN_REPLICA, _IN_SPMD = (Context.REPLICA,), (Context.SPMD,)
-_O = Operation
+_SAME_VALUES = (CallContext.CROSS, CallContext.MERGE)
+_THE_VALUE = (CallContext.CROSS, CallContext.MERGE, CallContext.SPMD)
+_IN_REPLICA, _IN_SPMD = (CallContext.REPLICA,), (CallContext.SPMD,)
+_O = AccessKind
 _CREATE, _READ, _SYNC, _LOCAL = (_O.CREATE,), (_O.READ,), (_O.SYNC,), (_O.LOCAL,)
 _READ_FROM = (_O.READ_FROM,)
 _ASSIGNS = (_O.ASSIGN, _O.ASSIGN_ADD, _O.ASSIGN_SUB)
@@ -204,8 +204,8 @@ _TABLE: tuple[
     tuple[
         tuple[VariableSynchronization, ...],
         tuple[VariableAggregation, ...],
-        tuple[Context, ...],
-        tuple[Operation, ...],
+        tuple[CallContext, ...],
+        tuple[AccessKind, ...],
         Action,
     ],
     ...,
@@ -283,13 +283,13 @@ _TABLE: tuple[
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PolicyCell:
     """One cell of the table, for printing."""
 
     synchronization: VariableSynchronization
     aggregation: VariableAggregation
-    context: Context
-    operation: Operation
+    context: CallContext
+    operation: AccessKind
     action: Action
 
     def __str__(self) -> str:
@@ -304,8 +304,8 @@ class Rule:
 def decide(
     synchronization: VariableSynchronization,
     aggregation: VariableAggregation,
-    context: Context,
-    operation: Operation,
+    context: CallContext,
+    operation: AccessKind,
 ) -> Action:
     """Return what a call does, and why.
 
@@ -326,7 +326,7 @@ def decide(
     )
 
 
-def table() -> Iterator[Rule]:
+def table() -> Iterator[PolicyCell]:
     """Yield the whole table, cell by cell.
 
     Example:
@@ -334,10 +334,10 @@ def table() -> Iterator[Rule]:
         assign on AUTO + SUM in replica: all-reduce, sum; it changes the copy: the sum of what the replicas pass is written to every copy
     """
     for synchronization, aggregation, context, operation in product(
-        _ANY_SYNC, _ANY_AGG, _ANYWHERE, tuple(Operation)
+        _ANY_SYNC, _ANY_AGG, _ANYWHERE, tuple(AccessKind)
     ):
         action = decide(synchronization, aggregation, context, operation)
-        yield Rule(synchronization, aggregation, context, operation, action)
+        yield PolicyCell(synchronization, aggregation, context, operation, action)
 
 
 def resolve(synchronization: VariableSynchronization) -> tuple[VariableSynchronization, str]:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Told", "chained", "common_prefix", "first_difference", "pack_told", "unpack_told"]
+__all__ = ["QueuePrefix", "chained", "common_prefix", "first_difference", "pack_told", "unpack_told"]
 
 _TOLD = struct.Struct("<QQQQ")
 _MASK = (1 << 64) - 1
 _FACTOR = 0x100000001B3  # of the FNV hash
 
 
-class Told(NamedTuple):
+class QueuePrefix(NamedTuple):
     """What a replica tells of its queue.
 
     Args:
@@ -36,19 +36,19 @@ class Told(NamedTuple):
     block: int = 0
 
 
-def pack_told(told: Told) -> bytes:
+def pack_told(told: QueuePrefix) -> bytes:
     """Return the bytes of a record, always as many."""
     return _TOLD.pack(*told)
 
 
-def unpack_told(data: bytes) -> Told:
+def unpack_told(data: bytes) -> QueuePrefix:
     """Return the record in some bytes.
 
     Example:
         >>> unpack_told(pack_told(Told(3, 0, 7)))
         Told(made=3, refused=0, chain=7, block=0)
     """
-    return Told(*_TOLD.unpack(data))
+    return QueuePrefix(*_TOLD.unpack(data))
 
 
 def chained(chain: int, digest: int) -> int:
@@ -61,7 +61,7 @@ def chained(chain: int, digest: int) -> int:
     return ((chain ^ digest) * _FACTOR + 1) & _MASK
 
 
-def common_prefix(sent: int, told: Sequence[Told]) -> tuple[int, bool]:
+def common_prefix(sent: int, told: Sequence[QueuePrefix]) -> tuple[int, bool]:
     """Return (number of the last write that can be sent now, whether that one is to be dropped by all).
 
     Args:

@@ -29,8 +29,8 @@ from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.sync_points import gather_objects
 from syncvar.core.errors import MismatchError
 from syncvar.core.output_files import AUTO_LOG, check_file
-from syncvar.variables.deferral_log import Change, Point, append, read
-from syncvar.variables.deferral_policy import COSTS, Bar, Window, choose, period
+from syncvar.variables.deferral_log import DeferralChange, ProgramPoint, append, read
+from syncvar.variables.deferral_policy import COSTS, Hysteresis, SampleWindow, choose, period
 from syncvar.variables.persistent_access import WRITES_PER_DECISION
 from syncvar.variables.replica_check import compare
 
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
     from syncvar._native import Tally
-    from syncvar.variables.deferral_policy import Choice, Costs
+    from syncvar.variables.deferral_policy import Decision, Costs
     from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
 
-__all__ = ["Entry", "Roster"]
+__all__ = ["RegistryEntry", "VariableRegistry"]
 
 _NEVER = 1 << 62
 _AT_ONCE = -1
@@ -52,7 +52,7 @@ _WHAT = "counts of AUTO's variables, and which still exist"
 _log = logging.getLogger("syncvar")
 
 
-class Entry:
+class RegistryEntry:
     """A variable of the roster: the same on all replicas, but for the reference and what was counted.
 
     Args:
@@ -101,7 +101,7 @@ class Entry:
         return None if self.reference is None else self.reference()
 
 
-class Roster(Watch):
+class VariableRegistry(Watch):
     """The roster of one strategy.
 
     Args:
@@ -111,13 +111,13 @@ class Roster(Watch):
     def __init__(self, owner: Owner) -> None:
         self._owner = weakref.ref(owner)
         self.runs = 0  # that have begun
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, RegistryEntry] = {}
         self._gone: deque[str] = deque()  # names whose variables have gone here, not told yet
         self._numbers = 0
         self._decision = _NEVER  # at the end of this run
         self._decided = 0  # at the end of that one
         self._sends = 0
-        self._bar = Bar()
+        self._bar = Hysteresis()
         self.is_free = False  # writes are neither counted nor compared first: in most runs
         self.until = (
             _AT_ONCE  # a variable's write outside runs of a larger number is to be looked at
@@ -135,15 +135,15 @@ class Roster(Watch):
         )
         self._laid = 0  # bytes of all variables that were ever made
         self._lots: dict[
-            int, list[Entry]
+            int, list[RegistryEntry]
         ] = {}  # what is compared together, by the remainder of the number of its runs
         self._lots_are_of = 0  # this check_every; 0 when they have to be made
         self._due: set[int] = set()  # in this run
         self._next_due = 0  # in no run below this one anything is; 0 where that is not known
-        self._outside: list[Entry] = []  # due before this write outside runs
+        self._outside: list[RegistryEntry] = []  # due before this write outside runs
         self._compared: set[int] = set()  # in this run, before a write
         self._config = owner.context.config
-        self._replay: dict[Point, list[tuple[str, str]]] | None = None
+        self._replay: dict[ProgramPoint, list[tuple[str, str]]] | None = None
         self._has_begun = False
         self._logs = bool(self._config.auto_log) and owner.communicator.member_rank == 0
         if self._logs:
@@ -168,13 +168,13 @@ class Roster(Watch):
             if self.owner.is_default and not self.runs
             else f"run {self.runs}"
         )
-        self.entries[name] = Entry(
+        self.entries[name] = RegistryEntry(
             name, self._numbers, nbytes, self._laid // _LOT_BYTES, good, is_auto=is_auto
         )
         self._laid += nbytes
         self.look_again()
 
-    def attach(self, variable: Variable) -> Entry | None:
+    def attach(self, variable: Variable) -> RegistryEntry | None:
         """Connect a name with its variable."""
         name, gone = variable.name, self._gone
         entry = self.entries.get(name)
@@ -198,7 +198,7 @@ class Roster(Watch):
         self._lots_are_of = self._next_due = 0
         self.until = _AT_ONCE
 
-    def pinned(self, entry: Entry, counts: tuple[int, int, int], *, is_pinned: bool) -> None:
+    def pinned(self, entry: RegistryEntry, counts: tuple[int, int, int], *, is_pinned: bool) -> None:
         """Take note that a variable is not AUTO's to decide, or is so again, and what was counted until then."""
         if entry.is_pinned and not is_pinned:
             self._expect(self.runs + self._costs.runs)
@@ -353,7 +353,7 @@ class Roster(Watch):
             due and self.owner.check_cross_writes
         ):  # else some writes outside runs send nothing, and this must not
             self._agree(
-                Point("write", self.writes),
+                ProgramPoint("write", self.writes),
                 is_decision=False,
                 checked={entry.number for entry in due},
                 mended=mended,
@@ -363,7 +363,7 @@ class Roster(Watch):
         if not self._looks:
             self._free()
 
-    def _before_write_in_run(self, pairs: list[tuple[Entry, Variable]]) -> None:
+    def _before_write_in_run(self, pairs: list[tuple[RegistryEntry, Variable]]) -> None:
         if pairs:
             shown = ", ".join(repr(entry.name) for entry, _ in pairs[:3]) + (
                 ", …" if len(pairs) > 3 else ""
@@ -384,7 +384,7 @@ class Roster(Watch):
         run = self.runs
         if self._is_paused or (run < self._next_due and run < self._decision):
             return
-        point = Point("run", run)
+        point = ProgramPoint("run", run)
         checked = {entry.number for entry in self._due_at(run, check_every)}
         is_decision = run >= self._decision
         if is_decision and self._config.auto_replay:
@@ -401,7 +401,7 @@ class Roster(Watch):
         entry = self.entries.get(variable.name)
         if entry is None or self._is_paused or entry.is_pinned:
             return
-        point = Point("write", increments, variable.name)
+        point = ProgramPoint("write", increments, variable.name)
         if self._config.auto_replay:
             self._follow(point)
         else:
@@ -409,7 +409,7 @@ class Roster(Watch):
 
     # -- what they agree on ------------------------------------------------------------------------
 
-    def _due_at(self, number: int, check_every: int) -> list[Entry]:
+    def _due_at(self, number: int, check_every: int) -> list[RegistryEntry]:
         """Return what is compared in the run, or at the step outside runs, of this number; the same on all replicas."""
         if check_every <= 0:
             return []
@@ -422,7 +422,7 @@ class Roster(Watch):
 
     def _agree(
         self,
-        point: Point,
+        point: ProgramPoint,
         *,
         is_decision: bool,
         checked: Container[int] = frozenset(),
@@ -487,15 +487,15 @@ class Roster(Watch):
 
     def _decide(
         self,
-        point: Point,
-        autos: Sequence[tuple[Entry, Variable | None]],
+        point: ProgramPoint,
+        autos: Sequence[tuple[RegistryEntry, Variable | None]],
         rows: Sequence[tuple[int, int]],
         sends: int,
         gone: set[str],
     ) -> None:
         costs = self._costs
         pairs = [
-            (variable, Window(entry.nbytes, variable.is_deferred, increments, breaks))
+            (variable, SampleWindow(entry.nbytes, variable.is_deferred, increments, breaks))
             for (entry, variable), (increments, breaks) in zip(autos, rows, strict=True)
             if variable is not None and entry.name not in gone
         ]
@@ -511,7 +511,7 @@ class Roster(Watch):
             [(variable, choice) for (variable, _), choice in zip(pairs, choices, strict=True)],
         )
 
-    def _apply(self, point: Point, chosen: Sequence[tuple[Variable, Choice]]) -> None:
+    def _apply(self, point: ProgramPoint, chosen: Sequence[tuple[Variable, Decision]]) -> None:
         changes = []
         for variable, choice in chosen:
             if choice.is_deferred == variable.is_deferred:
@@ -519,7 +519,7 @@ class Roster(Watch):
                 continue
             before, after = ("eager", "deferred") if choice.is_deferred else ("deferred", "eager")
             variable.change_pace(after, point.step, choice.why)
-            changes.append(Change(point, variable.name, before, after, choice.why))
+            changes.append(DeferralChange(point, variable.name, before, after, choice.why))
         communicator = self.owner.communicator
         if communicator.member_rank == 0:
             for one in changes:
@@ -537,7 +537,7 @@ class Roster(Watch):
                 self._logs = append(path, communicator.identity, changes, begins=begins)
                 self._has_begun = True
 
-    def _follow(self, point: Point) -> None:
+    def _follow(self, point: ProgramPoint) -> None:
         """Do what was recorded for this point of the program."""
         if self._replay is None:
             self._replay = self._recorded()
@@ -551,7 +551,7 @@ class Roster(Watch):
             default=_NEVER,
         )
 
-    def _recorded(self) -> dict[Point, list[tuple[str, str]]]:
+    def _recorded(self) -> dict[ProgramPoint, list[tuple[str, str]]]:
         """Return what the first rank reads in the file."""
         owner = self.owner
         communicator = owner.communicator
@@ -563,9 +563,9 @@ class Roster(Watch):
                 else []
             )
 
-        found: dict[Point, list[tuple[str, str]]] = {}
+        found: dict[ProgramPoint, list[tuple[str, str]]] = {}
         for at, step, of, name, pace in gather_objects(
             communicator, "recorded decisions of AUTO", mine, owner.timeout
         )[0]:
-            found.setdefault(Point(at, step, of), []).append((name, pace))
+            found.setdefault(ProgramPoint(at, step, of), []).append((name, pace))
         return found

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
-    from syncvar.variables.registry import Entry
+    from syncvar.variables.registry import RegistryEntry
     from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
 
-    Pair = tuple[Entry, Variable]
+    Pair = tuple[RegistryEntry, Variable]
 
 __all__ = ["compare"]
 
@@ -42,7 +42,7 @@ _WHAT = "comparison of the replicas' copies"
 _MASK = (1 << 64) - 1
 
 
-class Parted(NamedTuple):
+class ReplicaMismatch(NamedTuple):
     """Where copies differ.
 
     Args:
@@ -56,7 +56,7 @@ class Parted(NamedTuple):
         values: By replica, the bytes of the first element.
     """
 
-    entry: Entry
+    entry: RegistryEntry
     variable: Variable
     others: list[str]
     strangers: list[int]
@@ -105,7 +105,7 @@ def compare(
         def request() -> CollectiveSpec:
             return CollectiveSpec(what, fingerprint(what), _body(communicator, pairs, digests))
 
-        found: Parted = communicator.perform(what, request, owner.timeout)
+        found: ReplicaMismatch = communicator.perform(what, request, owner.timeout)
         for entry, _ in pairs:
             entry.is_told = entry is found.entry or entry.name in found.others
         raise _error(communicator, found, now)
@@ -119,7 +119,7 @@ def _digests(pairs: Sequence[Pair]) -> NDArray[np.uint64]:
 
 def _body(
     communicator: Communicator, pairs: Sequence[Pair], digests: NDArray[np.uint64]
-) -> Generator[Stage, None, Parted]:
+) -> Generator[Stage, None, ReplicaMismatch]:
     everyone = yield from exchange_bytes(communicator, digests.tobytes())
     table = np.array([np.frombuffer(one, np.uint64) for one in everyone])
     differs = (table != table[0]).any(axis=0)
@@ -159,7 +159,7 @@ def _body(
             first = (block * BLOCK_BYTES + int(places[0])) // size
             begin = first * size - block * BLOCK_BYTES
             values = [one[max(begin, 0) : begin + size] for one in contents]
-    return Parted(*found, others, strangers, count * 2 > communicator.size, first, last, values)
+    return ReplicaMismatch(*found, others, strangers, count * 2 > communicator.size, first, last, values)
 
 
 def _copy(variable: Variable) -> NDArray[Any]:
@@ -167,7 +167,7 @@ def _copy(variable: Variable) -> NDArray[Any]:
     return copy
 
 
-def _error(communicator: Communicator, found: Parted, now: str) -> MismatchError:
+def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> MismatchError:
     entry = found.entry
     dtype = _copy(found.variable).dtype
     ranks = [communicator.members[replica] for replica in found.strangers]

@@ -12,7 +12,7 @@ from syncvar.collectives.sync_points import gather_objects
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.variables.registry import Roster
+    from syncvar.variables.registry import VariableRegistry
     from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
 
@@ -22,7 +22,7 @@ _WHAT = "values of variables after sv.uneven"
 _TOGETHER_BYTES = 16 << 20
 
 
-def catch_up(owner: Owner, roster: Roster, calls: int) -> None:
+def catch_up(owner: Owner, roster: VariableRegistry, calls: int) -> None:
     """Give every replica the values of the one that has made most calls. Collective over the replicas.
 
     Args:

@@ -9,25 +9,25 @@ import numpy as np
 from syncvar.core.errors import ConfigError, RowOutOfRange
 from syncvar.core.reduce_ops import reduction
 from syncvar.variables.coercion import operand_array, plain_array
-from syncvar.variables.policy import Operation
+from syncvar.variables.policy import AccessKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Rows", "applied", "checked_rows"]
+__all__ = ["RowSelection", "applied", "checked_rows"]
 
-_UFUNCS: dict[Operation, np.ufunc] = {
-    Operation.SCATTER_ADD: np.add,
-    Operation.SCATTER_SUB: np.subtract,
-    Operation.SCATTER_MUL: np.multiply,
-    Operation.SCATTER_DIV: np.divide,
-    Operation.SCATTER_MIN: np.minimum,
-    Operation.SCATTER_MAX: np.maximum,
+_UFUNCS: dict[AccessKind, np.ufunc] = {
+    AccessKind.SCATTER_ADD: np.add,
+    AccessKind.SCATTER_SUB: np.subtract,
+    AccessKind.SCATTER_MUL: np.multiply,
+    AccessKind.SCATTER_DIV: np.divide,
+    AccessKind.SCATTER_MIN: np.minimum,
+    AccessKind.SCATTER_MAX: np.maximum,
 }
-_OF_BOOLS = (Operation.SCATTER_UPDATE, Operation.SCATTER_MIN, Operation.SCATTER_MAX)
+_OF_BOOLS = (AccessKind.SCATTER_UPDATE, AccessKind.SCATTER_MIN, AccessKind.SCATTER_MAX)
 
 
-class Rows(NamedTuple):
+class RowSelection(NamedTuple):
     """Rows of a variable.
 
     Args:
@@ -40,13 +40,13 @@ class Rows(NamedTuple):
 
 
 def checked_rows(
-    operation: Operation,
+    operation: AccessKind,
     indices: Any,
     values: Any,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
     what: str,
-) -> Rows:
+) -> RowSelection:
     """Return the operand of a scatter operation on a variable of this shape and dtype.
 
     Raises:
@@ -61,7 +61,7 @@ def checked_rows(
         raise ConfigError(
             f"{what}: bool has no sum or product; use scatter_update, scatter_min or scatter_max"
         )
-    if dtype.kind == "c" and operation in (Operation.SCATTER_MIN, Operation.SCATTER_MAX):
+    if dtype.kind == "c" and operation in (AccessKind.SCATTER_MIN, AccessKind.SCATTER_MAX):
         raise ConfigError(f"{what}: complex numbers have no order")
     try:
         rows = plain_array(indices, f"{what}: indices")
@@ -87,7 +87,7 @@ def checked_rows(
             )
         )
         raise RowOutOfRange(f"{what}: row {row} is outside the variable's {_inside(count)}. {fix}")
-    return Rows(flat, np.ascontiguousarray(parts).reshape((flat.size, *shape[1:])))
+    return RowSelection(flat, np.ascontiguousarray(parts).reshape((flat.size, *shape[1:])))
 
 
 def _inside(count: int) -> str:
@@ -101,7 +101,7 @@ def _beyond(indices: Any) -> int | None:
     return indices if isinstance(indices, int) and not -(1 << 63) <= indices < 1 << 64 else None
 
 
-def applied(operation: Operation, copy: NDArray[Any], rows: Rows, divisor: int = 1) -> NDArray[Any]:
+def applied(operation: AccessKind, copy: NDArray[Any], rows: RowSelection, divisor: int = 1) -> NDArray[Any]:
     """Return a new array: `copy` with the rows applied one after another; half types are rounded once.
 
     Args:
@@ -116,9 +116,9 @@ def applied(operation: Operation, copy: NDArray[Any], rows: Rows, divisor: int =
     values = rows.values.astype(dtype)
     if divisor > 1:
         values = values / np.asarray(divisor, dtype)
-    if operation is Operation.SCATTER_UPDATE:
+    if operation is AccessKind.SCATTER_UPDATE:
         made[rows.indices] = values  # of rows named twice, the last remains
-    elif operation is Operation.SCATTER_DIV and dtype.kind in "iu":
+    elif operation is AccessKind.SCATTER_DIV and dtype.kind in "iu":
         for row, value in zip(rows.indices, values, strict=True):
             made[row] = _truncated(made[row], value)
     else:

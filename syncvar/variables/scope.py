@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from syncvar.bootstrap.process import current
 from syncvar.bootstrap.process import joined as joined_context
 from syncvar.core.errors import UsageError
-from syncvar.variables.policy import Context
+from syncvar.variables.policy import CallContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.deferred_writes import WriteQueue
     from syncvar.variables.policy import VariableSynchronization
-    from syncvar.variables.registry import Roster
+    from syncvar.variables.registry import VariableRegistry
     from syncvar.variables.storage import Storage
 
 __all__ = [
     "Owner",
-    "Place",
-    "Stacks",
-    "Stepper",
+    "ScopeEntry",
+    "ScopeStack",
+    "RemoteOptimizer",
     "context_here",
     "context_of",
     "current_owner",
@@ -54,9 +54,9 @@ class Owner(Protocol):
     reproducible: bool
     timeout: float | None
     context: Joined
-    places: Stacks
+    places: ScopeStack
     check_every: int
-    roster: Roster | None
+    roster: VariableRegistry | None
     queue: WriteQueue | None  # of its deferred writes, once there was one
 
     @property
@@ -72,7 +72,7 @@ class Owner(Protocol):
         """Return the memory for a variable's copy."""
 
 
-class Stepper(Protocol):
+class RemoteOptimizer(Protocol):
     """Who makes the steps of variables whose values are not in this process."""
 
     def step(
@@ -102,16 +102,16 @@ class Stepper(Protocol):
         """Make all writes of a block one."""
 
 
-class Place(NamedTuple):
+class ScopeEntry(NamedTuple):
     """One entered scope, run or merge."""
 
     owner: Owner
-    context: Context
+    context: CallContext
 
 
 _CROSS, _SPMD = (
-    Context.CROSS,
-    Context.SPMD,
+    CallContext.CROSS,
+    CallContext.SPMD,
 )  # to look a member up by its name takes as long as all else here
 
 _makers: list[Callable[[], Owner]] = []
@@ -133,7 +133,7 @@ def default_owner() -> Owner:
     return owner
 
 
-class Stacks(threading.local):
+class ScopeStack(threading.local):
     """The stack of places of each thread, in one job.
 
     Args:
@@ -141,25 +141,25 @@ class Stacks(threading.local):
     """
 
     def __init__(self) -> None:
-        self.stack: list[Place] = []
+        self.stack: list[ScopeEntry] = []
 
 
-_before_joining = Stacks()
+_before_joining = ScopeStack()
 
 
-def stacks(joined: Joined) -> Stacks:
+def stacks(joined: Joined) -> ScopeStack:
     """Return the stacks of a job, which stay the same objects as long as it lasts."""
     extras = joined.extras
-    found: Stacks | None = extras.get("places")
-    return extras.setdefault("places", Stacks()) if found is None else found
+    found: ScopeStack | None = extras.get("places")
+    return extras.setdefault("places", ScopeStack()) if found is None else found
 
 
-def places(joined: Joined | None = None) -> list[Place]:
+def places(joined: Joined | None = None) -> list[ScopeEntry]:
     """Return this thread's stack of places in a job (None: the one in force), to look at and to push to. Asking does not join."""
     return (stacks_here() if joined is None else stacks(joined)).stack
 
 
-def stacks_here() -> Stacks:
+def stacks_here() -> ScopeStack:
     """Return the stacks of the job in force, without joining."""
     context = joined_context()
     return _before_joining if context is None else stacks(context)
@@ -170,7 +170,7 @@ def take_places_along(joined: Joined) -> None:
     joined.extras["places"] = _before_joining
 
 
-def current_place() -> Place | None:
+def current_place() -> ScopeEntry | None:
     """Return the innermost place, or None outside every scope."""
     stack = places()
     return stack[-1] if stack else None
@@ -182,7 +182,7 @@ def current_owner() -> Owner:
     return default_owner() if place is None else place.owner
 
 
-def context_of(owner: Owner, what: str) -> Context:
+def context_of(owner: Owner, what: str) -> CallContext:
     """Return the context in which a call on a variable of `owner` is made.
 
     Raises:
@@ -197,7 +197,7 @@ def context_of(owner: Owner, what: str) -> Context:
     return context
 
 
-def context_here(owner: Owner) -> Context | None:
+def context_here(owner: Owner) -> CallContext | None:
     """Return the context in which a call on a variable of `owner` is made; None where `context_of` raises."""
     stack = owner.places.stack  # of the job that it was made in: asking must not join another one
     if not stack:

@@ -30,7 +30,7 @@ from syncvar.variables.collective_requests import (
     request_of,
     rows_request,
 )
-from syncvar.variables.create import Made, Wish, make_on_replicas
+from syncvar.variables.create import VariableInit, VariableSpec, make_on_replicas
 from syncvar.variables.deferred_writes import WriteQueue, queue_of
 from syncvar.variables.exact_split import share_of
 from syncvar.variables.mode_explanation import Explanation
@@ -47,9 +47,9 @@ from syncvar.variables.persistent_access import (
 )
 from syncvar.variables.policy import (
     Action,
-    Context,
+    CallContext,
     Effect,
-    Operation,
+    AccessKind,
     Travel,
     VariableAggregation,
     VariableSynchronization,
@@ -57,9 +57,9 @@ from syncvar.variables.policy import (
     resolve,
 )
 from syncvar.variables.remote_read import checked_replica, fetch, publish, with_absent
-from syncvar.variables.row_updates import Rows, applied, checked_rows
+from syncvar.variables.row_updates import RowSelection, applied, checked_rows
 from syncvar.variables.scope import (
-    Stepper,
+    RemoteOptimizer,
     context_here,
     context_of,
     current_owner,
@@ -72,7 +72,7 @@ from syncvar.variables.storage import being_written
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from syncvar.variables.flat_bucket import SideBySide
+    from syncvar.variables.flat_bucket import FlatBucket
     from syncvar.variables.persistent_access import Look, Read, Write
 
 __all__ = ["COPIED", "Variable"]
@@ -81,14 +81,14 @@ COPIED = "syncvar: functions to call with each copied variable"
 """Where a deep copy's memo has the functions that its optimizers want called with (variable, copy)."""
 
 
-UFUNCS: dict[Operation, Any] = {
-    Operation.ASSIGN: None,
-    Operation.ASSIGN_ADD: np.add,
-    Operation.ASSIGN_SUB: np.subtract,
+UFUNCS: dict[AccessKind, Any] = {
+    AccessKind.ASSIGN: None,
+    AccessKind.ASSIGN_ADD: np.add,
+    AccessKind.ASSIGN_SUB: np.subtract,
 }
 _ASSIGN, _ADD, _SUB = UFUNCS
-_READ, _LOCAL, _SYNC = Operation.READ, Operation.LOCAL, Operation.SYNC
-_UNPREPARED: dict[Operation, Write] = dict.fromkeys(UFUNCS, unprepared)
+_READ, _LOCAL, _SYNC = AccessKind.READ, AccessKind.LOCAL, AccessKind.SYNC
+_UNPREPARED: dict[AccessKind, Write] = dict.fromkeys(UFUNCS, unprepared)
 _PACES = ("eager", "deferred")
 _NO_SHARE = "the copies of a bool variable have no sum to be split from; make it with dtype='int64'"
 
@@ -122,10 +122,10 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         array([2., 3.], dtype=float32)
     """
 
-    stepper: Stepper | None = (
+    stepper: RemoteOptimizer | None = (
         None  # who makes an optimizer's steps of it, where its value is elsewhere
     )
-    _prepared: dict[Operation, Write] = _UNPREPARED  # of writes where each replica passes its own
+    _prepared: dict[AccessKind, Write] = _UNPREPARED  # of writes where each replica passes its own
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Make a variable of the kind that the strategy in force has."""
@@ -147,10 +147,10 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         aggregation: Any = VariableAggregation.NONE,
         shape: Any = None,
     ) -> None:
-        wish = Wish(initial_value, trainable, name, dtype, synchronization, aggregation, shape)
+        wish = VariableSpec(initial_value, trainable, name, dtype, synchronization, aggregation, shape)
         self._take(make_on_replicas(current_owner(), wish, stacklevel=2))
 
-    def _take(self, made: Made) -> None:
+    def _take(self, made: VariableInit) -> None:
         self._owner = made.owner
         self._namespace, self._name = made.namespace, made.name
         self._trainable = made.trainable
@@ -162,17 +162,17 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         self._shape, self._dtype = made.value.shape, made.value.dtype
         self._tally = Tally()
         self._groups: dict[
-            tuple[Operation, int], SideBySide
+            tuple[AccessKind, int], FlatBucket
         ] = {}  # grouped writes that begin with it, by the number of variables
         self._pace = "eager"
         self._is_pinned = False
         self._are_parts = False  # its copies are parts of a whole, which a checkpoint gives to any number of replicas
         self._reading: dict[
-            tuple[Operation, Context | None], Read
+            tuple[AccessKind, CallContext | None], Read
         ] = {}  # prepared reads, by where they are made
         self._queue: WriteQueue | None = None  # while it is deferred
         self._increments: dict[
-            str, tuple[Context, str, int]
+            str, tuple[CallContext, str, int]
         ] = {}  # deferred: where it was made, op and digest
         self._changes: list[tuple[int, str, str, str]] = []
         self._decided: tuple[int, str] | None = None  # when AUTO has decided last, and why
@@ -180,7 +180,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         self._storage = make(made.value, self._synchronization)
         self._look = self._prepared_look()
         action = decide(
-            self._synchronization, self._aggregation, Context.CROSS, Operation.READ_FROM
+            self._synchronization, self._aggregation, CallContext.CROSS, AccessKind.READ_FROM
         )
         if action.travel is Travel.QUESTION:
             publish(made.owner, made.namespace, self)
@@ -317,7 +317,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
             >>> v.read_from(0)
             array(3., dtype=float32)
         """
-        action = self._decide(Operation.READ_FROM)
+        action = self._decide(AccessKind.READ_FROM)
         self._settle()
         what = f"read_from({rank!r}) of variable {self.name!r}"
         replica = checked_replica(rank, self._replicas, what)
@@ -372,31 +372,31 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
             >>> v.scatter_add([0, 0], [10.0, 10.0]).numpy()
             array([21.,  2.,  3.], dtype=float32)
         """
-        return self._scatter(Operation.SCATTER_ADD, indices, values)
+        return self._scatter(AccessKind.SCATTER_ADD, indices, values)
 
     def scatter_sub(self, indices: Any, values: Any) -> Variable:
         """Subtract from rows; as `scatter_add`."""
-        return self._scatter(Operation.SCATTER_SUB, indices, values)
+        return self._scatter(AccessKind.SCATTER_SUB, indices, values)
 
     def scatter_mul(self, indices: Any, values: Any) -> Variable:
         """Multiply rows; as `scatter_add`."""
-        return self._scatter(Operation.SCATTER_MUL, indices, values)
+        return self._scatter(AccessKind.SCATTER_MUL, indices, values)
 
     def scatter_div(self, indices: Any, values: Any) -> Variable:
         """Divide rows, integers truncated toward zero; as `scatter_add`."""
-        return self._scatter(Operation.SCATTER_DIV, indices, values)
+        return self._scatter(AccessKind.SCATTER_DIV, indices, values)
 
     def scatter_min(self, indices: Any, values: Any) -> Variable:
         """Make rows the smaller of themselves and the values; as `scatter_add`."""
-        return self._scatter(Operation.SCATTER_MIN, indices, values)
+        return self._scatter(AccessKind.SCATTER_MIN, indices, values)
 
     def scatter_max(self, indices: Any, values: Any) -> Variable:
         """Make rows the larger of themselves and the values; as `scatter_add`."""
-        return self._scatter(Operation.SCATTER_MAX, indices, values)
+        return self._scatter(AccessKind.SCATTER_MAX, indices, values)
 
     def scatter_update(self, indices: Any, values: Any) -> Variable:
         """Replace rows; of a row named twice the last value remains. As `scatter_add`."""
-        return self._scatter(Operation.SCATTER_UPDATE, indices, values)
+        return self._scatter(AccessKind.SCATTER_UPDATE, indices, values)
 
     # -- explaining and steering -------------------------------------------------------------------
 
@@ -498,7 +498,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         self._settle()
         made = Variable.__new__(Variable)
         memo[id(self)] = made
-        wish = Wish(
+        wish = VariableSpec(
             self._storage.expose(),
             self.trainable,
             self.name,
@@ -513,7 +513,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
 
     # -- the two paths -----------------------------------------------------------------------------
 
-    def _decide(self, operation: Operation) -> Action:
+    def _decide(self, operation: AccessKind) -> Action:
         context = context_here(self._owner)
         if context is None:
             context = context_of(
@@ -538,7 +538,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         if self._queue is not None:
             self._queue.settle(self)
 
-    def _read(self, operation: Operation, copy: bool = True) -> NDArray[Any]:
+    def _read(self, operation: AccessKind, copy: bool = True) -> NDArray[Any]:
         """Read as it was prepared, or else by the table."""
         where = operation, context_here(self._owner)
         read = self._reading.get(where)
@@ -565,12 +565,12 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
     def _prepared_look(self) -> Look:
         """Return the prepared read of this replica's copy, where reading never sends anything."""
         actions = [
-            decide(self._synchronization, self._aggregation, context, _READ) for context in Context
+            decide(self._synchronization, self._aggregation, context, _READ) for context in CallContext
         ]
         is_own = all(action.travel is Travel.NOTHING and action.error is None for action in actions)
         return prepared_look(self._owner, self._storage, self._tally) if is_own else unlooked
 
-    def _read_together(self, where: tuple[Operation, Context | None]) -> NDArray[Any]:
+    def _read_together(self, where: tuple[AccessKind, CallContext | None]) -> NDArray[Any]:
         """Read by a call in which all replicas take part, and prepare the next one."""
         owner, operation = self._owner, where[0]
         communicator = owner.communicator
@@ -605,12 +605,12 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
                     self._look = look
         return sealed(value)
 
-    def _advise_reader(self, operation: Operation, error: SyncvarError) -> None:
+    def _advise_reader(self, operation: AccessKind, error: SyncvarError) -> None:
         """Add to the error of a collective read what to write instead: some ranks only may have read."""
         if isinstance(error, PeerLost) and error.reason != "finished":
             return
-        doing = "Reading" if operation is Operation.READ else "sync() of"
-        call = f"{self.name}.numpy()" if operation is Operation.READ else f"{self.name}.sync()"
+        doing = "Reading" if operation is AccessKind.READ else "sync() of"
+        call = f"{self.name}.numpy()" if operation is AccessKind.READ else f"{self.name}.sync()"
         advice = (
             f"\n{doing} {self._synchronization.name} {self.name!r} is collective: every replica has to take part. Read on "
             f"every rank, and use it where you like:\n    value = {call}\n    if sv.rank() == 0: print(value)\n"
@@ -641,12 +641,12 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         self._prepared = _UNPREPARED  # what waits is not prepared
         self._look = unlooked if is_deferred else self._prepared_look()  # a read sends what waits
 
-    def _is_deferrable(self, operation: Operation) -> bool:
+    def _is_deferrable(self, operation: AccessKind) -> bool:
         """Return whether a write, made here and now, is an increment that the replicas combine."""
         known = self._increments.get(operation.value)
         if known is not None and context_here(self._owner) is known[0]:
             return True
-        if operation is Operation.ASSIGN or self._storage.is_shared:
+        if operation is AccessKind.ASSIGN or self._storage.is_shared:
             return False
         travel = self._decide(operation).travel
         if travel not in (Travel.SUM, Travel.MEAN):
@@ -657,7 +657,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         self._increments[operation.value] = context, op, digest
         return True
 
-    def _defer(self, queue: WriteQueue, operation: Operation, x: Any) -> Variable:
+    def _defer(self, queue: WriteQueue, operation: AccessKind, x: Any) -> Variable:
         """Put an increment into the queue; one that is refused here is told to the others when their turn comes."""
         context, op, digest = self._increments[operation.value]
         tally = self._tally
@@ -670,18 +670,18 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
             raise
         tally.writes += 1
         queue.add(self, operation, op, digest, array)
-        if context is Context.SPMD and self._is_counted:
+        if context is CallContext.SPMD and self._is_counted:
             self._look_at_pace()
         return self
 
-    def apply_queued(self, operation: Operation, total: NDArray[Any]) -> None:
+    def apply_queued(self, operation: AccessKind, total: NDArray[Any]) -> None:
         """Write what an increment of all replicas has come to; for the queue only."""
         with self._storage:
             target = self._storage.writable()
             UFUNCS[operation](target, total, out=target, casting="same_kind")
         self._tally.collectives += 1
 
-    def _assign(self, operation: Operation, x: Any, done: int = UNDONE) -> Variable:
+    def _assign(self, operation: AccessKind, x: Any, done: int = UNDONE) -> Variable:
         """Make a write by the table; nothing is left to do but to look at the pace of one that has been made (`done`)."""
         if done == DECIDE:
             self._look_at_pace()
@@ -755,11 +755,11 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
                     self._prepared = {**self._prepared, operation: made}
             if is_counted:
                 self._tally.added += 1
-                if context_here(owner) is Context.SPMD:
+                if context_here(owner) is CallContext.SPMD:
                     self._look_at_pace()
         return self
 
-    def _made_plain(self, operation: Operation, x: Any) -> NDArray[Any] | None:
+    def _made_plain(self, operation: AccessKind, x: Any) -> NDArray[Any] | None:
         """Return the operand of a prepared write; None where the long way has to refuse it, and to tell the others."""
         number = None if self._shape else number_array(x, self._dtype)
         if number is not None:
@@ -787,7 +787,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         if roster is not None and not roster.is_free:
             roster.count(self._tally)
 
-    def _operand(self, operation: Operation, x: Any, *, reduced: bool) -> NDArray[Any]:
+    def _operand(self, operation: AccessKind, x: Any, *, reduced: bool) -> NDArray[Any]:
         """Return the operand of a write as an array of the variable's shape and dtype.
 
         Raises:
@@ -802,7 +802,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         ):
             nan_check.look(x, what)
             return x
-        if self._dtype.kind == "b" and operation is not Operation.ASSIGN:
+        if self._dtype.kind == "b" and operation is not AccessKind.ASSIGN:
             raise ConfigError(
                 f"{what}: bool has no sum; write v.assign(x), or make it with dtype='int64'"
             )
@@ -818,7 +818,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         self._tally.writes += 1
         self._tally.collectives += 1
 
-    def _scatter(self, operation: Operation, indices: Any, values: Any) -> Variable:
+    def _scatter(self, operation: AccessKind, indices: Any, values: Any) -> Variable:
         action = self._decide(operation)
         self._watch()
         self._settle()
@@ -827,13 +827,13 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         values = values.read_value() if isinstance(values, Variable) else values
         is_split = action.effect is Effect.SPLIT_ANEW
 
-        def mine() -> tuple[NDArray[Any], Rows]:
+        def mine() -> tuple[NDArray[Any], RowSelection]:
             if is_split and self._dtype.kind == "b":
                 raise ConfigError(f"{what}: {_NO_SHARE}")
             copy = self._storage.expose() if is_split else self._copy
             return copy, checked_rows(operation, indices, values, self._shape, self._dtype, what)
 
-        def store(together: tuple[NDArray[Any], Rows]) -> None:
+        def store(together: tuple[NDArray[Any], RowSelection]) -> None:
             total, rows = together
             divisor = self._owner.communicator.size if action.travel is Travel.MEAN_ROWS else 1
             with self._storage:

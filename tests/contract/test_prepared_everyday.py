@@ -17,7 +17,7 @@ from syncvar.runtime.communicator import Communicator
 from syncvar.runtime.persistent import persistent_reduce, persistent_transfer
 from syncvar.testing import run_ranks
 from syncvar.variables import deferral_policy
-from syncvar.variables.registry import Roster
+from syncvar.variables.registry import VariableRegistry
 from syncvar.variables.variable import Variable
 
 SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
@@ -390,7 +390,7 @@ def test_the_checker_looks_before_prepared_writes_outside_runs():
 def test_a_prepared_write_asks_for_nothing_but_where_a_comparison_is_due(monkeypatch, way):
     """Every write outside runs was counted and looked at by itself, which took longer than its call."""
     asked = {}
-    for place, name in ((Roster, "is_due"), (Variable, "_assign")):
+    for place, name in ((VariableRegistry, "is_due"), (Variable, "_assign")):
         plain = getattr(place, name)
 
         def counting(*arguments, plain=plain, name=name):

@@ -14,9 +14,9 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.communicator import Communicator
 from syncvar.variables import collective_requests
 from syncvar.variables.persistent_access import DECIDE, DONE, UNDONE
-from syncvar.variables.policy import Operation
+from syncvar.variables.policy import AccessKind
 
-ADD = Operation.ASSIGN_ADD
+ADD = AccessKind.ASSIGN_ADD
 ON_WRITE, AUTO = sv.VariableSynchronization.ON_WRITE, sv.VariableSynchronization.AUTO
 SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
 ONES = np.ones(3)

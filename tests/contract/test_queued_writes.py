@@ -12,7 +12,7 @@ import syncvar as sv
 from syncvar.bootstrap.process import current, use
 from syncvar.testing import run_ranks
 from syncvar.variables import deferred_writes as queue_module
-from syncvar.variables.queue_prefix import Told, common_prefix
+from syncvar.variables.queue_prefix import QueuePrefix, common_prefix
 
 
 @pytest.fixture(params=["links", "arena"])
@@ -528,7 +528,7 @@ def test_a_lost_replica_ends_the_wait(ranks):
     ],
 )
 def test_the_common_prefix(sent, told, expected):
-    assert common_prefix(sent, [Told(made, refused, 0) for made, refused in told]) == expected
+    assert common_prefix(sent, [QueuePrefix(made, refused, 0) for made, refused in told]) == expected
 
 
 def test_after_a_mismatch_outside_run_nothing_is_crossed(ranks):

@@ -12,7 +12,7 @@ import syncvar.variables.create as creation_module
 import syncvar.variables.variable as variable_module
 from syncvar.core.errors import MismatchError
 from syncvar.runtime.communicator import CollectiveSpec
-from syncvar.variables.policy import Effect, Operation, Travel
+from syncvar.variables.policy import Effect, AccessKind, Travel
 
 PROGRAMS_MAX = 500
 
@@ -94,7 +94,7 @@ def row_update_takes_the_first_of_two(patch):
     right = variable_module.applied
 
     def wrong(operation, copy, rows, divisor=1):
-        if operation is Operation.SCATTER_UPDATE:
+        if operation is AccessKind.SCATTER_UPDATE:
             rows = type(rows)(rows.indices[::-1], rows.values[::-1])
         return right(operation, copy, rows, divisor)
 

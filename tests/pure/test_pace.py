@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.variables.block_digests import BLOCK_BYTES, block_count, block_digests, combined
-from syncvar.variables.deferral_policy import COSTS, IDLE_RUNS, Bar, Costs, Window, choose, period
+from syncvar.variables.deferral_policy import COSTS, IDLE_RUNS, Hysteresis, Costs, SampleWindow, choose, period
 
 LINKS = COSTS["links", False]
 ARENA = Costs(
@@ -16,53 +16,53 @@ ALL = [ARENA, *COSTS.values()]
 
 
 def paces(windows, *, runs=4, sends=0, bar=None, costs=ARENA):
-    choices, bar = choose(windows, runs, sends, bar or Bar(), costs)
+    choices, bar = choose(windows, runs, sends, bar or Hysteresis(), costs)
     return [choice.is_deferred for choice in choices], bar
 
 
 def test_many_increments_and_few_reads_wait():
-    assert paces([Window(4, False, 400, 4)])[0] == [True]
-    assert paces([Window(4, False, 40, 0)], costs=LINKS)[0] == [True]
+    assert paces([SampleWindow(4, False, 400, 4)])[0] == [True]
+    assert paces([SampleWindow(4, False, 40, 0)], costs=LINKS)[0] == [True]
 
 
 def test_reads_between_increments_make_them_eager_again():
-    assert paces([Window(4, True, 40, 40)], sends=40)[0] == [False]
-    assert paces([Window(4, True, 40, 40)], sends=40, costs=LINKS)[0] == [False]
+    assert paces([SampleWindow(4, True, 40, 40)], sends=40)[0] == [False]
+    assert paces([SampleWindow(4, True, 40, 40)], sends=40, costs=LINKS)[0] == [False]
 
 
 def test_one_increment_in_a_run_does_not_wait():
     for costs in ALL:
-        assert paces([Window(4, False, 4, 0)], costs=costs)[0] == [False]
+        assert paces([SampleWindow(4, False, 4, 0)], costs=costs)[0] == [False]
 
 
 def test_many_variables_wait_together_where_each_alone_would_not():
-    assert paces([Window(4, False, 4, 0)] * 10, costs=LINKS)[0] == [True] * 10
+    assert paces([SampleWindow(4, False, 4, 0)] * 10, costs=LINKS)[0] == [True] * 10
 
 
 def test_a_variable_that_is_read_often_does_not_take_the_others_with_it():
-    assert paces([Window(4, False, 400, 0), Window(4, False, 40, 40)])[0] == [True, False]
+    assert paces([SampleWindow(4, False, 400, 0), SampleWindow(4, False, 40, 40)])[0] == [True, False]
 
 
 def test_large_variables_fill_the_bucket_and_do_not_wait():
-    assert paces([Window(1 << 20, False, 400, 0)])[0] == [False]
+    assert paces([SampleWindow(1 << 20, False, 400, 0)])[0] == [False]
 
 
 def test_what_is_not_written_stays_as_it_is():
-    assert paces([Window(4, True, 0, 0), Window(4, False, 0, 0)])[0] == [True, False]
+    assert paces([SampleWindow(4, True, 0, 0), SampleWindow(4, False, 0, 0)])[0] == [True, False]
 
 
 def test_what_is_about_even_does_not_change_to_and_fro():
     for increments in range(1, 400):
         for breaks in range(0, increments + 1, 7):
-            eager = paces([Window(4, False, increments, breaks)])[0][0]
+            eager = paces([SampleWindow(4, False, increments, breaks)])[0][0]
             if eager:  # it has been deferred; with what is then counted it stays so
                 assert paces(
-                    [Window(4, True, increments, breaks)], sends=min(4, increments) + breaks
+                    [SampleWindow(4, True, increments, breaks)], sends=min(4, increments) + breaks
                 )[0] == [True]
 
 
 def test_where_other_calls_send_the_queue_it_is_not_tried_for_a_while_each_time_longer():
-    busy, bar = Window(4, False, 400, 0), Bar()
+    busy, bar = SampleWindow(4, False, 400, 0), Hysteresis()
     waited = []
     for _ in range(7):
         tries = 0
@@ -74,7 +74,7 @@ def test_where_other_calls_send_the_queue_it_is_not_tried_for_a_while_each_time_
         assert found[0] == [False]
         bar = found[1]
     assert waited == [0, 4, 8, 16, 32, 64, 64]
-    assert paces([busy._replace(is_deferred=True)], sends=4, bar=bar) == ([True], Bar())
+    assert paces([busy._replace(is_deferred=True)], sends=4, bar=bar) == ([True], Hysteresis())
 
 
 @pytest.mark.parametrize("costs", ALL)
@@ -99,7 +99,7 @@ def test_a_change_of_the_program_is_answered_within_20_steps(costs):
 )
 def test_any_counts_give_a_choice_for_each_with_a_reason(rows, runs, sends, left, costs):
     choices, bar = choose(
-        [Window(*row) for row in rows], runs, sends, Bar(max(left, 4), left), costs
+        [SampleWindow(*row) for row in rows], runs, sends, Hysteresis(max(left, 4), left), costs
     )
     assert len(choices) == len(rows)
     assert all(choice.why for choice in choices)

@@ -7,9 +7,9 @@ import pytest
 from syncvar.core.errors import ConfigError, NoAggregation, UsageError
 from syncvar.variables import policy
 from syncvar.variables.policy import (
-    Context,
+    CallContext,
     Effect,
-    Operation,
+    AccessKind,
     Travel,
     VariableAggregation,
     VariableSynchronization,
@@ -20,21 +20,21 @@ from syncvar.variables.policy import (
 )
 
 ASSIGNS = ("ASSIGN", "ASSIGN_ADD", "ASSIGN_SUB")
-SCATTERS = tuple(name for name in Operation.__members__ if name.startswith("SCATTER"))
+SCATTERS = tuple(name for name in AccessKind.__members__ if name.startswith("SCATTER"))
 
 
 def cell(synchronization, aggregation, context, operation):
     action = decide(
         VariableSynchronization[synchronization],
         VariableAggregation[aggregation],
-        Context[context],
-        Operation[operation],
+        CallContext[context],
+        AccessKind[operation],
     )
     return action.error.__name__ if action.error else f"{action.travel.name} {action.effect.name}"
 
 
 def test_every_call_matches_exactly_one_row():
-    for call in product(VariableSynchronization, VariableAggregation, Context, Operation):
+    for call in product(VariableSynchronization, VariableAggregation, CallContext, AccessKind):
         rows = [
             row
             for row in policy._TABLE
@@ -48,14 +48,14 @@ def test_the_table_lists_every_cell_once_and_each_can_be_read():
     calls = {
         (rule.synchronization, rule.aggregation, rule.context, rule.operation) for rule in rules
     }
-    assert len(rules) == len(calls) == 4 * 4 * 4 * len(Operation)
+    assert len(rules) == len(calls) == 4 * 4 * 4 * len(AccessKind)
     for rule in rules:
         assert rule.action.rule in str(rule)
         assert rule.operation.value in str(rule)
 
 
 def test_auto_behaves_as_on_write():
-    for aggregation, context, operation in product(VariableAggregation, Context, Operation):
+    for aggregation, context, operation in product(VariableAggregation, CallContext, AccessKind):
         auto = decide(VariableSynchronization.AUTO, aggregation, context, operation)
         assert auto is decide(VariableSynchronization.ON_WRITE, aggregation, context, operation)
     assert resolve(VariableSynchronization.AUTO)[0] is VariableSynchronization.ON_WRITE
@@ -63,20 +63,20 @@ def test_auto_behaves_as_on_write():
 
 
 def test_none_never_sends_and_is_never_refused():
-    for aggregation, context, operation in product(VariableAggregation, Context, Operation):
+    for aggregation, context, operation in product(VariableAggregation, CallContext, AccessKind):
         action = decide(VariableSynchronization.NONE, aggregation, context, operation)
-        assert (action.travel is Travel.NOTHING) is (operation is not Operation.READ_FROM)
+        assert (action.travel is Travel.NOTHING) is (operation is not AccessKind.READ_FROM)
         assert action.error is None
 
 
 def test_reading_on_write_and_local_values_never_sends():
-    for aggregation, context in product(VariableAggregation, Context):
+    for aggregation, context in product(VariableAggregation, CallContext):
         assert (
-            decide(VariableSynchronization.ON_WRITE, aggregation, context, Operation.READ).travel
+            decide(VariableSynchronization.ON_WRITE, aggregation, context, AccessKind.READ).travel
             is Travel.NOTHING
         )
         for synchronization in VariableSynchronization:
-            action = decide(synchronization, aggregation, context, Operation.LOCAL)
+            action = decide(synchronization, aggregation, context, AccessKind.LOCAL)
             assert (action.travel, action.effect) == (Travel.NOTHING, Effect.RETURN)
 
 
@@ -93,12 +93,12 @@ def test_reading_on_read_combines_outside_replica_context(aggregation, expected)
     assert cell("ON_READ", aggregation, "REPLICA", "READ") == "NOTHING RETURN"
     for context in ("CROSS", "MERGE", "SPMD"):
         assert cell("ON_READ", aggregation, context, "READ") == expected
-    for context in Context.__members__:
+    for context in CallContext.__members__:
         assert cell("ON_READ", aggregation, context, "SYNC") == expected
 
 
 def test_read_from_asks_one_replica_where_copies_differ():
-    for aggregation, context in product(VariableAggregation.__members__, Context.__members__):
+    for aggregation, context in product(VariableAggregation.__members__, CallContext.__members__):
         assert cell("ON_WRITE", aggregation, context, "READ_FROM") == "NOTHING RETURN"
         for mode in ("ON_READ", "NONE"):
             assert cell(mode, aggregation, context, "READ_FROM") == "QUESTION RETURN"
@@ -152,7 +152,7 @@ def test_scatter(operation):
 
 
 def test_creation():
-    for context in Context.__members__:
+    for context in CallContext.__members__:
         for aggregation in VariableAggregation.__members__:
             assert cell("ON_WRITE", aggregation, context, "CREATE") == "FIRST CHANGE"
             assert cell("NONE", aggregation, context, "CREATE") == "NOTHING CHANGE"

@@ -1,7 +1,7 @@
 from syncvar.cli.variable_rules import rules_text
 from syncvar.variables.policy import (
-    Context,
-    Operation,
+    CallContext,
+    AccessKind,
     VariableAggregation,
     VariableSynchronization,
     decide,
@@ -13,7 +13,7 @@ def test_the_table_has_every_operation_once_for_each_mode_and_aggregation():
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in rules_text().splitlines()[2:]
     ]
-    for operation in Operation:
+    for operation in AccessKind:
         for synchronization in VariableSynchronization:
             for aggregation in VariableAggregation:
                 found = [
@@ -24,7 +24,7 @@ def test_the_table_has_every_operation_once_for_each_mode_and_aggregation():
                     and (row[2] == "any" or aggregation.name in row[2].split(", "))
                 ]
                 assert len(found) == 1, (operation, synchronization, aggregation)
-                refused = decide(synchronization, aggregation, Context.REPLICA, operation).error
+                refused = decide(synchronization, aggregation, CallContext.REPLICA, operation).error
                 assert (
                     (found[0][3] == refused.__name__)
                     if refused

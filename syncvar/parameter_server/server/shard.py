@@ -16,8 +16,8 @@ from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.parameter_server.server.server_rules import ServerRule, is_users, rule_of, slot_names
-from syncvar.variables.policy import Operation
-from syncvar.variables.row_updates import Rows, applied
+from syncvar.variables.policy import AccessKind
+from syncvar.variables.row_updates import RowSelection, applied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,11 +37,11 @@ RuleKey = tuple[str, tuple[tuple[str, Any], ...]]
 """An optimizer as a shard knows it: its class name and its settings."""
 
 _PLAIN = {
-    Operation.ASSIGN.value: None,
-    Operation.ASSIGN_ADD.value: np.add,
-    Operation.ASSIGN_SUB.value: np.subtract,
+    AccessKind.ASSIGN.value: None,
+    AccessKind.ASSIGN_ADD.value: np.add,
+    AccessKind.ASSIGN_SUB.value: np.subtract,
 }
-_SCATTERS = {one.value: one for one in Operation if one.value.startswith("scatter_")}
+_SCATTERS = {one.value: one for one in AccessKind if one.value.startswith("scatter_")}
 _STEP = "step"
 
 
@@ -269,7 +269,7 @@ class Shard:
             slots: Of the optimizers whose slots are to be what they were, too.
         """
         self._rounds.clear()
-        self._apply([Push(Operation.ASSIGN.value, value)])
+        self._apply([Push(AccessKind.ASSIGN.value, value)])
         for rule, one in slots.items():
             self._rules.pop(rule, None)
             if one.steps or one.slots:
@@ -312,7 +312,7 @@ class Shard:
                 [first._replace(value=tree_combined([push.value for push in pushes], "mean"))]
             )
         elif (
-            first.how == Operation.ASSIGN.value and aggregation == "NONE"
+            first.how == AccessKind.ASSIGN.value and aggregation == "NONE"
         ) or self.array.dtype.kind == "b":
             self._apply([pushes[-1]])
         else:
@@ -358,7 +358,7 @@ class Shard:
         if rows.size:
             touched, which = np.unique(rows, return_inverse=True)
             self.array[touched] = applied(
-                _SCATTERS[first.how], self.array[touched], Rows(which.reshape(-1), values)
+                _SCATTERS[first.how], self.array[touched], RowSelection(which.reshape(-1), values)
             )
 
     def _rule(self, push: Push) -> ServerRule:
