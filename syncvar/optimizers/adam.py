@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.hyperparameters import Rate
-    from syncvar.optimizers.update_rule import Stepped
+    from syncvar.optimizers.update_rule import SteppedVariable
 
 __all__ = ["LAMB", "Adam", "AdamW"]
 
@@ -197,7 +197,7 @@ class LAMB(Adam):
     def _advance(
         self,
         weight: NDArray[Any],
-        part: Stepped,
+        part: SteppedVariable,
         slots: list[NDArray[Any]],
         numbers: tuple[float, ...],
         room: NDArray[Any],

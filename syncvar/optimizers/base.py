@@ -15,7 +15,7 @@ from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin, explained_attribute
 from syncvar.core.reduce_ops import quiet
 from syncvar.optimizers.clipping import Clipping
-from syncvar.optimizers.gradient_buckets import Plan, checked_pairs, checked_variables, listed
+from syncvar.optimizers.gradient_buckets import BucketPlan, checked_pairs, checked_variables, listed
 from syncvar.optimizers.gradient_call import (
     Call,
     checked_shards,
@@ -32,10 +32,10 @@ from syncvar.optimizers.hyperparameters import (
     checked_number,
     checked_rate,
 )
-from syncvar.optimizers.remote_step import Elsewhere, stepper_of
-from syncvar.optimizers.slots import Slots, compute_dtype, is_apart
+from syncvar.optimizers.remote_step import RemoteStep, stepper_of
+from syncvar.optimizers.slots import OptimizerSlots, compute_dtype, is_apart
 from syncvar.optimizers.sparse_gradients import dense_gradient
-from syncvar.optimizers.update_rule import Rule
+from syncvar.optimizers.update_rule import UpdateRule
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies, copy_of
@@ -59,7 +59,7 @@ _PLANS_MAX = 8  # lists of variables whose flat arrays are kept
 _NONFINITE = ("allow", "error", "skip")
 
 
-class Optimizer(MigrationHintsMixin, Rule):
+class Optimizer(MigrationHintsMixin, UpdateRule):
     """Base of the optimizers: a step uses the mean of the replicas' gradients, so a loss is not divided by their number.
 
     Args:
@@ -105,16 +105,16 @@ class Optimizer(MigrationHintsMixin, Rule):
             "accumulate": self._accumulate,
             "nonfinite": self._nonfinite,
         }
-        self._slots = Slots(
+        self._slots = OptimizerSlots(
             checked_name(options.get("name"), type(self).__name__),
             self._initials(),
             counts=self._counts_steps,
             accumulates=self._accumulate > 1,
         )
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._plans: dict[tuple[int, ...], BucketPlan] = {}
         self._bases: dict[Any, tuple[Any, ...]] = {}
         self._variables_of_step: tuple[int, ...] | None = None
-        self._elsewhere = Elsewhere(type(self).__name__, self._settings)
+        self._elsewhere = RemoteStep(type(self).__name__, self._settings)
         self._refused: str | None = None  # why an earlier call of this step was refused here
 
     if not TYPE_CHECKING:
@@ -158,12 +158,12 @@ class Optimizer(MigrationHintsMixin, Rule):
         return dict(self._slots.tracked)
 
     @property
-    def elsewhere(self) -> Elsewhere | None:
+    def elsewhere(self) -> RemoteStep | None:
         """What it knows of variables on servers; None where it steps others. Of use to this package only."""
         return self._elsewhere if self._slots.iterations is None else None
 
     @property
-    def slots(self) -> Slots:
+    def slots(self) -> OptimizerSlots:
         """What it keeps of each variable, and what a restore has left for it. For this package only."""
         return self._slots
 
@@ -292,7 +292,7 @@ class Optimizer(MigrationHintsMixin, Rule):
         pairs: Any = grads_and_vars
         made: Call | None = None
         failure: Exception | None = None
-        plan: Plan | None = None
+        plan: BucketPlan | None = None
         stepper: RemoteOptimizer | None = None
         try:
             pairs = listed(grads_and_vars)
@@ -335,7 +335,7 @@ class Optimizer(MigrationHintsMixin, Rule):
 
     def _checked(
         self, pairs: list[Any], reduce: str | None, weight: float | None, shards: bool
-    ) -> tuple[Call, Plan | None]:
+    ) -> tuple[Call, BucketPlan | None]:
         try:
             identities = tuple(
                 [id(one) if gradient is not None else -id(one) for gradient, one in pairs]
@@ -468,7 +468,7 @@ class Optimizer(MigrationHintsMixin, Rule):
 
     # -- slots -------------------------------------------------------------------------------------
 
-    def _new_plan(self, call: Call, key: list[int]) -> Plan:
+    def _new_plan(self, call: Call, key: list[int]) -> BucketPlan:
         """Make the slots that are missing, and the flat arrays."""
         if self._slots.iterations is None or self._slots.missing(call.variables):
 
@@ -482,7 +482,7 @@ class Optimizer(MigrationHintsMixin, Rule):
             self._build(call.owner, call.variables, not call.travels, check, call.base)
         if len(self._plans) >= _PLANS_MAX:
             self._plans.clear()
-        made = self._plans[tuple(key)] = Plan(call.owner, call.variables, self._slots)
+        made = self._plans[tuple(key)] = BucketPlan(call.owner, call.variables, self._slots)
         return made
 
     def _build(
@@ -513,7 +513,7 @@ class Optimizer(MigrationHintsMixin, Rule):
         rate = self._rate
         return checked_number("learning_rate", rate(step)) if callable(rate) else rate
 
-    def _load(self, call: Call, plan: Plan, number: int) -> None:
+    def _load(self, call: Call, plan: BucketPlan, number: int) -> None:
         """Put the gradients into the flat arrays, or add them up."""
         weight, calls = call.weight, self._accumulate
         if call.shards is not None:
@@ -548,7 +548,7 @@ class Optimizer(MigrationHintsMixin, Rule):
                 if bad is not None:
                     _refuse_nonfinite(bad.variable, is_finite=False)
 
-    def _spread(self, call: Call, plan: Plan, number: int) -> None:
+    def _spread(self, call: Call, plan: BucketPlan, number: int) -> None:
         """Make what was added up on another number of replicas, before a checkpoint, count as much as it did there."""
         assert self._slots.replicas is not None
         assert self._slots.weight is not None
@@ -579,7 +579,7 @@ class Optimizer(MigrationHintsMixin, Rule):
         assert call.weight is not None
         return call.weight if self._slots.weight is None else float(copy_of(self._slots.weight))
 
-    def _combine(self, call: Call, plan: Plan, rate: float) -> None:
+    def _combine(self, call: Call, plan: BucketPlan, rate: float) -> None:
         """Make the one call of the group, in which all replicas' gradients are combined or compared."""
         owner = call.owner
         refused, self._refused = self._refused, None
@@ -599,7 +599,7 @@ class Optimizer(MigrationHintsMixin, Rule):
         self._bring(call, plan, rate, None)
         roster.count(tally)
 
-    def _bring(self, call: Call, plan: Plan, rate: float, refused: str | None) -> None:
+    def _bring(self, call: Call, plan: BucketPlan, rate: float, refused: str | None) -> None:
         owner = call.owner
         weighted = call.weight is not None
         if weighted and plan.shared:
@@ -637,7 +637,7 @@ class Optimizer(MigrationHintsMixin, Rule):
         ):
             communicator.perform("apply_gradients", check, owner.timeout)
 
-    def _finish(self, call: Call, plan: Plan, rate: float) -> None:
+    def _finish(self, call: Call, plan: BucketPlan, rate: float) -> None:
         """Scale and clip the combined gradients, and make the step."""
         with quiet():
             shared = bool(plan.shared) and self._clipping.apply(

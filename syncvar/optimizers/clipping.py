@@ -9,7 +9,7 @@ import numpy as np
 from syncvar.optimizers.exact_math import norm
 
 if TYPE_CHECKING:
-    from syncvar.optimizers.gradient_buckets import Bucket, Plan
+    from syncvar.optimizers.gradient_buckets import Bucket, BucketPlan
 
 __all__ = ["Clipping"]
 
@@ -28,7 +28,7 @@ class Clipping(NamedTuple):
     skips: bool
 
     def apply(
-        self, buckets: list[Bucket], plan: Plan, weight: float | None, *, divide: bool
+        self, buckets: list[Bucket], plan: BucketPlan, weight: float | None, *, divide: bool
     ) -> bool:
         """Scale and clip gradients in place; returns whether there is a step to make with them.
 

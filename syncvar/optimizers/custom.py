@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.hyperparameters import Rate
-    from syncvar.optimizers.update_rule import Stepped
+    from syncvar.optimizers.update_rule import SteppedVariable
 
 __all__ = ["Custom", "update_rule"]
 
@@ -33,12 +33,12 @@ _OWN_SLOTS = ("master", "steps", "iterations")
 _GIVEN = ("learning_rate", "step", "rule")
 
 
-class _Registered(NamedTuple):
+class _RegisteredRule(NamedTuple):
     function: Callable[..., Any]
     slots: dict[str, float]
 
 
-_rules: dict[str, _Registered] = {}  # "module:name" ->
+_rules: dict[str, _RegisteredRule] = {}  # "module:name" ->
 
 
 def update_rule(
@@ -89,7 +89,7 @@ def update_rule(
             raise ConfigError(
                 f"update rule {name}: a slot is named by small letters, digits and _, and not {', '.join(_OWN_SLOTS)}; not {one!r:.40}"
             )
-    _rules[name] = _Registered(function, made)
+    _rules[name] = _RegisteredRule(function, made)
     return function
 
 
@@ -152,7 +152,7 @@ class Custom(Optimizer):
     def _advance(
         self,
         weight: NDArray[Any],
-        part: Stepped,
+        part: SteppedVariable,
         slots: list[NDArray[Any]],
         numbers: tuple[float, ...],
         room: NDArray[Any],
@@ -198,7 +198,7 @@ class Custom(Optimizer):
         return made
 
 
-def _found(rule: Callable[..., Any] | str) -> tuple[str, _Registered]:
+def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
     """Return the name of a rule, and what is registered by it.
 
     Raises:

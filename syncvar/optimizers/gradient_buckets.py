@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.slots import Slots, State
+    from syncvar.optimizers.slots import OptimizerSlots, SlotState
     from syncvar.variables.scope import Owner
 
-__all__ = ["Part", "Plan", "checked_pairs", "checked_variables", "listed"]
+__all__ = ["BucketPart", "BucketPlan", "checked_pairs", "checked_variables", "listed"]
 
 _NO_PAIRS = (
     "apply_gradients takes pairs of a gradient and a variable, gradient first, for instance zip(gradients, variables), "
@@ -119,7 +119,7 @@ def checked_variables(variables: Sequence[Variable]) -> Owner:
     return owner
 
 
-class Part:
+class BucketPart:
     """One variable's share of a plan.
 
     Args:
@@ -142,7 +142,7 @@ class Part:
     )
 
     def __init__(
-        self, variable: Variable, state: State, gradient: NDArray[Any], scratch: NDArray[Any]
+        self, variable: Variable, state: SlotState, gradient: NDArray[Any], scratch: NDArray[Any]
     ) -> None:
         self.variable = variable
         self.shape = variable.shape
@@ -205,7 +205,7 @@ def _scaled(source: NDArray[Any], factor: float | None, target: NDArray[Any]) ->
         np.multiply(source, factor, out=target)
 
 
-class Plan:
+class BucketPlan:
     """The gradients of a list of variables.
 
     Args:
@@ -214,8 +214,8 @@ class Plan:
         slots: Where their slots are.
     """
 
-    def __init__(self, owner: Owner, variables: Sequence[Variable], slots: Slots) -> None:
-        self.parts: list[Part] = []
+    def __init__(self, owner: Owner, variables: Sequence[Variable], slots: OptimizerSlots) -> None:
+        self.parts: list[BucketPart] = []
         self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
         self.shared = self._pack(
             owner, [one for one in variables if not is_apart(one)], slots, travels=True
@@ -230,7 +230,7 @@ class Plan:
         self.key = tuple([id(variable) for variable in variables])
 
     def _pack(
-        self, owner: Owner, variables: list[Variable], slots: Slots, *, travels: bool
+        self, owner: Owner, variables: list[Variable], slots: OptimizerSlots, *, travels: bool
     ) -> list[Bucket]:
         made: list[Bucket] = []
         for dtype in dict.fromkeys(compute_dtype(variable.dtype) for variable in variables):
@@ -250,7 +250,7 @@ class Plan:
                 gradient = whole[start : start + size].reshape(variable.shape)
                 scratch = self._scratch_of(dtype, size)
                 parts.append(
-                    Part(
+                    BucketPart(
                         variable,
                         state,
                         gradient,
@@ -276,12 +276,12 @@ class Bucket:
         parts: Whose gradients they are.
     """
 
-    def __init__(self, whole: NDArray[Any], parts: list[Part]) -> None:
+    def __init__(self, whole: NDArray[Any], parts: list[BucketPart]) -> None:
         self.whole = whole
         self.flat = whole[:-1]
         self.parts = parts
 
-    def first_nonfinite(self) -> Part | None:
+    def first_nonfinite(self) -> BucketPart | None:
         """Return the first part with a gradient that is not finite, or None."""
         if bool(np.isfinite(self.flat).all()):
             return None

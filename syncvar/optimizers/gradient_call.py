@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.reduce_args import ReduceArgs
-    from syncvar.optimizers.gradient_buckets import Plan
+    from syncvar.optimizers.gradient_buckets import BucketPlan
     from syncvar.variables.scope import Owner
 
 __all__ = ["Call", "checked_shards", "combined_shortly", "combining_request", "described", "whose"]
@@ -149,7 +149,7 @@ def whose(pairs: Any) -> tuple[Owner, bool]:
 
 
 def combining_request(
-    owner: Owner, plan: Plan, op: str, what: str, digest: int, *, weighted: bool
+    owner: Owner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
 ) -> CollectiveSpec:
     """Return the request that combines the gradients of all replicas in place, or compares them.
 
@@ -178,7 +178,7 @@ def combining_request(
 
 
 def combined_shortly(
-    owner: Owner, plan: Plan, op: str, what: str, digest: int, *, weighted: bool
+    owner: Owner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
 ) -> bool:
     """Combine the gradients by the prepared call of their shape; False where there is none, and nothing has been done.
 
@@ -201,7 +201,7 @@ def combined_shortly(
     )
 
 
-def _brought(plan: Plan, *, weighted: bool) -> NDArray[Any]:
+def _brought(plan: BucketPlan, *, weighted: bool) -> NDArray[Any]:
     """Return the one array that travels; the last element of the whole is the weight."""
     (bucket,) = plan.shared
     return bucket.whole if weighted else bucket.flat

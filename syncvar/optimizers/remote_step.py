@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from syncvar.variables.scope import RemoteOptimizer
     from syncvar.variables.variable import Variable
 
-__all__ = ["Elsewhere", "stepper_of"]
+__all__ = ["RemoteStep", "stepper_of"]
 
 _ONLY_HERE: dict[str, Any] = {
     "clip_norm": None,
@@ -20,7 +20,7 @@ _ONLY_HERE: dict[str, Any] = {
 }
 
 
-class Elsewhere:
+class RemoteStep:
     """What an optimizer knows of the variables on servers that it steps.
 
     Args:

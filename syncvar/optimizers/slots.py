@@ -34,8 +34,8 @@ __all__ = [
     "ITERATIONS",
     "SavedSlot",
     "SlotSpec",
-    "Slots",
-    "State",
+    "OptimizerSlots",
+    "SlotState",
     "compute_dtype",
     "is_apart",
     "is_half",
@@ -68,7 +68,7 @@ def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_half(dtype) else dtype
 
 
-class State(NamedTuple):
+class SlotState(NamedTuple):
     """What belongs to one variable.
 
     Args:
@@ -127,7 +127,7 @@ class SavedSlot:
     aggregation = VariableAggregation.NONE
 
     def __init__(
-        self, slots: Slots, name: str, spec: SlotSpec, beside: Variable | None, strategy: Any
+        self, slots: OptimizerSlots, name: str, spec: SlotSpec, beside: Variable | None, strategy: Any
     ) -> None:
         self._spec, self._slots, self._slot, self._beside = spec, slots, name, beside
         self._key = _owner_id(beside), name
@@ -188,7 +188,7 @@ class SavedSlot:
         return np.full(self.shape, self._spec.initial, self.dtype)
 
 
-class Slots:
+class OptimizerSlots:
     """All variables of one optimizer.
 
     Args:
@@ -206,7 +206,7 @@ class Slots:
         self._counts = counts
         self._accumulates = accumulates
         self._states: dict[
-            int, State
+            int, SlotState
         ] = {}  # by the identity of the variable, which the state keeps alive
         self.built: dict[
             tuple[int, str], Variable
@@ -223,7 +223,7 @@ class Slots:
             None  # on how many the gradients of this step have been added up so far
         )
 
-    def state(self, variable: Variable) -> State | None:
+    def state(self, variable: Variable) -> SlotState | None:
         """Return what belongs to a variable, or None before it is made."""
         return self._states.get(id(variable))
 
@@ -271,7 +271,7 @@ class Slots:
             if id(variable) not in self._states:
                 self._states[id(variable)] = self._build(owner, variable)
 
-    def _build(self, owner: Owner, variable: Variable) -> State:
+    def _build(self, owner: Owner, variable: Variable) -> SlotState:
         made = {}
         for slot, spec in self.specs_of(variable).items():
             is_master = slot == MASTER
@@ -282,7 +282,7 @@ class Slots:
             )
             made[slot] = self._make(owner, slot, spec, value, variable)
         changed = [one for slot, one in made.items() if slot != ACCUMULATED]
-        return State((variable, *changed), made.get(ACCUMULATED))
+        return SlotState((variable, *changed), made.get(ACCUMULATED))
 
     def _make(
         self,
@@ -337,7 +337,7 @@ class Slots:
         return made
 
     def specs_of(self, variable: Variable) -> dict[str, SlotSpec]:
-        """Return what the slots of a variable are, by name, in the order of `State`."""
+        """Return what the slots of a variable are, by name, in the order of `SlotState`."""
         mode, dtype, shape = variable.synchronization, compute_dtype(variable.dtype), variable.shape
         made = {MASTER: SlotSpec(0.0, shape, dtype, mode)} if is_half(variable.dtype) else {}
         made |= {
@@ -408,7 +408,7 @@ class Slots:
 
     # -- deep copies -------------------------------------------------------------------------------
 
-    def copied(self, memo: dict[Any, Any]) -> Slots:
+    def copied(self, memo: dict[Any, Any]) -> OptimizerSlots:
         """Return slots for a deep copy of the optimizer; sends nothing.
 
         They wait for its first step with the values of these. They belong to the copies of the
@@ -417,7 +417,7 @@ class Slots:
         Args:
             memo: Of the deep copy.
         """
-        made = Slots(self._name, self._initials, counts=self._counts, accumulates=self._accumulates)
+        made = OptimizerSlots(self._name, self._initials, counts=self._counts, accumulates=self._accumulates)
         made.is_waiting_apart = self.is_waiting_apart if self.iterations is None else self.apart
         variables = {id(one): one for one in self.stepped}
         values = {key: one.value for key, one in self.waiting.items()}

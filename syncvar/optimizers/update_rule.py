@@ -15,10 +15,10 @@ from syncvar.optimizers.exact_math import BLOCK
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Room", "Rule", "Stepped"]
+__all__ = ["RuleWorkspace", "UpdateRule", "SteppedVariable"]
 
 
-class Stepped(Protocol):
+class SteppedVariable(Protocol):
     """What a rule has to know of a variable that it steps."""
 
     @property
@@ -34,7 +34,7 @@ class Stepped(Protocol):
         """Room, as large as the gradient, or one block."""
 
 
-class Room(Protocol):
+class RuleWorkspace(Protocol):
     """What a rule works in."""
 
     @property
@@ -42,7 +42,7 @@ class Room(Protocol):
         """Elements of float64, as many as the largest gradient has, or a block."""
 
 
-class Rule:
+class UpdateRule:
     """How gradients change a variable; each optimizer is one."""
 
     _slot_initials: ClassVar[dict[str, float]] = {}  # name -> what it is filled with
@@ -61,8 +61,8 @@ class Rule:
     def _change(
         self,
         arrays: list[NDArray[Any]],
-        part: Stepped,
-        plan: Room,
+        part: SteppedVariable,
+        plan: RuleWorkspace,
         rate: float,
         step: int,
         known: dict[int, tuple[float, ...]],
@@ -88,7 +88,7 @@ class Rule:
     def _advance(
         self,
         weight: NDArray[Any],
-        part: Stepped,
+        part: SteppedVariable,
         slots: list[NDArray[Any]],
         numbers: tuple[float, ...],
         room: NDArray[Any],

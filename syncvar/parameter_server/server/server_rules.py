@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.update_rule import Rule
+    from syncvar.optimizers.update_rule import UpdateRule
 
 __all__ = ["ServerRule", "Trial", "is_users", "rule_of", "slot_names"]
 
 _REASON_MAX = 4000  # characters of a traceback
 
-_ELEMENTWISE: dict[str, Callable[..., Rule]] = {
+_ELEMENTWISE: dict[str, Callable[..., UpdateRule]] = {
     "SGD": SGD,
     "Momentum": Momentum,
     "Nesterov": Momentum,
@@ -65,7 +65,7 @@ class ServerRule:
         array: The shard's.
     """
 
-    def __init__(self, rule: Rule, array: NDArray[Any]) -> None:
+    def __init__(self, rule: UpdateRule, array: NDArray[Any]) -> None:
         self._rule = rule
         self._compute = compute_dtype(array.dtype)
         self._is_half = is_half(array.dtype)
@@ -181,7 +181,7 @@ def _told(error: BaseException) -> str:
     return f"an update rule raised {type(error).__name__} on a server, which goes on without that push:\n{text[-_REASON_MAX:]}"
 
 
-def slot_names(rule: Rule, dtype: np.dtype[Any]) -> list[str]:
+def slot_names(rule: UpdateRule, dtype: np.dtype[Any]) -> list[str]:
     """Return the names of the slots that a rule has of a variable, in their order; those that a checkpoint knows too.
 
     Example:
@@ -191,7 +191,7 @@ def slot_names(rule: Rule, dtype: np.dtype[Any]) -> list[str]:
     return [*(["master"] if is_half(dtype) else []), *rule._initials()]  # noqa: SLF001  (a rule as its variables see it)
 
 
-def rule_of(name: str, settings: dict[str, Any]) -> Rule:
+def rule_of(name: str, settings: dict[str, Any]) -> UpdateRule:
     """Return the rule of an optimizer by its class name and its settings.
 
     Raises:
