@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.work import Work
 
-__all__ = ["LEFT", "Enrolled", "OneHasLeft"]
+__all__ = ["LEFT", "ActiveGroup", "PeerExhausted"]
 
 LEFT = "left sv.uneven: "
 _LEFT_RUN = "left strategy.run inside sv.uneven: "
@@ -34,11 +34,11 @@ _DIGEST = fingerprint(_ROLL)
 _LAST = 1 << 40  # more rolls than a block has
 
 
-class OneHasLeft(UsageError):
+class PeerExhausted(UsageError):
     """A rank has left its loop, and the block ends with the first."""
 
 
-class Block(Protocol):
+class UnevenBlock(Protocol):
     """What the groups of a block have in common."""
 
     context: ProcessContext
@@ -55,7 +55,7 @@ class Block(Protocol):
         """
 
 
-class Enrolled:
+class ActiveGroup:
     """One group in a block, from `begin` to `give_back`.
 
     Args:
@@ -63,7 +63,7 @@ class Enrolled:
         communicator: The group's, with no call under way.
     """
 
-    def __init__(self, block: Block, communicator: Communicator) -> None:
+    def __init__(self, block: UnevenBlock, communicator: Communicator) -> None:
         self._block = block
         self.communicator = communicator
         self.identity = communicator.identity
@@ -94,7 +94,7 @@ class Enrolled:
             timeout: Seconds; None means the job's default.
 
         Raises:
-            OneHasLeft: A rank has left, and the block ends with the first.
+            PeerExhausted: A rank has left, and the block ends with the first.
             MismatchError: A rank has left by an exception.
             UsageError: That is known here already.
 
@@ -121,7 +121,7 @@ class Enrolled:
                 self._rolls = None
                 self._take(self._beside("calls"))
                 if self._block.stops_at_first:
-                    raise OneHasLeft(
+                    raise PeerExhausted(
                         f"{rank_list(gone)} left sv.uneven, and this block ends with the first"
                     )
         self.calls += 1
@@ -157,7 +157,7 @@ class Enrolled:
 
         The next roll of a rank that has left its loop waits at its number.
         """
-        if not isinstance(error, OneHasLeft):  # which all who work raise at the same roll
+        if not isinstance(error, PeerExhausted):  # which all who work raise at the same roll
             self._block.end(f"{_LEFT_RUN}{type(error).__name__}: {error}")
 
     def tell(self, reason: str) -> None:

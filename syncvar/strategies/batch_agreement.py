@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Offer", "Verdict", "is_unanimous", "verdict"]
+__all__ = ["BatchHeader", "BatchDecision", "is_unanimous", "verdict"]
 
 _LARGEST = (1 << 64) - 1
 
 
-class Offer(NamedTuple):
+class BatchHeader(NamedTuple):
     """What one replica has for a step.
 
     Args:
@@ -56,13 +56,13 @@ class Offer(NamedTuple):
         )
 
     @staticmethod
-    def from_record(record: InputRecord) -> Offer:
+    def from_record(record: InputRecord) -> BatchHeader:
         """Return the offer in a record."""
         rows, epoch, position, content = record.shape
-        return Offer(bool(record.dtype), rows, epoch, position, record.nbytes, content)
+        return BatchHeader(bool(record.dtype), rows, epoch, position, record.nbytes, content)
 
 
-class Verdict(NamedTuple):
+class BatchDecision(NamedTuple):
     """What all replicas do with their offers.
 
     Args:
@@ -82,7 +82,7 @@ def is_unanimous(largest: NDArray[Any]) -> bool:
     """Return whether all replicas offer the same.
 
     Args:
-        largest: The elementwise maximum of all replicas' `Offer.sides`.
+        largest: The elementwise maximum of all replicas' `BatchHeader.sides`.
 
     Example:
         >>> one, other = Offer(True, 8, 0, 2, kind=7), Offer(True, 8, 0, 3, kind=7)
@@ -96,7 +96,7 @@ def is_unanimous(largest: NDArray[Any]) -> bool:
     )
 
 
-def verdict(offers: Sequence[Offer], *, is_global: bool) -> Verdict:
+def verdict(offers: Sequence[BatchHeader], *, is_global: bool) -> BatchDecision:
     """Return what all replicas do, a pure function of what all of them offer.
 
     Args:
@@ -111,17 +111,17 @@ def verdict(offers: Sequence[Offer], *, is_global: bool) -> Verdict:
         'the dataset has ended on some replicas and not on others'
     """
     if len({(offer.epoch, offer.position) for offer in offers}) > 1:
-        return Verdict("the replicas are at different places of their datasets")
+        return BatchDecision("the replicas are at different places of their datasets")
     live = [place for place, offer in enumerate(offers) if offer.has_batch]
     if not live:
-        return Verdict(is_over=True)
+        return BatchDecision(is_over=True)
     if is_global and len(live) < len(offers):
-        return Verdict("the dataset has ended on some replicas and not on others")
+        return BatchDecision("the dataset has ended on some replicas and not on others")
     kinds = {offers[place].kind for place in live}
     if len(kinds) > 1:
-        return Verdict("the replicas' batches differ in structure, dtype or shape of a row")
+        return BatchDecision("the replicas' batches differ in structure, dtype or shape of a row")
     if is_global and len({offer.rows for offer in offers}) > 1:
-        return Verdict("the replicas' global batches differ in length")
+        return BatchDecision("the replicas' global batches differ in length")
     needed = any(offer.kind not in kinds for offer in offers)
     differs = is_global and len({offer.content for offer in offers}) > 1
-    return Verdict(teacher=live[0] if needed else None, differs=differs)
+    return BatchDecision(teacher=live[0] if needed else None, differs=differs)

@@ -20,7 +20,7 @@ from syncvar.data.batches import BatchPolicy, content_digest, even_part, inspect
 from syncvar.data.dataset import Dataset
 from syncvar.data.iterator_state import integer_of, read_state
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
-from syncvar.strategies.batch_agreement import Offer, is_unanimous, verdict
+from syncvar.strategies.batch_agreement import BatchHeader, is_unanimous, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -287,13 +287,13 @@ class DistributedIterator(MigrationHintsMixin):
             return _END, error
         return batch, None
 
-    def _offer(self, batch: Any) -> Offer:
+    def _offer(self, batch: Any) -> BatchHeader:
         is_global = self._feed.is_global
         known = 0 if self._kind is None else fingerprint("kind of batch", self._kind)
         has_batch = batch is not _END
         rows = self._rows if has_batch else 0
         content = content_digest(batch) if has_batch and is_global and self._is_first else 0
-        return Offer(has_batch, rows, self._epoch, self._position, known, content)
+        return BatchHeader(has_batch, rows, self._epoch, self._position, known, content)
 
     def _agreed(self, batch: Any, error: Exception | None) -> Any:
         """Return this replica's batch, or _END when the datasets of all have ended."""
@@ -319,7 +319,7 @@ class DistributedIterator(MigrationHintsMixin):
             self._no_rows, self._no_rows_of = no_rows(batch), self._kind
         return batch
 
-    def _is_same_everywhere(self, mine: Offer | None, error: Exception | None) -> bool:
+    def _is_same_everywhere(self, mine: BatchHeader | None, error: Exception | None) -> bool:
         """Return whether all replicas offer the same for this step; the one call that every step has.
 
         Raises:
@@ -336,7 +336,7 @@ class DistributedIterator(MigrationHintsMixin):
 
         return bool(strategy.communicator.perform(_NEXT, check, strategy.timeout))
 
-    def _settle(self, batch: Any, mine: Offer) -> bool:
+    def _settle(self, batch: Any, mine: BatchHeader) -> bool:
         """Agree on offers that differ; returns whether all datasets have ended.
 
         Raises:
@@ -351,7 +351,7 @@ class DistributedIterator(MigrationHintsMixin):
             )
 
         offers = [
-            Offer.from_record(one) for one in communicator.perform(_NEXT, check, strategy.timeout)
+            BatchHeader.from_record(one) for one in communicator.perform(_NEXT, check, strategy.timeout)
         ]
         decided = verdict(offers, is_global=is_global)
         if decided.disagreement:
@@ -370,7 +370,7 @@ class DistributedIterator(MigrationHintsMixin):
     def _known(self, batch: Any) -> list[Any] | None:
         return None if batch is _END or self._kind is None else self._kind.plain()
 
-    def _disagree(self, what: str, batch: Any, offers: list[Offer]) -> None:
+    def _disagree(self, what: str, batch: Any, offers: list[BatchHeader]) -> None:
         """Raise MismatchError with what each replica brings."""
         strategy = self._feed.strategy
         mine = "its end" if batch is _END or self._kind is None else self._kind.describe()
@@ -387,7 +387,7 @@ class DistributedIterator(MigrationHintsMixin):
         )
         raise MismatchError(f"{_NEXT}: {what}; {remedy}", table)
 
-    def _differ(self, offers: list[Offer]) -> None:
+    def _differ(self, offers: list[BatchHeader]) -> None:
         """Say that the replicas read different global batches; under `strict` it is an error."""
         strategy = self._feed.strategy
         text = (

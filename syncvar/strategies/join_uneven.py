@@ -9,7 +9,7 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.sync_points import gather_objects
 from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageError
-from syncvar.strategies.active_group import LEFT, Enrolled, OneHasLeft
+from syncvar.strategies.active_group import LEFT, ActiveGroup, PeerExhausted
 from syncvar.strategies.base import strategies_of
 from syncvar.strategies.library_state import checked_modules, update_modules
 from syncvar.variables.policy import ProcessContext as Where
@@ -115,7 +115,7 @@ class Uneven:
         self.number = self._main = 0
         self.is_over = ""
         self._communicator: Communicator | None = None
-        self._enrolled: dict[int, Enrolled] = {}
+        self._enrolled: dict[int, ActiveGroup] = {}
         self._rosters: dict[VariableRegistry, Strategy] = {}  # these live as long as the block goes on
 
     @property
@@ -152,7 +152,7 @@ class Uneven:
         # A group that a member has let go of already makes no calls any more.
         held = {rank: set(one[1]) for rank, one in zip(communicator.members, everyone, strict=True)}
         found = [one for one in found if all(one.identity in held[rank] for rank in one.members)]
-        self._enrolled = {one.identity: Enrolled(self, one) for one in found}
+        self._enrolled = {one.identity: ActiveGroup(self, one) for one in found}
         try:
             self._begin()
         except (
@@ -180,7 +180,7 @@ class Uneven:
         context = self.context
         is_caught_up = False
         try:
-            if error is not None and not isinstance(error, OneHasLeft):
+            if error is not None and not isinstance(error, PeerExhausted):
                 self.end(f"{LEFT}{type(error).__name__}: {error}")
                 self._abandon()
                 return False

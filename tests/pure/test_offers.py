@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from syncvar.protocol.fixed_records import pack_record, unpack_record
-from syncvar.strategies.batch_agreement import Offer, is_unanimous, verdict
+from syncvar.strategies.batch_agreement import BatchHeader, is_unanimous, verdict
 
-BATCH, LONGER, OTHER = (Offer(True, rows, 0, 3, kind) for rows, kind in ((4, 11), (5, 11), (4, 12)))
-ENDED, FORGOT, NEVER = (Offer(False, 0, 0, 3, kind) for kind in (11, 12, 0))
-AHEAD, NEXT_EPOCH = Offer(True, 4, 0, 4, 11), Offer(True, 4, 1, 3, 11)
+BATCH, LONGER, OTHER = (BatchHeader(True, rows, 0, 3, kind) for rows, kind in ((4, 11), (5, 11), (4, 12)))
+ENDED, FORGOT, NEVER = (BatchHeader(False, 0, 0, 3, kind) for kind in (11, 12, 0))
+AHEAD, NEXT_EPOCH = BatchHeader(True, 4, 0, 4, 11), BatchHeader(True, 4, 1, 3, 11)
 ALL = [BATCH, LONGER, OTHER, ENDED, FORGOT, NEVER, AHEAD, NEXT_EPOCH]
 
 
@@ -61,5 +61,5 @@ def test_offers_are_unanimous_where_nothing_has_to_be_settled(is_global):
 
 
 def test_an_offer_travels_as_a_record():
-    for offer in (*ALL, Offer(True, (1 << 63) + 5, 9, 1 << 40, (1 << 64) - 1, (1 << 64) - 2)):
-        assert Offer.from_record(unpack_record(pack_record(offer.record()))) == offer
+    for offer in (*ALL, BatchHeader(True, (1 << 63) + 5, 9, 1 << 40, (1 << 64) - 1, (1 << 64) - 2)):
+        assert BatchHeader.from_record(unpack_record(pack_record(offer.record()))) == offer
