@@ -34,8 +34,8 @@ import zmq
 
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.settings import RuntimeConfig
-from syncvar.parameter_server.client.request_builder import Asking
-from syncvar.parameter_server.client.worker_session import Edge
+from syncvar.parameter_server.client.request_builder import RequestBuilder
+from syncvar.parameter_server.client.worker_session import WorkerSession
 from syncvar.parameter_server.server.shard import Spec
 
 if TYPE_CHECKING:
@@ -107,12 +107,12 @@ class Servers:
         edge: The way there.
     """
 
-    def __init__(self, edge: Edge) -> None:
+    def __init__(self, edge: WorkerSession) -> None:
         self.edge = edge
 
     def make(self, key: str, value: NDArray[Any]) -> None:
         """Make an array that runs free."""
-        asking = Asking()
+        asking = RequestBuilder()
         asking.create(
             0, key, Spec(value.shape, value.dtype.name, "SUM", value.shape, 0), None, value
         )
@@ -120,24 +120,24 @@ class Servers:
 
     def both(self, key: str, value: NDArray[Any]) -> object:
         """Push an array and pull it, in one round trip."""
-        asking = Asking()
+        asking = RequestBuilder()
         asking.push(0, key, "assign_add", value)
         asking.pull(0, key)
         return self._asked(asking, 1)
 
     def pull(self, key: str, rows: NDArray[Any] | None = None) -> NDArray[Any]:
         """Pull an array, or rows of it."""
-        asking = Asking()
+        asking = RequestBuilder()
         asking.pull(0, key, rows)
         return self._asked(asking, 0)
 
     def push(self, key: str, value: NDArray[Any], rows: NDArray[Any]) -> None:
         """Push to rows of an array, and wait until that is acknowledged."""
-        asking = Asking()
+        asking = RequestBuilder()
         asking.push(0, key, "scatter_update", value, rows)
         self.edge.wait(self.edge.request(asking.parts()), "a push", 120.0)
 
-    def _asked(self, asking: Asking, operation: int) -> NDArray[Any]:
+    def _asked(self, asking: RequestBuilder, operation: int) -> NDArray[Any]:
         ticket = self.edge.wait(self.edge.request(asking.parts()), "a pull", 120.0)
         return ticket.array(0, operation)
 
@@ -220,9 +220,9 @@ def work(arguments: argparse.Namespace) -> None:
             time.sleep(0.1)
         return
     config = RuntimeConfig.from_mapping(os.environ).consistent()
-    servers = Servers(Edge(environment, config, os.environ))
+    servers = Servers(WorkerSession(environment, config, os.environ))
     # The same process once more, without shared memory, in place of the other rank.
-    over = Servers(Edge(environment._replace(rank=1), config.replaced(transport="zmq"), os.environ))
+    over = Servers(WorkerSession(environment._replace(rank=1), config.replaced(transport="zmq"), os.environ))
     found: dict[str, Any] = {"throughput": throughput(servers, over)}
     if not arguments.throughput:
         found |= {
@@ -243,10 +243,10 @@ def lag(arguments: argparse.Namespace) -> None:
     """Step for a while, as one of several workers of which the last is ten times slower where that is asked for."""
     environment = RankEnvironment.from_mapping(os.environ)
     assert environment is not None
-    edge = Edge(environment, RuntimeConfig.from_mapping(os.environ).consistent(), os.environ)
+    edge = WorkerSession(environment, RuntimeConfig.from_mapping(os.environ).consistent(), os.environ)
     bound = None if arguments.staleness < 0 else arguments.staleness
     value = np.zeros(1000, np.float32)
-    asking = Asking()
+    asking = RequestBuilder()
     asking.create(0, "v", Spec(value.shape, "float32", "SUM", value.shape, 0), bound, value)
     edge.wait(edge.request(asking.parts()), "making an array", 60.0)
     step_s = _STEP_S * (
@@ -254,17 +254,17 @@ def lag(arguments: argparse.Namespace) -> None:
     )
     began, steps = time.perf_counter(), 0
     while time.perf_counter() - began < _SLOW_S:
-        asking = Asking()
+        asking = RequestBuilder()
         asking.pull(0, "v")
         edge.wait(edge.request(asking.parts()), "a pull", 60.0)
         time.sleep(step_s)
         steps += 1
-        asking = Asking()
+        asking = RequestBuilder()
         asking.push(0, "v", "assign_add", value)
         asking.tick(0, steps)
         edge.wait(edge.request(asking.parts()), "a push", 60.0)
     lasted = time.perf_counter() - began
-    asking = Asking()
+    asking = RequestBuilder()
     asking.leave(0)
     edge.wait(edge.request(asking.parts()), "leaving", 60.0)
     edge.close()

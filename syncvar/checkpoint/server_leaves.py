@@ -25,9 +25,9 @@ from syncvar.checkpoint.trackables import (
 from syncvar.core.errors import ConfigError
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.parameter_server.server.server_rules import rule_of, slot_names
-from syncvar.parameter_server.server.shard import Slots
+from syncvar.parameter_server.server.shard import ShardSlots
 from syncvar.parameter_server.server_variables import ServerVariable
-from syncvar.parameter_server.snapshot import Kept, give_back, rule_key, take
+from syncvar.parameter_server.snapshot import SavedVariable, give_back, rule_key, take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -305,7 +305,7 @@ class OnServers:
             if leaf.array is None:
                 continue
             variable = self._found[key]
-            slots: dict[RuleKey, Slots] = {}
+            slots: dict[RuleKey, ShardSlots] = {}
             for stepper in self._steppers:
                 arrays = {
                     name: slot.array
@@ -315,10 +315,10 @@ class OnServers:
                 steps = arrays.pop(_STEPS, None)
                 if arrays or steps is not None:
                     count = max(1, stepper.optimizer.iterations if steps is None else int(steps))
-                    slots[stepper.rule] = Slots(count, arrays)
+                    slots[stepper.rule] = ShardSlots(count, arrays)
                 elif self._iterations[stepper.key].told:
-                    slots[stepper.rule] = Slots(0, {})
-            given.append(Kept(variable, leaf.array, slots))
+                    slots[stepper.rule] = ShardSlots(0, {})
+            given.append(SavedVariable(variable, leaf.array, slots))
         give_back(
             self.strategy,
             given,

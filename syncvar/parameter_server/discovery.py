@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
 
-__all__ = ["Change", "Directory"]
+__all__ = ["ProcessChange", "Directory"]
 
 _PAUSE_MS = 1000
 
 
-class Change(NamedTuple):
+class ProcessChange(NamedTuple):
     """Something that has happened to a process.
 
     Args:
@@ -108,13 +108,13 @@ class Directory:
             )
         )
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[ProcessChange]:
         """Return what has changed since the last call.
 
         Raises:
             RendezvousError: The launcher refuses this process.
         """
-        found: list[Change] = []
+        found: list[ProcessChange] = []
         while (message := self._control.receive()) is not None:
             if message["kind"] == "refused":
                 raise RendezvousError(
@@ -130,18 +130,18 @@ class Directory:
                 if count != self._incarnations.get(number, 0)
             ]
             found += [
-                Change(number, "begins", incarnation=message["incarnations"][number])
+                ProcessChange(number, "begins", incarnation=message["incarnations"][number])
                 for number in again
             ]
             for number in again:
                 self.ended.pop(number, None)
             found += [
-                Change(SERVER_0 + server, "serves")
+                ProcessChange(SERVER_0 + server, "serves")
                 for server in message["addresses"]
                 if server not in self.addresses
             ]
             found += [
-                Change(number, "ended", reason)
+                ProcessChange(number, "ended", reason)
                 for number, reason in message["ended"].items()
                 if number not in self.ended
             ]
@@ -153,14 +153,14 @@ class Directory:
             self._incarnations = message["incarnations"]
         return found
 
-    def await_all(self) -> list[Change]:
+    def await_all(self) -> list[ProcessChange]:
         """Wait until every server serves or has ended; return all that has changed meanwhile.
 
         Raises:
             RendezvousError: Some have not begun in time; they are named.
         """
         until = time.monotonic() + self._config.rendezvous_timeout_s
-        found: list[Change] = []
+        found: list[ProcessChange] = []
         while True:
             found += self.changes()
             missing = [

@@ -28,8 +28,8 @@ __all__ = [
     "MESSAGE_NBYTES_MAX",
     "Arrays",
     "Message",
-    "Outgoing",
-    "Party",
+    "OutgoingMessage",
+    "Endpoint",
     "frames_of",
     "message_of",
 ]
@@ -39,7 +39,7 @@ _ITEMS_MAX = 1 << 20
 _PLAIN = "?bBhHiIlLqQefd"  # dtypes whose arrays are buffers that can be cast
 
 Message = dict[str, Any]
-Party = tuple[str, int]
+Endpoint = tuple[str, int]
 """("worker", its rank) or ("server", its index)."""
 
 Arrays = tuple["NDArray[Any]", ...]
@@ -94,7 +94,7 @@ _SCHEMA: dict[str, dict[str, type]] = {
 _FIELDS = {kind: tuple(fields.items()) for kind, fields in _SCHEMA.items()}
 
 
-class Outgoing(NamedTuple):
+class OutgoingMessage(NamedTuple):
     """A message to be sent.
 
     Args:
@@ -103,7 +103,7 @@ class Outgoing(NamedTuple):
         arrays: Contiguous; they do not change any more.
     """
 
-    target: Party
+    target: Endpoint
     message: Message
     arrays: Arrays = ()
 

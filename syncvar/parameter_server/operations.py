@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.parameter_server.server.shard import Push, Slots, Spec
+from syncvar.parameter_server.server.shard import Push, ShardSlots, Spec
 
 if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Arrays
@@ -18,10 +18,10 @@ def rule_key_of(told: list[Any]) -> RuleKey:
     return told[0], tuple(sorted(told[1].items()))
 
 
-def slots_of(operation: dict[str, Any], arrays: Arrays) -> dict[RuleKey, Slots]:
+def slots_of(operation: dict[str, Any], arrays: Arrays) -> dict[RuleKey, ShardSlots]:
     """Return what optimizers are to keep of a shard that is restored."""
     return {
-        rule_key_of(rule): Slots(steps, {name: arrays[number] for name, number in slots.items()})
+        rule_key_of(rule): ShardSlots(steps, {name: arrays[number] for name, number in slots.items()})
         for rule, steps, slots in operation["rules"]
     }
 

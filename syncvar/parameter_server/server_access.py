@@ -13,7 +13,7 @@ import numpy as np
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.optimizers.slots import compute_dtype
 from syncvar.optimizers.sparse_gradients import rows_of
-from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.policy import AccessKind
 from syncvar.variables.row_updates import checked_rows
@@ -61,7 +61,7 @@ class ServersHere:
 
     def _find_itself(self) -> None:
         """Ask the servers where this worker is."""
-        asking = Asking()
+        asking = RequestBuilder()
         places = [asking.where(server) for server in range(self.count)]
         ticket = self.session.wait(
             self.session.request(asking.parts()), "asking servers where this worker was"
@@ -110,7 +110,7 @@ class ServersHere:
     def before_call(self, group: int, name: str) -> None:
         """Wait for pushes before waiting for others; a barrier ends a step of staleness 0."""
         if group == _WORLD and name == "barrier" and self.meets:
-            asking = Asking()
+            asking = RequestBuilder()
             for server in range(self.count):
                 asking.meet(server)
             self.pushes.append((self.session.request(asking.parts()), "barrier"))
@@ -120,7 +120,7 @@ class ServersHere:
         """Tell the servers that this worker takes no part any more."""
         with contextlib.suppress(SyncvarError):
             self.settle("leaving the servers", None)
-            asking = Asking()
+            asking = RequestBuilder()
             for server in range(self.count):
                 asking.leave(server)
             self.session.wait(self.session.request(asking.parts()), "leaving the servers")
@@ -146,7 +146,7 @@ class ServerAccess:
     ) -> None:
         self._strategy, self.here, self._partitioner = strategy, here, partitioner
         self._rules: set[str] = set()  # update rules of the program that the servers have
-        self._open: Asking | None = None  # the writes of a transaction
+        self._open: RequestBuilder | None = None  # the writes of a transaction
         self.is_one = False
 
     @contextlib.contextmanager
@@ -184,7 +184,7 @@ class ServerAccess:
         return int(min(parts[0], max(1, shape[0])))
 
     def ask(
-        self, asking: Asking, what: str, *, snapshot: bool = False, timeout: float | None = None
+        self, asking: RequestBuilder, what: str, *, snapshot: bool = False, timeout: float | None = None
     ) -> Ticket:
         """Make a request and wait for it."""
         self.require_place(what)
@@ -194,16 +194,16 @@ class ServerAccess:
         )
 
     @contextlib.contextmanager
-    def pushing(self, what: str) -> Iterator[Asking]:
+    def pushing(self, what: str) -> Iterator[RequestBuilder]:
         """Give a request to which writes are added, and send it."""
         if self._open is not None:
             yield self._open
             return
-        asking = Asking()
+        asking = RequestBuilder()
         yield asking
         self.push(asking, what)
 
-    def push(self, asking: Asking, what: str) -> None:
+    def push(self, asking: RequestBuilder, what: str) -> None:
         """Make a request that nobody waits for now."""
         self.require_place(what)
         here = self.here
@@ -225,7 +225,7 @@ class ServerAccess:
         """
         if self._open is not None:
             raise UsageError("a transaction is begun inside another one")
-        asking = self._open = Asking()
+        asking = self._open = RequestBuilder()
         try:
             yield
         finally:
@@ -289,7 +289,7 @@ class ServerAccess:
                 f"not run: put it into a module beside the "
                 f"script and import it from there"
             )
-        asking = Asking()
+        asking = RequestBuilder()
         for server in range(self.here.count):
             asking.rule(server, rule)
         self.ask(asking, f"asking servers for update rule {name}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.server.shard import Spec
 from syncvar.parameter_server.server_access import ServerAccess, checked_staleness
 from syncvar.variables.coercion import checked_dtype, plain_array
@@ -46,7 +46,7 @@ class Reads:
         asking: The request.
     """
 
-    def __init__(self, asking: Asking) -> None:
+    def __init__(self, asking: RequestBuilder) -> None:
         self._asking = asking
         self._found: list[
             tuple[ServerVariable, list[Place], NDArray[Any] | None, tuple[int, ...]]
@@ -166,7 +166,7 @@ class ServerVariable(Variable):
         """
         self._staleness = checked_staleness(staleness)
         self._owner.here.meets |= self._staleness == 0
-        asking = Asking()
+        asking = RequestBuilder()
         for index in range(self.num_shards):
             asking.staleness(self.server_of(index), self.key_of(index), self._staleness)
         self._owner.servers.push(asking, f"set_staleness of variable {self._name!r}")
@@ -315,7 +315,7 @@ class ServerVariable(Variable):
 
     def add_push(
         self,
-        asking: Asking,
+        asking: RequestBuilder,
         how: str,
         value: NDArray[Any],
         rows: NDArray[Any] | None = None,
@@ -353,7 +353,7 @@ class ServerVariable(Variable):
             info = ShardInfo(
                 spec.shape, (start, *(0 for _ in spec.shape[1:])) if spec.shape else ()
             )
-            asking = Asking()
+            asking = RequestBuilder()
             value = checked_value(
                 self._name,
                 partial(make, shard_info=info),
@@ -368,7 +368,7 @@ class ServerVariable(Variable):
 
     def _make(self, value: NDArray[Any] | None) -> None:
         """Let the servers make it, if this is the chief, who has the value; else wait until they have."""
-        asking = Asking()
+        asking = RequestBuilder()
         for index, (start, stop) in enumerate(self._ranges):
             server, key, spec = self.server_of(index), self.key_of(index), self.spec_of(index)
             if value is not None and self._owner.is_chief:
@@ -385,7 +385,7 @@ class ServerVariable(Variable):
 
     def _find(self, lengths: tuple[int, ...] | None) -> None:
         """Learn from a server what the chief has made of a callable; it must have the given shape, if there is one."""
-        asking = Asking()
+        asking = RequestBuilder()
         server, number = asking.describe(self._first, self.key_of(0))
         told = self._owner.servers.ask(asking, f"making variable {self._name!r}").results[server][
             number

@@ -12,9 +12,9 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError, DeadlineExceeded
 from syncvar.optimizers.slots import compute_dtype, is_half
-from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.server.server_rules import rule_of
-from syncvar.parameter_server.server.shard import Slots, Spec
+from syncvar.parameter_server.server.shard import ShardSlots, Spec
 from syncvar.parameter_server.server_variables import Reads
 from syncvar.protocol.object_codec import pack_object, unpack_object
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.server_variables import ServerVariable
     from syncvar.parameter_server.strategy import ParameterServerStrategy
 
-__all__ = ["Kept", "ServerState", "give_back", "recall", "rule_key", "take"]
+__all__ = ["SavedVariable", "ServerState", "give_back", "recall", "rule_key", "take"]
 
 _HOME = 0  # the server that keeps what is said of restoring
 
 
-class Kept(NamedTuple):
+class SavedVariable(NamedTuple):
     """One variable and what optimizers keep of it.
 
     Args:
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
 
     variable: ServerVariable
     value: NDArray[Any]
-    slots: dict[RuleKey, Slots]
+    slots: dict[RuleKey, ShardSlots]
 
 
 class ServerState(NamedTuple):
@@ -54,7 +54,7 @@ class ServerState(NamedTuple):
         pushes: Rank -> how many of its pushes are in it.
     """
 
-    variables: list[Kept]
+    variables: list[SavedVariable]
     pushes: dict[int, int]
 
 
@@ -74,7 +74,7 @@ def take(
     """
     strategy: ParameterServerStrategy = variables[0][0].strategy
     strategy.here.settle("snapshot", timeout)
-    asking = Asking()
+    asking = RequestBuilder()
     reads = Reads(asking)
     for variable, _ in variables:
         reads.add(variable)
@@ -95,7 +95,7 @@ def take(
     ticket = strategy.servers.ask(asking, "snapshot", snapshot=True, timeout=timeout)
     made = []
     for (variable, _), value, slots in zip(variables, reads.arrays(ticket), asked, strict=True):
-        kept = Kept(variable, value, {})
+        kept = SavedVariable(variable, value, {})
         for rule, places in slots:
             told, arrays = (
                 [ticket.results[server][place] for server, place in places],
@@ -110,12 +110,12 @@ def take(
     return ServerState(made, pushes)
 
 
-def _joined(rule: RuleKey, kept: Kept, told: list[dict[str, Any]], arrays: list[Any]) -> Slots:
+def _joined(rule: RuleKey, kept: SavedVariable, told: list[dict[str, Any]], arrays: list[Any]) -> ShardSlots:
     """Return what an optimizer keeps of all parts of a variable; a part that it never stepped has what slots begin with."""
     variable = kept.variable
     steps = max(one["steps"] for one in told)
     if not steps:
-        return Slots(0, {})
+        return ShardSlots(0, {})
     dtype = compute_dtype(variable.dtype)
     made = {"master": kept.value.astype(dtype)} if is_half(variable.dtype) else {}
     initials = rule_of(rule[0], dict(rule[1]))._initials()  # noqa: SLF001  (a rule as its variables see it)
@@ -124,12 +124,12 @@ def _joined(rule: RuleKey, kept: Kept, told: list[dict[str, Any]], arrays: list[
         for (start, stop), one, there in zip(variable.row_ranges, told, arrays, strict=True):
             if one["steps"]:
                 (whole[start:stop] if variable.shape else whole)[...] = there[one["slots"][name]]
-    return Slots(steps, made)
+    return ShardSlots(steps, made)
 
 
 def give_back(
     strategy: ParameterServerStrategy,
-    variables: Sequence[Kept],
+    variables: Sequence[SavedVariable],
     number: int,
     says: Any,
     timeout: float | None,
@@ -149,7 +149,7 @@ def give_back(
         SyncvarError: Nothing was changed, as servers refused, or it is not known.
     """
     strategy.here.settle("restoring", timeout)
-    asking = Asking()
+    asking = RequestBuilder()
     for variable, value, slots in variables:
         for index, (start, stop) in enumerate(variable.row_ranges):
 
@@ -157,7 +157,7 @@ def give_back(
                 return array[start:stop] if array.ndim else array
 
             rules = {
-                rule: Slots(one.steps, {name: part(slot) for name, slot in one.slots.items()})
+                rule: ShardSlots(one.steps, {name: part(slot) for name, slot in one.slots.items()})
                 for rule, one in slots.items()
             }
             spec = variable.spec_of(index)
@@ -187,7 +187,7 @@ def recall(
     Raises:
         DeadlineExceeded: Rank 0 has not restored in time.
     """
-    asking = Asking()
+    asking = RequestBuilder()
     if waits:
         asking.describe(_HOME, _key(number))
     place = asking.pull(_HOME, _key(number))

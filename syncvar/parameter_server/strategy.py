@@ -12,7 +12,7 @@ from syncvar.core.fork_cleanup import register_exit
 from syncvar.core.lazy_import import unexpected
 from syncvar.core.settings import RuntimeConfig
 from syncvar.parameter_server.client.local_servers import LocalServers
-from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.client.request_client import Ticket
 from syncvar.parameter_server.server_access import ServerAccess, ServersHere, checked_staleness
 from syncvar.parameter_server.server_variables import Reads, ServerVariable
@@ -213,7 +213,7 @@ class ParameterServerStrategy(Strategy):
         here = self.here
         here.settle("tick", self.timeout)
         here.clock += 1
-        asking = Asking()
+        asking = RequestBuilder()
         for server in range(here.count):
             asking.tick(server, here.clock)
         here.pushes.append((self.here.session.request(asking.parts()), "tick"))
@@ -231,7 +231,7 @@ class ParameterServerStrategy(Strategy):
             >>> int(v), 0 in strategy.staleness_counts()
             (0, True)
         """
-        asking = Asking()
+        asking = RequestBuilder()
         found = [asking.stats(server) for server in range(self.here.count)]
         told = self.servers.ask(asking, "staleness_counts")
         made: dict[int, int] = {}
@@ -289,7 +289,7 @@ class ParameterServerStrategy(Strategy):
             else f"reading {', '.join(repr(one.name) for one, _ in chosen[:3])}"
         )
         self.servers.require_place(what)
-        asking = Asking()
+        asking = RequestBuilder()
         reads = Reads(asking)
         for one, indices in chosen:
             reads.add(one, indices)
@@ -332,10 +332,10 @@ def _servers_here() -> ServersHere:
 
 def _of_job(environment: RankEnvironment | None) -> ServersHere:
     if environment is not None and environment.servers:
-        from syncvar.parameter_server.client.worker_session import Edge
+        from syncvar.parameter_server.client.worker_session import WorkerSession
 
         config = RuntimeConfig.from_mapping(os.environ).consistent()
-        edge = Edge(environment, config, os.environ)
+        edge = WorkerSession(environment, config, os.environ)
         made = ServersHere(edge, environment.rank, environment.world_size)
         edge.before_end.append(made.settle)
     else:

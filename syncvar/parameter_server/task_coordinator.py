@@ -14,7 +14,7 @@ import numpy as np
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
 from syncvar.core.fork_cleanup import register_exit
 from syncvar.core.lazy_import import object_named
-from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.strategy import ParameterServerStrategy
 from syncvar.protocol.exception_codec import pack_exception, unpack_exception
 from syncvar.protocol.object_codec import pack_object, unpack_object
@@ -163,7 +163,7 @@ class ClusterCoordinator:
         if self._alone is not None:
             self._alone[self._tasks] = self._called(call)
         else:
-            asking = Asking()
+            asking = RequestBuilder()
             asking.put(_BOARD, self._tasks, np.frombuffer(call, np.uint8))
             self._strategy.servers.push(asking, "schedule")
         return RemoteValue(self._outcome_of, self._tasks)
@@ -176,7 +176,7 @@ class ClusterCoordinator:
             DeadlineExceeded: They were not over in time.
         """
         if self._alone is None:
-            asking = Asking()
+            asking = RequestBuilder()
             asking.drained(_BOARD)
             self._ask(asking, "join", timeout)
         self._raise_first()
@@ -209,14 +209,14 @@ class ClusterCoordinator:
             self._reported.add(task)
             return self._alone.pop(task)
         if task not in self._cancelled:
-            asking = Asking()
+            asking = RequestBuilder()
             at = asking.outcome(_BOARD, task)
             ticket = self._ask(asking, "fetch", timeout)
             told = ticket.results[_BOARD][at[1]]
             if not told["cancelled"]:
                 value = unpack_object(ticket.array(*at).tobytes())
                 self._reported.add(task)
-                asking = Asking()
+                asking = RequestBuilder()
                 asking.forget(_BOARD, [task])
                 self._strategy.servers.push(asking, "fetch")
                 return (True, _error_of(*value)) if told["failed"] else (False, value)
@@ -227,7 +227,7 @@ class ClusterCoordinator:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _ask(self, asking: Asking, what: str, timeout: float | None = None) -> Ticket:
+    def _ask(self, asking: RequestBuilder, what: str, timeout: float | None = None) -> Ticket:
         session = self._strategy.here.session
         return session.wait(
             session.request(asking.parts()),
@@ -236,7 +236,7 @@ class ClusterCoordinator:
         )
 
     def _progress(self) -> dict[str, Any]:
-        asking = Asking()
+        asking = RequestBuilder()
         at = asking.progress(_BOARD)
         return self._ask(asking, "asking for functions").results[_BOARD][at[1]]
 
@@ -251,7 +251,7 @@ class ClusterCoordinator:
         if task is None:
             return
         if self._alone is None:
-            asking = Asking()
+            asking = RequestBuilder()
             asking.cancel(_BOARD)
             self._strategy.servers.push(asking, "cancel")
         _, error = self._outcome_of(task, None)
@@ -260,7 +260,7 @@ class ClusterCoordinator:
 
     def _close(self) -> None:
         with contextlib.suppress(SyncvarError):
-            asking = Asking()
+            asking = RequestBuilder()
             asking.close(_BOARD)
             self._ask(asking, "ending the workers")
 
@@ -268,7 +268,7 @@ class ClusterCoordinator:
         """Run what this worker is given until there is no more, then end the process."""
         outcome: tuple[int, bool, bytes] | None = None
         while True:
-            asking = Asking()
+            asking = RequestBuilder()
             if outcome is not None:
                 task, failed, value = outcome
                 asking.finish(_BOARD, task, np.frombuffer(value, np.uint8), failed=failed)

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Board", "Outcome"]
+__all__ = ["TaskQueue", "TaskResult"]
 
 
-class Outcome(NamedTuple):
+class TaskResult(NamedTuple):
     """What has become of a task.
 
     Args:
@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     value: NDArray[Any]
 
 
-class Board:
+class TaskQueue:
     """Tasks, in the order in which they were put up, and the workers that wait for one.
 
     A task goes to the worker that has waited longest; one whose worker is lost goes to the next one, before all others.
@@ -33,7 +33,7 @@ class Board:
     def __init__(self) -> None:
         self.is_closed = False
         self.given: dict[int, tuple[int, NDArray[Any]]] = {}  # rank -> task and what it says
-        self.outcomes: dict[int, Outcome] = {}
+        self.outcomes: dict[int, TaskResult] = {}
         self._waiting: dict[int, NDArray[Any]] = {}
         self._idle: list[int] = []
 
@@ -48,7 +48,7 @@ class Board:
         }
 
     @classmethod
-    def of_state(cls, state: dict[str, Any]) -> Board:
+    def of_state(cls, state: dict[str, Any]) -> TaskQueue:
         """Return the board that had this state."""
         made = cls()
         made.is_closed, made.given, made._idle, made._waiting = (
@@ -57,7 +57,7 @@ class Board:
             state["idle"],
             state["waiting"],
         )
-        made.outcomes = {task: Outcome(*one) for task, one in state["outcomes"].items()}
+        made.outcomes = {task: TaskResult(*one) for task, one in state["outcomes"].items()}
         return made
 
     @property
@@ -80,7 +80,7 @@ class Board:
             self._idle.append(rank)
         self._give()
 
-    def finish(self, rank: int, task: int, outcome: Outcome) -> None:
+    def finish(self, rank: int, task: int, outcome: TaskResult) -> None:
         """Take what a worker has made of its task; of one that is not its own any more, nothing."""
         if self.given.get(rank, (None,))[0] == task:
             del self.given[rank]

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.parameter_server.client.request_builder import Asking
+    from syncvar.parameter_server.client.request_builder import RequestBuilder
     from syncvar.parameter_server.client.request_client import Ticket
-    from syncvar.parameter_server.messages import Outgoing, Party
+    from syncvar.parameter_server.messages import OutgoingMessage, Endpoint
 
 __all__ = ["Ask", "Cluster"]
 
@@ -54,7 +54,7 @@ class Ask(NamedTuple):
         waits: Go on when it is over, not at once.
     """
 
-    asking: Asking
+    asking: RequestBuilder
     snapshot: bool = False
     waits: bool = True
 
@@ -122,7 +122,7 @@ class Cluster:
         self._awaited_starts = workers + evaluators
         for rank in range(workers + evaluators):
             self._at(self._random.uniform(0, delay_s), partial(self._start, rank, 0))
-        self._wakes: dict[Party, float] = {}
+        self._wakes: dict[Endpoint, float] = {}
 
     # -- what a test does with it ------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Cluster:
             self.errors[rank] = error
         self._wake_later(("worker", rank), process.client.wake_at())
 
-    def _send(self, sender: Party, outgoing: list[Outgoing]) -> None:
+    def _send(self, sender: Endpoint, outgoing: list[OutgoingMessage]) -> None:
         rng = self._random
         for one in outgoing:
             for _ in range(2 if rng.random() < self._double else 1):
@@ -209,7 +209,7 @@ class Cluster:
                         partial(self._deliver, sender, one),
                     )
 
-    def _deliver(self, sender: Party, outgoing: Outgoing) -> None:
+    def _deliver(self, sender: Endpoint, outgoing: OutgoingMessage) -> None:
         kind, index = outgoing.target
         message, arrays = outgoing.message, outgoing.arrays
         self.delivered += 1
@@ -234,12 +234,12 @@ class Cluster:
             process.awaited = None
             self._step(index, process, ticket)
 
-    def _wake_later(self, who: Party, when: float) -> None:
+    def _wake_later(self, who: Endpoint, when: float) -> None:
         if when < self._wakes.get(who, float("inf")):
             self._wakes[who] = when
             self._at(max(when, self.now), lambda: self._wake(who))
 
-    def _wake(self, who: Party) -> None:
+    def _wake(self, who: Endpoint) -> None:
         self._wakes.pop(who, None)
         kind, index = who
         one: Any = self.servers.get(index) if kind == "server" else self._workers.get(index)
@@ -291,7 +291,7 @@ class Cluster:
         for rank in list(self._workers):
             self._at(self._soon(), partial(self._tell_server_lost, ("worker", rank), server))
 
-    def _tell_server_lost(self, who: Party, server: int) -> None:
+    def _tell_server_lost(self, who: Endpoint, server: int) -> None:
         one: Any = self.servers.get(who[1]) if who[0] == "server" else self._workers.get(who[1])
         if one is None:
             return

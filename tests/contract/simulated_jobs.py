@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.server.shard import Spec
 from syncvar.testing import Ask, Cluster
 
@@ -103,7 +103,7 @@ class _Program:
             yield from self._train(rank, incarnation)
 
     def _made(self):
-        job, asking = self.job, Asking()
+        job, asking = self.job, RequestBuilder()
         scalar, row = (
             Spec((), "int64", "SUM", (), 0),
             Spec((job.workers,), "int64", "SUM", (job.workers,), 0),
@@ -116,7 +116,7 @@ class _Program:
     def _evaluate(self):
         last = 0
         for _ in range(6):
-            asking = Asking()
+            asking = RequestBuilder()
             at_a, at_b = asking.pull(0, "a"), asking.pull(self.job.servers - 1, "b")
             ticket = yield Ask(asking, snapshot=True)
             a, b = int(ticket.array(*at_a)), int(ticket.array(*at_b))
@@ -127,19 +127,19 @@ class _Program:
 
     def _train(self, rank, incarnation):
         job, home = self.job, self.home
-        asking = Asking()
+        asking = RequestBuilder()
         at, clocks = asking.pull(home, "progress"), asking.where(home)
         ticket = yield Ask(asking)
         seen, clock = ticket.array(*at), ticket.results[home][clocks[1]]["clock"]
         rng = random.Random(self.seed * 1000 + rank * 10 + incarnation)
         for step in range(int(seen[rank]), job.steps):
-            asking = Asking()
+            asking = RequestBuilder()
             asking.push(0, "a", "assign_add", np.asarray(added(rank, step)))
             asking.push(job.servers - 1, "b", "assign_add", np.asarray(added(rank, step)))
             asking.push(home, "progress", "scatter_add", np.ones(1, _NUMBER), np.array([rank]))
             yield Ask(asking, waits=rng.random() < 0.5)
             if rng.random() < 0.6:
-                asking = Asking()
+                asking = RequestBuilder()
                 at = asking.pull(home, "progress")
                 asking.pull(0, "a")
                 ticket = yield Ask(asking)
@@ -154,11 +154,11 @@ class _Program:
                     )
                 seen = new
             clock += 1
-            asking = Asking()
+            asking = RequestBuilder()
             for server in range(job.servers):
                 asking.tick(server, clock)
             yield Ask(asking, waits=False)
-        asking = Asking()
+        asking = RequestBuilder()
         for server in range(job.servers):
             asking.leave(server)
         yield Ask(asking)

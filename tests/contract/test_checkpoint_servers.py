@@ -13,7 +13,7 @@ from syncvar.checkpoint.shard_reader import read_manifest
 from syncvar.core.settings import RuntimeConfig
 from syncvar.parameter_server.client.local_servers import LocalServers
 from syncvar.parameter_server.client.push_counter import (
-    Tally,
+    PushCounter,
     put_tallies,
     take_tallies,
     tally_path,
@@ -473,12 +473,12 @@ def test_a_tally_outlives_its_process_but_not_its_own_start(tmp_path):
         (1, 0, 3),
     ]  # generation, what was counted before it, what is counted
     for generation, before, count in counts:
-        tally = Tally(tally_path(str(tmp_path), 3), generation)
+        tally = PushCounter(tally_path(str(tmp_path), 3), generation)
         assert tally.before == (before or 0)
         tally.count(count)
         tally.close()
     (tmp_path / "other").mkdir()
     put_tallies(take_tallies(tmp_path), tmp_path / "other")
-    tally = Tally(tally_path(str(tmp_path / "other"), 3), 2)
+    tally = PushCounter(tally_path(str(tmp_path / "other"), 3), 2)
     assert tally.before == 3
     tally.close()

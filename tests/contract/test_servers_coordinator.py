@@ -7,7 +7,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.parameter_server.client.local_servers import LocalServers
-from syncvar.parameter_server.task_queue import Board, Outcome
+from syncvar.parameter_server.task_queue import TaskQueue, TaskResult
 from syncvar.testing import run_ranks
 
 seen = {}
@@ -168,20 +168,20 @@ def test_a_coordinator_wants_variables_without_common_steps():
 
 
 def test_a_board_gives_tasks_in_order_and_a_lost_workers_first():
-    board = Board()
+    board = TaskQueue()
     for task in range(3):
         board.put(task, np.zeros(1, np.uint8))
     board.ask(1)
     board.ask(2)
     assert {rank: task for rank, (task, _) in board.given.items()} == {1: 0, 2: 1}
     board.lose(1)
-    board.finish(1, 0, Outcome(False, np.zeros(0, np.uint8)))  # late, and not its own any more
+    board.finish(1, 0, TaskResult(False, np.zeros(0, np.uint8)))  # late, and not its own any more
     board.ask(3)
     assert board.given[3][0] == 0
     assert not board.is_over(2)
     assert board.cancel() == [2]
     assert board.is_over(2)
-    board.finish(2, 1, Outcome(True, np.zeros(0, np.uint8)))
-    board.finish(3, 0, Outcome(False, np.zeros(0, np.uint8)))
+    board.finish(2, 1, TaskResult(True, np.zeros(0, np.uint8)))
+    board.finish(3, 0, TaskResult(False, np.zeros(0, np.uint8)))
     assert board.is_drained
     assert sorted(board.outcomes) == [0, 1]

@@ -6,10 +6,10 @@ import pytest
 import syncvar as sv
 from syncvar.core.errors import PeerLost
 from syncvar.parameter_server.client.local_servers import LocalServers
-from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.client.request_client import Client
-from syncvar.parameter_server.server.replicated_state import Ledger
-from syncvar.parameter_server.server.replication import Copying, ledger_of, seed_of
+from syncvar.parameter_server.server.replicated_state import ReplicatedState
+from syncvar.parameter_server.server.replication import ReplicationStream, ledger_of, seed_of
 from syncvar.parameter_server.server.server_machine import Server
 from syncvar.parameter_server.server.shard import Spec
 from syncvar.testing import run_ranks
@@ -37,7 +37,7 @@ def request(rank, number, asking, parts=(0,)):
 
 
 def pushed(rank, number, key="w/0", parts=(0,)):
-    asking = Asking()
+    asking = RequestBuilder()
     asking.push(
         0,
         key,
@@ -51,8 +51,8 @@ def pushed(rank, number, key="w/0", parts=(0,)):
 
 def rich():
     """Return a ledger that has some of everything: slots, rounds that are not over, a staged part, refusals, tasks."""
-    ledger = Ledger(0, 3)
-    asking = Asking()
+    ledger = ReplicatedState(0, 3)
+    asking = RequestBuilder()
     asking.create(0, "w/0", SPEC, 0, np.ones((4, 2), np.float32))
     asking.create(0, "free/0", SPEC._replace(dtype="float16"), None, np.ones((4, 2), np.float16))
     asking.put(0, 5, np.arange(3, dtype=np.uint8))
@@ -108,7 +108,7 @@ def test_a_ledger_is_the_same_after_its_journey_and_goes_on_in_the_same_way():
 
 def test_what_a_mirror_does_not_confirm_is_sent_again_the_ledger_first():
     ledger = rich()
-    copying = Copying(0, ledger.entries, None, 0.5)
+    copying = ReplicationStream(0, ledger.entries, None, 0.5)
     assert copying.wake_at() == float("inf")
     copying.move_to(2, ledger, now=10.0)
     (seed,) = copying.said()
@@ -142,7 +142,7 @@ def test_a_worker_is_told_when_both_copies_are_lost_before_there_was_another():
     client = Client(0, 0, 3, HEIRS)
     for server in (0, 1):
         client.server_lost(server, 1.2)
-    asking = Asking()
+    asking = RequestBuilder()
     asking.tick(0, 1)
     ticket, (sent,) = client.request(asking.parts(), 1.3)
     assert sent.target == ("server", 2)

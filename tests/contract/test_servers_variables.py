@@ -8,7 +8,7 @@ import pytest
 
 import syncvar as sv
 from syncvar.parameter_server.client.local_servers import LocalServers
-from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.server.shard import Spec
 from syncvar.testing import run_ranks
 
@@ -286,16 +286,16 @@ def test_a_lost_server_without_a_mirror_is_named():
 def test_a_fenced_incarnation_is_refused():
     local = LocalServers(1)
     first = local.session(0, 5.0)
-    asking = Asking()
+    asking = RequestBuilder()
     asking.create(0, "v", Spec((), "int64", "SUM", (), 0), None, np.zeros((), np.int64))
     first.wait(first.request(asking.parts()), "making")
     local.lose_worker(0, 0)
-    asking = Asking()
+    asking = RequestBuilder()
     asking.push(0, "v", "assign_add", np.ones((), np.int64))
     with pytest.raises(sv.GroupBroken, match="given this worker up"):
         first.wait(first.request(asking.parts()), "a late push")
     second = local.session(0, 5.0, incarnation=1)
-    asking = Asking()
+    asking = RequestBuilder()
     at = asking.pull(0, "v")
     assert int(second.wait(second.request(asking.parts()), "reading").array(*at)) == 0
 

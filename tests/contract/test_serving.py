@@ -21,9 +21,9 @@ from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.server.server_machine import Server
 from syncvar.parameter_server.server.server_main import Serving
 from syncvar.parameter_server.transport.framing import packed, unpacked
-from syncvar.parameter_server.transport.server_links import Links
-from syncvar.parameter_server.transport.shm_buffers import LEND_NBYTES_MIN, Lender
-from syncvar.parameter_server.transport.unix_stream import Door, Pipe
+from syncvar.parameter_server.transport.server_links import ServerLinks
+from syncvar.parameter_server.transport.shm_buffers import LEND_NBYTES_MIN, ShmBufferPool
+from syncvar.parameter_server.transport.unix_stream import UnixListener, Pipe
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
@@ -84,7 +84,7 @@ class Place:
         self.made = []
 
     def links(self, lender=None, **who):
-        one = Links(self.context, environment(self.folder, **who), self.config, None, lender)
+        one = ServerLinks(self.context, environment(self.folder, **who), self.config, None, lender)
         self.made.append(one)
         if who.get("role") == "server":
             one.listen()
@@ -274,7 +274,7 @@ def test_who_is_no_member_cannot_make_a_server_take_much_memory(place):
 
 @pytest.fixture
 def pipes(runtime_folder):
-    door = Door(f"{runtime_folder}/door")
+    door = UnixListener(f"{runtime_folder}/door")
     near = Pipe.open(f"{runtime_folder}/door", packed([b"hello"]))
     far = door.accept()
     yield near, far
@@ -381,7 +381,7 @@ def arenas():
 
 @pytest.fixture
 def lenders(arenas):
-    both = [Lender(arena) for arena in arenas]
+    both = [ShmBufferPool(arena) for arena in arenas]
     yield both
     for one in both:
         one.close()
@@ -471,7 +471,7 @@ def test_short_arrays_are_not_lent(lenders):
     long, short = np.ones(LEND_NBYTES_MIN, np.uint8), np.ones(LEND_NBYTES_MIN - 1, np.uint8)
     assert server.lend(0, [b"head", short]) == []
     assert server.lend(0, [long, short]) == []  # the first part is no array
-    assert Lender(server._arena, lends=False).lend(0, [b"head", long]) == []
+    assert ShmBufferPool(server._arena, lends=False).lend(0, [b"head", long]) == []
 
 
 def test_arrays_are_lent_to_who_has_said_that_it_sees_them(place, lenders):
@@ -520,7 +520,7 @@ def test_what_lies_outside_is_not_borrowed(lenders, offset, nbytes):
 def other_host():
     """A lender in the memory of another host, with the same places in it."""
     made, _ = create(64 * MIB, 2, 2, 0, host=1)
-    one = Lender(SharedSegment.attach(made.fd, 0))
+    one = ShmBufferPool(SharedSegment.attach(made.fd, 0))
     yield one
     one.close()
 

@@ -6,14 +6,14 @@ import numpy as np
 
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.settings import RuntimeConfig
-from syncvar.parameter_server.client.request_client import Part
-from syncvar.parameter_server.client.worker_session import Edge
+from syncvar.parameter_server.client.request_client import ServerPart
+from syncvar.parameter_server.client.worker_session import WorkerSession
 
 ME = RankEnvironment.from_mapping(os.environ)
 
 
 def edge():
-    return Edge(ME, RuntimeConfig.from_mapping(os.environ).consistent(), os.environ)
+    return WorkerSession(ME, RuntimeConfig.from_mapping(os.environ).consistent(), os.environ)
 
 
 def create(key, value, staleness=None):
@@ -29,11 +29,11 @@ def create(key, value, staleness=None):
         "value": 0,
         "staleness": staleness,
     }
-    return Part([operation], (value,))
+    return ServerPart([operation], (value,))
 
 
 def push(key, value):
-    return Part(
+    return ServerPart(
         [{"do": "push", "key": key, "how": "assign_add", "value": 0, "rows": None}], (value,)
     )
 
@@ -48,7 +48,7 @@ def step(way, servers, value, key="v"):
         ask[server].operations.append(
             {"do": "push", "key": "steps", "how": "assign_add", "value": 1, "rows": None}
         )
-        ask[server] = Part(ask[server].operations, (value, one))
+        ask[server] = ServerPart(ask[server].operations, (value, one))
     way.wait(way.request(ask), "a step", 60.0)
 
 
@@ -61,7 +61,7 @@ def begun(way, servers, value, key="v"):
 
 
 def pull(key):
-    return Part([{"do": "pull", "key": key, "rows": None}])
+    return ServerPart([{"do": "pull", "key": key, "rows": None}])
 
 
 def made(way, servers, value, key="v"):

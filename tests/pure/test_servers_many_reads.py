@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from syncvar.core.process_ids import SERVER_0
-from syncvar.parameter_server.client.request_builder import Asking
+from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.client.request_client import Client
 from syncvar.parameter_server.server.server_machine import Server
 from syncvar.parameter_server.server.shard import Spec
@@ -25,14 +25,14 @@ def answered(client, server, asking):
 def test_a_worker_reads_as_often_as_it_likes(reads):
     server, client = Server(0, 1, [()]), Client(0, 0, 1)
     value = np.arange(4)
-    asking = Asking()
+    asking = RequestBuilder()
     asking.create(0, "v", Spec((4,), "int64", "SUM", (4,), 0), None, value)
     answered(client, server, asking)
     for _ in range(reads):
-        asking = Asking()
+        asking = RequestBuilder()
         asking.pull(0, "v")
         assert np.array_equal(answered(client, server, asking).array(0, 0), value)
-    asking = Asking()
+    asking = RequestBuilder()
     asking.push(0, "v", "assign_add", value)
     asking.pull(0, "v")
     assert np.array_equal(answered(client, server, asking).array(0, 1), 2 * value)
@@ -40,7 +40,7 @@ def test_a_worker_reads_as_often_as_it_likes(reads):
 
 def test_a_lost_server_without_a_copy_fails_requests_by_its_name():
     client = Client(0, 0, 2, [(), ()])
-    asking = Asking()
+    asking = RequestBuilder()
     asking.pull(1, "v")
     ticket, _ = client.request(asking.parts(), 0.0)
     client.server_lost(1, 0.0, "signal 9")

@@ -14,7 +14,7 @@ from syncvar.parameter_server.server.server_machine import Server
 
 if TYPE_CHECKING:
     from syncvar.parameter_server.client.request_client import Ticket
-    from syncvar.parameter_server.messages import Outgoing, Party
+    from syncvar.parameter_server.messages import OutgoingMessage, Endpoint
 
 __all__ = ["LocalServers"]
 
@@ -37,7 +37,7 @@ class LocalServers:
         self._servers = {index: Server(index, workers, self.heirs) for index in range(servers)}
         self._gone: dict[int, str] = {}
         self._sessions: dict[int, Session] = {}
-        self._waiting: deque[tuple[Party, Outgoing]] = deque()
+        self._waiting: deque[tuple[Endpoint, OutgoingMessage]] = deque()
         self._is_moving = False
 
     def session(self, rank: int, timeout_s: float, incarnation: int = 0) -> Session:
@@ -65,7 +65,7 @@ class LocalServers:
             for index, one in list(self._servers.items()):
                 self.move(("server", index), one.worker_lost(rank, incarnation, time.monotonic()))
 
-    def move(self, sender: Party, outgoing: list[Outgoing]) -> None:
+    def move(self, sender: Endpoint, outgoing: list[OutgoingMessage]) -> None:
         """Carry messages to where they go, and what follows from them."""
         with self.changed:
             self._waiting += [(sender, one) for one in outgoing]
@@ -86,7 +86,7 @@ class LocalServers:
                 self.move(("server", index), one.wake(now))
             return min(one.wake_at() for one in self._servers.values()) - now
 
-    def _carry(self, sender: Party, one: Outgoing) -> None:
+    def _carry(self, sender: Endpoint, one: OutgoingMessage) -> None:
         kind, index = one.target
         if kind == "worker":
             if index in self._sessions:
@@ -102,7 +102,7 @@ class _LocalSession(Session):
         self._changed = servers.changed
         self._servers = servers
 
-    def send(self, outgoing: list[Outgoing]) -> None:
+    def send(self, outgoing: list[OutgoingMessage]) -> None:
         self._servers.move(("worker", self.client.rank), outgoing)
 
     def wait(self, ticket: Ticket, what: str, timeout_s: float | None = None) -> Ticket:

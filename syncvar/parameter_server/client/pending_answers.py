@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from syncvar.core.errors import SyncvarError
-    from syncvar.parameter_server.client.request_client import Client, Part, Ticket
-    from syncvar.parameter_server.messages import Arrays, Message, Outgoing, Party
+    from syncvar.parameter_server.client.request_client import Client, ServerPart, Ticket
+    from syncvar.parameter_server.messages import Arrays, Message, OutgoingMessage, Endpoint
 
 __all__ = ["Session"]
 
@@ -36,11 +36,11 @@ class Session:
         )
         self._changed = threading.Condition(threading.RLock())
 
-    def send(self, outgoing: list[Outgoing]) -> None:
+    def send(self, outgoing: list[OutgoingMessage]) -> None:
         """Send messages; called with the lock held, so that their order is the client's. Must not wait."""
         raise NotImplementedError
 
-    def request(self, parts: Mapping[int, Part], *, snapshot: bool = False) -> Ticket:
+    def request(self, parts: Mapping[int, ServerPart], *, snapshot: bool = False) -> Ticket:
         """Ask servers; returns at once.
 
         Args:
@@ -98,7 +98,7 @@ class Session:
         for ticket in waiting:
             self.wait(ticket, what, timeout_s)
 
-    def received(self, sender: Party, message: Message, arrays: Arrays) -> None:
+    def received(self, sender: Endpoint, message: Message, arrays: Arrays) -> None:
         """Take a message; called from any thread."""
         with self._changed:
             self.send(self.client.handle(sender, message, arrays, time.monotonic()))

@@ -10,7 +10,7 @@ import os
 import struct
 from pathlib import Path
 
-__all__ = ["Tally", "put_tallies", "take_tallies", "tally_path"]
+__all__ = ["PushCounter", "put_tallies", "take_tallies", "tally_path"]
 
 _NAME = "pushes-{}"
 
@@ -33,7 +33,7 @@ def put_tallies(tallies: dict[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
-class Tally:
+class PushCounter:
     """The file of one worker.
 
     Args:

@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.parameter_server.client.request_client import Part
+from syncvar.parameter_server.client.request_client import ServerPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
-    from syncvar.parameter_server.server.shard import RuleKey, Slots, Spec
+    from syncvar.parameter_server.server.shard import RuleKey, ShardSlots, Spec
 
-__all__ = ["Asking", "Place"]
+__all__ = ["RequestBuilder", "Place"]
 
 Place = tuple[int, int]
 """Where a result is: the server, and which of its operations."""
 
 
-class Asking:
+class RequestBuilder:
     """A request in the making.
 
     Example:
@@ -39,10 +39,10 @@ class Asking:
     def __bool__(self) -> bool:
         return bool(self._operations)
 
-    def parts(self) -> dict[int, Part]:
+    def parts(self) -> dict[int, ServerPart]:
         """Return what each server is asked."""
         return {
-            server: Part(operations, tuple(self._arrays.get(server, ())))
+            server: ServerPart(operations, tuple(self._arrays.get(server, ())))
             for server, operations in self._operations.items()
         }
 
@@ -99,7 +99,7 @@ class Asking:
         spec: Spec,
         staleness: int | None,
         value: NDArray[Any],
-        rules: Mapping[RuleKey, Slots] | None = None,
+        rules: Mapping[RuleKey, ShardSlots] | None = None,
     ) -> Place:
         """Make a shard, or make it what it was once, on all servers that a request names this for, or on none; see `shard.Shard.restore`."""
         told = [

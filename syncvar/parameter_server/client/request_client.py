@@ -20,7 +20,7 @@ from syncvar.core.errors import (
     WireError,
 )
 from syncvar.core.process_ids import server_number
-from syncvar.parameter_server.messages import Outgoing
+from syncvar.parameter_server.messages import OutgoingMessage
 from syncvar.parameter_server.server.primary import WINDOW
 from syncvar.parameter_server.server.replicated_state import SHARED, changes, reads
 from syncvar.parameter_server.server.replication import PATIENCE
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.parameter_server.messages import Arrays, Message, Party
+    from syncvar.parameter_server.messages import Arrays, Message, Endpoint
 
-__all__ = ["Client", "Part", "Ticket"]
+__all__ = ["Client", "ServerPart", "Ticket"]
 
 
 _NEVER = float("inf")
 _TOLD = {one.__name__: one for one in (ConfigError, MismatchError, UsageError)}
 
 
-class Part(NamedTuple):
+class ServerPart(NamedTuple):
     """What one server is asked.
 
     Args:
@@ -59,7 +59,7 @@ class Ticket:
         parts: What each server is asked.
     """
 
-    def __init__(self, parts: Mapping[int, Part], transaction: int = 0) -> None:
+    def __init__(self, parts: Mapping[int, ServerPart], transaction: int = 0) -> None:
         self.parts = dict(parts)
         self.transaction = transaction
         self.error: SyncvarError | None = None
@@ -89,7 +89,7 @@ class Ticket:
 class _Snapshot(Ticket):
     """A cut on its way."""
 
-    def __init__(self, parts: Mapping[int, Part]) -> None:
+    def __init__(self, parts: Mapping[int, ServerPart]) -> None:
         super().__init__(parts)
         self.id = 0
         self.peeks = True  # nobody is held up for it
@@ -100,7 +100,7 @@ class _Snapshot(Ticket):
 
 class _Sent(NamedTuple):
     ticket: Ticket
-    outgoing: Outgoing
+    outgoing: OutgoingMessage
 
 
 class Client:
@@ -142,7 +142,7 @@ class Client:
 
     # -- asking ------------------------------------------------------------------------------------
 
-    def request(self, parts: Mapping[int, Part], now: float) -> tuple[Ticket, list[Outgoing]]:
+    def request(self, parts: Mapping[int, ServerPart], now: float) -> tuple[Ticket, list[OutgoingMessage]]:
         """Ask servers; what is pushed to several of them is applied on all or on none.
 
         Args:
@@ -162,7 +162,7 @@ class Client:
         self._waiting.append(ticket)
         return ticket, self._send_waiting(now)
 
-    def snapshot(self, parts: Mapping[int, Part], now: float) -> tuple[Ticket, list[Outgoing]]:
+    def snapshot(self, parts: Mapping[int, ServerPart], now: float) -> tuple[Ticket, list[OutgoingMessage]]:
         """Read variables as they are at one version of all servers: of each worker the same pushes on every server.
 
         Args:
@@ -188,7 +188,7 @@ class Client:
         ordered = sorted(found.values(), key=lambda ticket: ticket.transaction)
         return [*ordered, *self._waiting]
 
-    def handle(self, sender: Party, message: Message, arrays: Arrays, now: float) -> list[Outgoing]:
+    def handle(self, sender: Endpoint, message: Message, arrays: Arrays, now: float) -> list[OutgoingMessage]:
         """Take one message of a server; return what is to be sent."""
         server = message["server"]
         if (
@@ -234,7 +234,7 @@ class Client:
             return self._begin_cut(ticket, now)
         raise WireError(f"a worker has no use for a message {kind!r:.40}")
 
-    def server_lost(self, server: int, now: float, reason: str = "") -> list[Outgoing]:
+    def server_lost(self, server: int, now: float, reason: str = "") -> list[OutgoingMessage]:
         """Go on without a server: who takes its place is asked again what it has not answered.
 
         Without a copy all requests fail with PeerLost.
@@ -254,7 +254,7 @@ class Client:
             made += self._begin_cut(self._snapshot, now)
         return made
 
-    def give_up(self, ticket: Ticket, now: float) -> list[Outgoing]:
+    def give_up(self, ticket: Ticket, now: float) -> list[OutgoingMessage]:
         """Wait no longer for a request that only reads; what waits behind it is sent. Others are kept: they may be executed."""
         for sent in self._sent:
             for number in [
@@ -271,7 +271,7 @@ class Client:
         """Return the time at which `wake` is due at the latest; infinite for never."""
         return _NEVER if self.is_idle else self._sent_at + self._patience_s
 
-    def wake(self, now: float) -> list[Outgoing]:
+    def wake(self, now: float) -> list[OutgoingMessage]:
         """Send again what has no answer; each time nothing comes, wait twice as long: servers may be busy."""
         if self.wake_at() > now:
             return []
@@ -306,12 +306,12 @@ class Client:
             return server
         return next((other for other in self._heirs[server] if other not in self._gone), None)
 
-    def _target(self, server: int) -> Party:
+    def _target(self, server: int) -> Endpoint:
         place = self._place(server)
         return "server", -1 if place is None else place
 
-    def _send_waiting(self, now: float) -> list[Outgoing]:
-        made: list[Outgoing] = []
+    def _send_waiting(self, now: float) -> list[OutgoingMessage]:
+        made: list[OutgoingMessage] = []
         while self._waiting:
             if not any(self._sent):
                 self._sent_at = now
@@ -322,7 +322,7 @@ class Client:
             made += self._sent_off(self._waiting.popleft())
         return made
 
-    def _sent_off(self, ticket: Ticket) -> list[Outgoing]:
+    def _sent_off(self, ticket: Ticket) -> list[OutgoingMessage]:
         self._transactions += 1
         ticket.transaction = self._transactions
         before = list(self._changed)
@@ -337,7 +337,7 @@ class Client:
                 for server, part in ticket.parts.items()
                 if any(one["do"] in SHARED for one in part.operations)
             )
-        made: list[Outgoing] = []
+        made: list[OutgoingMessage] = []
         for server, part in ticket.parts.items():
             number = self._numbers[server]
             answered = min(self._sent[server], default=number) - 1
@@ -354,12 +354,12 @@ class Client:
                 "sent": list(self._changed),
                 "operations": part.operations,
             }
-            outgoing = Outgoing(self._target(server), message, part.arrays)
+            outgoing = OutgoingMessage(self._target(server), message, part.arrays)
             self._sent[server][number] = _Sent(ticket, outgoing)
             made.append(outgoing)
         return made
 
-    def _again(self, concerns: Any) -> list[Outgoing]:
+    def _again(self, concerns: Any) -> list[OutgoingMessage]:
         return [
             one.outgoing._replace(target=self._target(server))
             for server, sent in enumerate(self._sent)
@@ -369,7 +369,7 @@ class Client:
 
     def _answered(
         self, server: int, message: Message, arrays: Arrays, now: float
-    ) -> list[Outgoing]:
+    ) -> list[OutgoingMessage]:
         sent = self._sent[server].pop(message["number"], None)
         if sent is None:
             return []
@@ -383,13 +383,13 @@ class Client:
 
     # -- snapshots ---------------------------------------------------------------------------------
 
-    def _next_cut(self, now: float) -> list[Outgoing]:
+    def _next_cut(self, now: float) -> list[OutgoingMessage]:
         if self._snapshot is not None or not self._snapshots:
             return []
         self._snapshot = self._snapshots.popleft()
         return self._begin_cut(self._snapshot, now, peeks=True)
 
-    def _begin_cut(self, ticket: _Snapshot, now: float, *, peeks: bool = False) -> list[Outgoing]:
+    def _begin_cut(self, ticket: _Snapshot, now: float, *, peeks: bool = False) -> list[OutgoingMessage]:
         """Begin a cut, or begin it anew: under another number, which ends the earlier one on the servers.
 
         At first the servers are only asked for what they have (`peeks`): if that happens to be of one version it was one round trip.
@@ -402,16 +402,16 @@ class Client:
             self._sent_at = now
         return self._cut_messages(ticket)
 
-    def _cut_messages(self, ticket: _Snapshot) -> list[Outgoing]:
+    def _cut_messages(self, ticket: _Snapshot) -> list[OutgoingMessage]:
         """Return what the servers of a cut have not answered yet."""
-        made: list[Outgoing] = []
+        made: list[OutgoingMessage] = []
         for server, part in ticket.parts.items():
             about = {"server": server, "rank": self.rank, "id": ticket.id}
             if server in ticket.version:
                 continue
             if ticket.peeks:
                 made.append(
-                    Outgoing(
+                    OutgoingMessage(
                         self._target(server),
                         {"kind": "peek", **about, "operations": part.operations},
                         part.arrays,
@@ -424,14 +424,14 @@ class Client:
                     "need": ticket.need[server],
                     "operations": part.operations,
                 }
-                made.append(Outgoing(self._target(server), take, part.arrays))
+                made.append(OutgoingMessage(self._target(server), take, part.arrays))
             elif server not in ticket.marks:
-                made.append(Outgoing(self._target(server), {"kind": "cut", **about}))
+                made.append(OutgoingMessage(self._target(server), {"kind": "cut", **about}))
         return made
 
     def _marked(
         self, ticket: _Snapshot, server: int, marks: dict[int, list[Any]], now: float
-    ) -> list[Outgoing]:
+    ) -> list[OutgoingMessage]:
         if ticket.marks.get(server) == marks and server in ticket.need:
             return []  # an earlier answer that came twice
         ticket.marks[server] = marks
@@ -448,7 +448,7 @@ class Client:
 
     def _taken(
         self, ticket: _Snapshot, server: int, message: Message, arrays: Arrays, now: float
-    ) -> list[Outgoing]:
+    ) -> list[OutgoingMessage]:
         ticket.version[server] = message["marks"]
         ticket.arrays[server] = arrays
         ticket.results[server] = message["results"]

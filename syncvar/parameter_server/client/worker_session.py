@@ -20,11 +20,11 @@ from syncvar.core.errors import InternalError, SyncvarError, UsageError, WireErr
 from syncvar.core.fork_cleanup import register_exit, unregister_exit
 from syncvar.core.process_ids import SERVER_0, heirs_of, is_server, server_hosts
 from syncvar.parameter_server.client.pending_answers import Session
-from syncvar.parameter_server.client.push_counter import Tally, tally_path
+from syncvar.parameter_server.client.push_counter import PushCounter, tally_path
 from syncvar.parameter_server.client.request_client import Client
 from syncvar.parameter_server.discovery import Directory
 from syncvar.parameter_server.messages import frames_of, message_of
-from syncvar.parameter_server.transport.server_links import Links
+from syncvar.parameter_server.transport.server_links import ServerLinks
 from syncvar.parameter_server.transport.shm_buffers import lender_of
 
 if TYPE_CHECKING:
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.parameter_server.client.request_client import Part, Ticket
-    from syncvar.parameter_server.messages import Outgoing
+    from syncvar.parameter_server.client.request_client import ServerPart, Ticket
+    from syncvar.parameter_server.messages import OutgoingMessage
 
-__all__ = ["Edge", "settle_all"]
+__all__ = ["WorkerSession", "settle_all"]
 
 _LOOK_EVERY_S = 0.02
-_edges: list[Edge] = []  # of this process, until they are closed
+_edges: list[WorkerSession] = []  # of this process, until they are closed
 _LOOK_S = 0.05  # another thread may have taken what this one waits for
 
 
-class Edge(Session):
+class WorkerSession(Session):
     """The session of a worker with the servers of its job.
 
     Args:
@@ -73,7 +73,7 @@ class Edge(Session):
         self._is_given_up = False  # nobody waits any more for what was pushed
         self.before_end: list[Callable[[str, float | None], None]] = []
         self._ends = threading.Event()
-        self._tally = Tally(
+        self._tally = PushCounter(
             tally_path(environment.socket_directory, environment.rank), environment.generation
         )
         self.pushes_before = self._tally.before
@@ -82,7 +82,7 @@ class Edge(Session):
         keys = keys_of(environment, config, environ)
         self._lender = lender_of(environment, config)
         self._directory = Directory(self._context, environment, config, keys)
-        self._links = Links(self._context, environment, config, keys, self._lender)
+        self._links = ServerLinks(self._context, environment, config, keys, self._lender)
         try:
             self._directory.find()
             self._directory.await_all()
@@ -102,12 +102,12 @@ class Edge(Session):
 
     # -- the session -------------------------------------------------------------------------------
 
-    def send(self, outgoing: list[Outgoing]) -> None:
+    def send(self, outgoing: list[OutgoingMessage]) -> None:
         """Send messages; called with the lock held."""
         for one in outgoing:
             self._links.send(one.target[1] + SERVER_0, frames_of(one.message, one.arrays))
 
-    def request(self, parts: Mapping[int, Part], *, snapshot: bool = False) -> Ticket:
+    def request(self, parts: Mapping[int, ServerPart], *, snapshot: bool = False) -> Ticket:
         """Ask servers; returns at once."""
         if os.getpid() != self._process:
             raise UsageError(

@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import SyncvarError
-from syncvar.parameter_server.messages import Outgoing
-from syncvar.parameter_server.server.replicated_state import Ledger, Request, changes, reads
-from syncvar.parameter_server.server.replication import Copying
+from syncvar.parameter_server.messages import OutgoingMessage
+from syncvar.parameter_server.server.replicated_state import ReplicatedState, WorkerRequest, changes, reads
+from syncvar.parameter_server.server.replication import ReplicationStream
 
 if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Arrays, Message
-    from syncvar.parameter_server.server.replicated_state import Worker
+    from syncvar.parameter_server.server.replicated_state import WorkerState
 
-__all__ = ["WINDOW", "Primary"]
+__all__ = ["WINDOW", "PrimaryReplica"]
 
 WINDOW = 64
 """So many requests of a worker may be unanswered; more than that a server does not keep."""
@@ -43,19 +43,19 @@ class _Cut:
     """
 
     until: float
-    take: Request | None = None
+    take: WorkerRequest | None = None
 
 
 @dataclass
 class _Held:
     """What a primary knows of a worker beside its ledger."""
 
-    early: dict[int, Request] = field(default_factory=dict)
-    reading: Request | None = None
+    early: dict[int, WorkerRequest] = field(default_factory=dict)
+    reading: WorkerRequest | None = None
     voted_at: float = 0.0
 
 
-class Primary:
+class PrimaryReplica:
     """One server's ledger, executed here.
 
     Args:
@@ -65,10 +65,10 @@ class Primary:
         resend_s: Seconds after which what has no answer is sent again.
     """
 
-    def __init__(self, server: int, ledger: Ledger, mirror: int | None, resend_s: float) -> None:
+    def __init__(self, server: int, ledger: ReplicatedState, mirror: int | None, resend_s: float) -> None:
         self.server = server
         self.ledger = ledger
-        self._copying = Copying(server, ledger.entries, mirror, resend_s)
+        self._copying = ReplicationStream(server, ledger.entries, mirror, resend_s)
         self.is_retired = False
         self._resend_s = resend_s
         self._held: dict[int, _Held] = {}
@@ -81,23 +81,23 @@ class Primary:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def handle(self, message: Message, arrays: Arrays, now: float) -> list[Outgoing]:
+    def handle(self, message: Message, arrays: Arrays, now: float) -> list[OutgoingMessage]:
         """Take a message for this server; return what is to be sent."""
         self.now = now
         if not self.is_retired:
             kind = message["kind"]
             if kind == "request":
-                self._request(Request(message, arrays))
+                self._request(WorkerRequest(message, arrays))
             elif kind == "vote":
                 self._vote(message)
             elif kind == "decision":
                 self._decided(message)
             elif kind == "peek":
-                self._peek(Request(message, arrays))
+                self._peek(WorkerRequest(message, arrays))
             elif kind == "cut":
                 self._cut(message)
             elif kind == "take":
-                self._take(Request(message, arrays))
+                self._take(WorkerRequest(message, arrays))
             elif kind == "copied":
                 self._copying.copied(message["index"])
             elif kind == "retired":
@@ -110,14 +110,14 @@ class Primary:
         """Who executes the same entries; None for nobody."""
         return self._copying.mirror
 
-    def fence(self, rank: int, incarnation: int, now: float) -> list[Outgoing]:
+    def fence(self, rank: int, incarnation: int, now: float) -> list[OutgoingMessage]:
         """Refuse everything of a worker's earlier incarnations from now on."""
         self.now = now
         if incarnation > self.ledger.worker(rank).incarnation:
             self._fence(rank, incarnation)
         return self._copying.said()
 
-    def copy_to(self, mirror: int | None, now: float) -> list[Outgoing]:
+    def copy_to(self, mirror: int | None, now: float) -> list[OutgoingMessage]:
         """Let another server be the mirror, or none, as the one before is lost."""
         self.now = now
         if mirror != self.mirror:
@@ -133,7 +133,7 @@ class Primary:
         times += [self._of(rank).voted_at + self._resend_s for rank in self.ledger.undecided]
         return min(times)
 
-    def wake(self, now: float) -> list[Outgoing]:
+    def wake(self, now: float) -> list[OutgoingMessage]:
         """Send again what has no answer, and give up cuts that nobody takes."""
         self.now = now
         if self.is_retired:
@@ -155,13 +155,13 @@ class Primary:
             found = self._held[rank] = _Held()
         return found
 
-    def _request(self, request: Request) -> None:
+    def _request(self, request: WorkerRequest) -> None:
         message = request.message
         rank, incarnation, number = message["rank"], message["incarnation"], message["number"]
         worker = self.ledger.worker(rank)
         if incarnation < worker.incarnation:
             self._say(
-                Outgoing(
+                OutgoingMessage(
                     ("worker", rank),
                     {"kind": "refused", "server": self.server, "incarnation": incarnation},
                 )
@@ -206,7 +206,7 @@ class Primary:
                 else:
                     self._answer(request)
 
-    def _answer(self, request: Request) -> None:
+    def _answer(self, request: WorkerRequest) -> None:
         """Answer a request that is executed, as soon as what it reads may be seen."""
         message = request.message
         worker = self.ledger.worker(message["rank"])
@@ -216,7 +216,7 @@ class Primary:
         else:
             self._read_when_seen(request)
 
-    def _read_when_seen(self, request: Request) -> None:
+    def _read_when_seen(self, request: WorkerRequest) -> None:
         message = request.message
         if not self.ledger.may_read(message["rank"], message["operations"]):
             held = self._of(message["rank"])
@@ -252,7 +252,7 @@ class Primary:
             "reason": reason,
             "results": results or [],
         }
-        self._say(Outgoing(("worker", message["rank"]), answer, arrays))
+        self._say(OutgoingMessage(("worker", message["rank"]), answer, arrays))
 
     def _fence(self, rank: int, incarnation: int) -> None:
         held = self._of(rank)
@@ -271,7 +271,7 @@ class Primary:
     def _home(message: Message) -> int:
         return int(min(message["parts"]))
 
-    def _send_vote(self, rank: int, worker: Worker) -> None:
+    def _send_vote(self, rank: int, worker: WorkerState) -> None:
         assert worker.staged is not None, "a part of a transaction is staged when it is executed"
         message = worker.staged.message
         self._of(rank).voted_at = self.now
@@ -289,7 +289,7 @@ class Primary:
         if vote["home"] == self.server:
             self._vote(vote)
         else:
-            self._say(Outgoing(("server", vote["home"]), vote))
+            self._say(OutgoingMessage(("server", vote["home"]), vote))
 
     def _vote(self, vote: Message) -> None:
         rank, incarnation, transaction = vote["rank"], vote["incarnation"], vote["transaction"]
@@ -328,7 +328,7 @@ class Primary:
                 "transaction": about["transaction"],
                 "reason": reason,
             }
-            self._say(Outgoing(("server", server), decision))
+            self._say(OutgoingMessage(("server", server), decision))
 
     def _decided(self, decision: Message) -> None:
         """Take what another server, the home, has decided."""
@@ -365,7 +365,7 @@ class Primary:
                     return True
         return False
 
-    def _may_decide(self, worker: Worker, staged: Request) -> bool:
+    def _may_decide(self, worker: WorkerState, staged: WorkerRequest) -> bool:
         """Return whether a staged part may be applied or dropped now; that of a lost worker always: cuts wait for it."""
         message = staged.message
         return message["incarnation"] < worker.incarnation or self._may_change(
@@ -379,12 +379,12 @@ class Primary:
             for rank, one in self.ledger.workers.items()
         }
 
-    def _peek(self, request: Request) -> None:
+    def _peek(self, request: WorkerRequest) -> None:
         """Tell what there is now, and how far each worker has come."""
         message = request.message
         if any(self._is_open(worker) for worker in map(self.ledger.worker, self.ledger.undecided)):
             self._say(
-                Outgoing(
+                OutgoingMessage(
                     ("worker", message["rank"]),
                     {"kind": "uncut", "server": self.server, "id": message["id"]},
                 )
@@ -393,13 +393,13 @@ class Primary:
             self._say_taken(request, message["id"])
 
     @staticmethod
-    def _is_open(worker: Worker) -> bool:
+    def _is_open(worker: WorkerState) -> bool:
         """Return whether a lost worker's part is staged: another server may have it already, which its marks do not say."""
         return (
             worker.staged is not None and worker.staged.message["incarnation"] < worker.incarnation
         )
 
-    def _say_taken(self, request: Request, number: int) -> None:
+    def _say_taken(self, request: WorkerRequest, number: int) -> None:
         made = self.ledger.read(-1, request.message["operations"], request.arrays)
         taken = {
             "kind": "taken",
@@ -408,7 +408,7 @@ class Primary:
             "marks": self._marks(),
             "results": made.results,
         }
-        self._say(Outgoing(("worker", request.message["rank"]), taken, tuple(made.arrays)))
+        self._say(OutgoingMessage(("worker", request.message["rank"]), taken, tuple(made.arrays)))
 
     def _cut(self, message: Message) -> None:
         key = message["rank"], message["id"]
@@ -422,15 +422,15 @@ class Primary:
 
     def _say_marks(self, key: tuple[int, int]) -> None:
         marks = {"kind": "marks", "server": self.server, "id": key[1], "marks": self._marks()}
-        self._say(Outgoing(("worker", key[0]), marks))
+        self._say(OutgoingMessage(("worker", key[0]), marks))
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: WorkerRequest) -> None:
         message = request.message
         key = message["rank"], message["id"]
         cut = self._cuts.get(key)
         if cut is None:
             self._say(
-                Outgoing(("worker", key[0]), {"kind": "uncut", "server": self.server, "id": key[1]})
+                OutgoingMessage(("worker", key[0]), {"kind": "uncut", "server": self.server, "id": key[1]})
             )
             return
         cut.take = request
@@ -495,5 +495,5 @@ class Primary:
         if self._cuts:
             self._finish_cuts()
 
-    def _say(self, outgoing: Outgoing) -> None:
+    def _say(self, outgoing: OutgoingMessage) -> None:
         self._copying.say(outgoing)

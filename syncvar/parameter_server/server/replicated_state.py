@@ -15,7 +15,7 @@ from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, WireEr
 from syncvar.parameter_server.operations import push_of, rule_key_of, slots_of, spec_of
 from syncvar.parameter_server.server.server_rules import rule_of
 from syncvar.parameter_server.server.shard import Shard, check_slots
-from syncvar.parameter_server.task_queue import Board, Outcome
+from syncvar.parameter_server.task_queue import TaskQueue, TaskResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Arrays, Message
     from syncvar.parameter_server.server.shard import Position, Room, Spec
 
-__all__ = ["SHARED", "Ledger", "Reading", "Request", "Worker", "changes", "reads"]
+__all__ = ["SHARED", "ReplicatedState", "Reading", "WorkerRequest", "WorkerState", "changes", "reads"]
 
 _GIVEN_UP_MAX = 256  # others ask about the latest only: a worker has far fewer unanswered requests
 _READS = frozenset(
@@ -50,7 +50,7 @@ SHARED = ("push", "restore", "count")
 """Operations that are executed on all servers that a request names them for, or on none."""
 
 
-class Request(NamedTuple):
+class WorkerRequest(NamedTuple):
     """A worker's request: its map, and its arrays."""
 
     message: Message
@@ -65,7 +65,7 @@ class Reading(NamedTuple):
 
 
 @dataclass
-class Worker:
+class WorkerState:
     """What a server knows of one worker.
 
     Args:
@@ -92,14 +92,14 @@ class Worker:
     executed: int = 0
     pushes: int = 0
     sent: list[int] = field(default_factory=list)
-    staged: Request | None = None
+    staged: WorkerRequest | None = None
     refusals: dict[int, tuple[str, str]] = field(default_factory=dict)
     failed: tuple[str, str] | None = None
     decided: dict[int, int] = field(default_factory=dict)
     given_up: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
-class Ledger:
+class ReplicatedState:
     """The state of one server.
 
     Args:
@@ -110,9 +110,9 @@ class Ledger:
     def __init__(self, server: int, workers: int) -> None:
         self.server = server
         self.count = workers
-        self.workers: dict[int, Worker] = {rank: Worker() for rank in range(workers)}
+        self.workers: dict[int, WorkerState] = {rank: WorkerState() for rank in range(workers)}
         self.shards: dict[str, Shard] = {}
-        self.board = Board()
+        self.board = TaskQueue()
         self.entries = 0
         self.undecided: set[int] = set()  # workers that have a part of a transaction staged
         self._in_rounds: set[Shard] = set()  # in which pushes wait for those of other workers
@@ -121,11 +121,11 @@ class Ledger:
         ] = {}  # how many ticks reads were ahead of the slowest -> reads
         self.room: Room = np.empty  # makes the arrays of shards, and of rows that are read
 
-    def worker(self, rank: int) -> Worker:
+    def worker(self, rank: int) -> WorkerState:
         """Return what is known of a worker."""
         found = self.workers.get(rank)
         if found is None:
-            found = self.workers[rank] = Worker(takes_part=False)
+            found = self.workers[rank] = WorkerState(takes_part=False)
         return found
 
     def places(self) -> dict[int, Position]:
@@ -151,18 +151,18 @@ class Ledger:
         }
 
     @classmethod
-    def of_state(cls, server: int, workers: int, state: dict[str, Any], room: Room) -> Ledger:
+    def of_state(cls, server: int, workers: int, state: dict[str, Any], room: Room) -> ReplicatedState:
         """Return the ledger that had this state."""
         made = cls(server, workers)
         made.room, made.entries, made.staleness = room, state["entries"], state["staleness"]
         for rank, one in state["workers"].items():
             staged = one["staged"]
-            made.workers[rank] = Worker(
-                **{**one, "staged": None if staged is None else Request(*staged)}
+            made.workers[rank] = WorkerState(
+                **{**one, "staged": None if staged is None else WorkerRequest(*staged)}
             )
         made.undecided = {rank for rank, one in made.workers.items() if one.staged is not None}
         made.shards = {key: Shard.of_state(shard, room) for key, shard in state["shards"].items()}
-        made.board = Board.of_state(state["board"])
+        made.board = TaskQueue.of_state(state["board"])
         made._in_rounds = {shard for shard in made.shards.values() if shard.waits}
         return made
 
@@ -199,7 +199,7 @@ class Ledger:
             clocks = [place[0] for rank, place in self.places().items() if rank != message["rank"]]
             if clocks and min(clocks) > worker.clock:
                 worker.clock, worker.phase = min(clocks), 0
-        request = Request(message, arrays)
+        request = WorkerRequest(message, arrays)
         refused = self.refusal(request)
         if len(message["parts"]) > 1:
             worker.staged = request
@@ -257,7 +257,7 @@ class Ledger:
         worker.refusals.clear()
         worker.failed = None
 
-    def _apply(self, worker: Worker, request: Request) -> None:
+    def _apply(self, worker: WorkerState, request: WorkerRequest) -> None:
         message = request.message
         if message["incarnation"] == worker.incarnation:
             worker.executed, worker.sent = message["number"], message["sent"]
@@ -274,7 +274,7 @@ class Ledger:
                     worker.refusals[message["number"]] = type(error).__name__, str(error)
 
     def _perform(
-        self, rank: int, worker: Worker, operation: dict[str, Any], arrays: Arrays
+        self, rank: int, worker: WorkerState, operation: dict[str, Any], arrays: Arrays
     ) -> None:
         kind = operation["do"]
         if kind == "push":
@@ -325,7 +325,7 @@ class Ledger:
             board.ask(rank)
         elif kind == "finish":
             board.finish(
-                rank, operation["task"], Outcome(operation["failed"], arrays[operation["value"]])
+                rank, operation["task"], TaskResult(operation["failed"], arrays[operation["value"]])
             )
         elif kind == "forget":
             board.forget(operation["tasks"])
@@ -336,7 +336,7 @@ class Ledger:
 
     # -- checks ------------------------------------------------------------------------------------
 
-    def refusal(self, request: Request) -> tuple[str, str] | None:
+    def refusal(self, request: WorkerRequest) -> tuple[str, str] | None:
         """Return the error and the reason why a request cannot be executed, or None; nothing is changed."""
         made: set[str] = set()
         try:

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.parameter_server.messages import Outgoing
-from syncvar.parameter_server.server.replicated_state import Ledger
+from syncvar.parameter_server.messages import OutgoingMessage
+from syncvar.parameter_server.server.replicated_state import ReplicatedState
 from syncvar.protocol.object_codec import pack_object, unpack_object
 
 if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Arrays, Message
     from syncvar.parameter_server.server.shard import Room
 
-__all__ = ["PATIENCE", "Copying", "ledger_of", "seed_of"]
+__all__ = ["PATIENCE", "ReplicationStream", "ledger_of", "seed_of"]
 
 PATIENCE = 16
 """What has no answer is sent again after up to so many times the usual interval, which doubles each time."""
 
 
-class Copying:
+class ReplicationStream:
     """The entries of one ledger on their way to its mirror, and what waits for them.
 
     Args:
@@ -39,12 +39,12 @@ class Copying:
         self.mirror = mirror
         self._server = server
         self._resend_s = self._patience_s = resend_s
-        self._seed: Outgoing | None = None
-        self._log: deque[tuple[int, Outgoing]] = deque()  # entries that the mirror has not executed
+        self._seed: OutgoingMessage | None = None
+        self._log: deque[tuple[int, OutgoingMessage]] = deque()  # entries that the mirror has not executed
         self._logged = self._copied = entries
         self._sent_at = 0.0
-        self._unsaid: deque[tuple[int, Outgoing]] = deque()
-        self._out: list[Outgoing] = []
+        self._unsaid: deque[tuple[int, OutgoingMessage]] = deque()
+        self._out: list[OutgoingMessage] = []
 
     def enter(self, entry: Message, arrays: Arrays, now: float) -> None:
         """Copy an entry that has just been executed."""
@@ -53,20 +53,20 @@ class Copying:
             self._copied = self._logged
             return
         copy = {"kind": "copy", "server": self._server, "index": self._logged, "entry": entry}
-        made = Outgoing(("server", self.mirror), copy, arrays)
+        made = OutgoingMessage(("server", self.mirror), copy, arrays)
         if not self._log and self._seed is None:
             self._sent_at = now
         self._log.append((self._logged, made))
         self._out.append(made)
 
-    def move_to(self, mirror: int | None, ledger: Ledger, now: float) -> None:
+    def move_to(self, mirror: int | None, ledger: ReplicatedState, now: float) -> None:
         """Make another server the mirror, or none: the one before is lost."""
         self.mirror = mirror
         self._log.clear()
         if mirror is None:
             self._seed, self._copied = None, self._logged
             return
-        self._seed = Outgoing(
+        self._seed = OutgoingMessage(
             ("server", mirror),
             {"kind": "seed", "server": self._server, "index": self._logged},
             seed_of(ledger),
@@ -79,7 +79,7 @@ class Copying:
         self._copied, self._seed = max(self._copied, index), None
         self._patience_s = self._resend_s
 
-    def say(self, outgoing: Outgoing) -> None:
+    def say(self, outgoing: OutgoingMessage) -> None:
         """Send a message once the mirror has what it follows from."""
         self._unsaid.append((self._logged, outgoing))
 
@@ -106,7 +106,7 @@ class Copying:
             *(copy for _, copy in self._log),
         ]
 
-    def said(self) -> list[Outgoing]:
+    def said(self) -> list[OutgoingMessage]:
         """Return what may be sent: what follows from entries that the mirror has executed, and copies for it."""
         while self._log and self._log[0][0] <= self._copied:
             self._log.popleft()
@@ -116,17 +116,17 @@ class Copying:
         return made
 
 
-def seed_of(ledger: Ledger) -> Arrays:
+def seed_of(ledger: ReplicatedState) -> Arrays:
     """Return a whole ledger as arrays that do not change any more: one of plain data, then those that it names by number."""
     arrays: list[Any] = []
     state = pack_object(_apart(ledger.state(), arrays))
     return (np.frombuffer(state, np.uint8), *arrays)
 
 
-def ledger_of(server: int, workers: int, seed: Arrays, room: Room) -> Ledger:
+def ledger_of(server: int, workers: int, seed: Arrays, room: Room) -> ReplicatedState:
     """Return the ledger of a seed."""
     state = unpack_object(seed[0].tobytes())
-    return Ledger.of_state(server, workers, _together(state, seed[1:]), room)
+    return ReplicatedState.of_state(server, workers, _together(state, seed[1:]), room)
 
 
 def _apart(value: Any, arrays: list[Any]) -> Any:

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.parameter_server.messages import Outgoing
-from syncvar.parameter_server.server.primary import Primary
-from syncvar.parameter_server.server.replicated_state import Ledger
+from syncvar.parameter_server.messages import OutgoingMessage
+from syncvar.parameter_server.server.primary import PrimaryReplica
+from syncvar.parameter_server.server.replicated_state import ReplicatedState
 from syncvar.parameter_server.server.replication import ledger_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.parameter_server.messages import Arrays, Message, Party
+    from syncvar.parameter_server.messages import Arrays, Message, Endpoint
     from syncvar.parameter_server.server.shard import Room
 
 __all__ = ["RESEND_S", "Server"]
@@ -67,10 +67,10 @@ class Server:
         self._gone: set[int] = set()
         self.new_copies: list[int] = []  # of which the others have to be told
         self.primaries = {
-            index: Primary(index, Ledger(index, workers), self._mirror_of(index), resend_s)
+            index: PrimaryReplica(index, ReplicatedState(index, workers), self._mirror_of(index), resend_s)
         }
         self.copies = {
-            server: Ledger(server, workers)
+            server: ReplicatedState(server, workers)
             for server, others in enumerate(self._heirs)
             if others[:1] == (index,)
         }
@@ -90,7 +90,7 @@ class Server:
         ):
             ledger.room = room
 
-    def handle(self, sender: Party, message: Message, arrays: Arrays, now: float) -> list[Outgoing]:
+    def handle(self, sender: Endpoint, message: Message, arrays: Arrays, now: float) -> list[OutgoingMessage]:
         """Take one message; return what is to be sent.
 
         Args:
@@ -112,29 +112,29 @@ class Server:
             if (
                 sender[0] == "worker" and self._home_of(about) == self.index
             ):  # it would be here, if there were a copy
-                return [Outgoing(sender, {"kind": "lost", "server": about})]
+                return [OutgoingMessage(sender, {"kind": "lost", "server": about})]
             return []  # not in charge (yet): it is sent again
         return self._settled(primary.handle(message, arrays, now), now)
 
-    def worker_lost(self, rank: int, incarnation: int, now: float) -> list[Outgoing]:
+    def worker_lost(self, rank: int, incarnation: int, now: float) -> list[OutgoingMessage]:
         """Note that an incarnation of a worker has ended: nothing of it is executed any more, and nobody waits for it.
 
         A transaction of it that had not come to all its servers is given up on all.
         """
-        made: list[Outgoing] = []
+        made: list[OutgoingMessage] = []
         for primary in list(self.primaries.values()):
             made += primary.fence(rank, incarnation + 1, now)
         return self._settled(made, now)
 
-    def server_lost(self, server: int, now: float) -> list[Outgoing]:
+    def server_lost(self, server: int, now: float) -> list[OutgoingMessage]:
         """Note that another server has ended; take its place, if this one holds the copy, and copy again what had a copy there."""
         if server in self._gone or server == self.index:
             return []
         self._gone.add(server)
-        made: list[Outgoing] = []
+        made: list[OutgoingMessage] = []
         for one in [one for one in self.copies if self._home_of(one) == self.index]:
             self._early.pop(one)
-            self.primaries[one] = Primary(one, self.copies.pop(one), None, self._resend_s)
+            self.primaries[one] = PrimaryReplica(one, self.copies.pop(one), None, self._resend_s)
         for one, primary in list(self.primaries.items()):
             made += primary.copy_to(self._mirror_of(one), now)
             made += primary.wake(now)
@@ -144,9 +144,9 @@ class Server:
         """Return the time at which `wake` is due at the latest; infinite for never."""
         return min([primary.wake_at() for primary in self.primaries.values()])
 
-    def wake(self, now: float) -> list[Outgoing]:
+    def wake(self, now: float) -> list[OutgoingMessage]:
         """Do what is due by time alone: send again, give up."""
-        made: list[Outgoing] = []
+        made: list[OutgoingMessage] = []
         for primary in list(self.primaries.values()):
             made += primary.wake(now)
         return self._settled(made, now)
@@ -181,14 +181,14 @@ class Server:
             None,
         )
 
-    def _settled(self, outgoing: list[Outgoing], now: float) -> list[Outgoing]:
+    def _settled(self, outgoing: list[OutgoingMessage], now: float) -> list[OutgoingMessage]:
         """Return what goes to other processes; what is for a ledger in charge of which is this one is handed over."""
-        made: list[Outgoing] = []
+        made: list[OutgoingMessage] = []
         waiting = outgoing
         if len(waiting) == 1 and waiting[0].target[0] == "worker":
             return waiting
         while waiting:
-            again: list[Outgoing] = []
+            again: list[OutgoingMessage] = []
             for one in waiting:
                 target = one.target
                 if target[0] == "server":
@@ -209,7 +209,7 @@ class Server:
             waiting = again
         return made
 
-    def _copy(self, sender: Party, message: Message, arrays: Arrays) -> list[Outgoing]:
+    def _copy(self, sender: Endpoint, message: Message, arrays: Arrays) -> list[OutgoingMessage]:
         """Execute an entry of another server's ledger, in order."""
         server = message["server"]
         ledger = self.copies.get(server)
@@ -217,25 +217,25 @@ class Server:
             return []  # of one whose place another has taken
         if ledger is None:
             retired = server in self.primaries and server != self.index
-            return [Outgoing(sender, {"kind": "retired", "server": server})] if retired else []
+            return [OutgoingMessage(sender, {"kind": "retired", "server": server})] if retired else []
         early = self._early[server]
         if message["index"] > ledger.entries:
             early[message["index"]] = (message["entry"], arrays)
         while ledger.entries + 1 in early:
             ledger.execute(*early.pop(ledger.entries + 1))
-        return [Outgoing(sender, {"kind": "copied", "server": server, "index": ledger.entries})]
+        return [OutgoingMessage(sender, {"kind": "copied", "server": server, "index": ledger.entries})]
 
-    def _seed(self, sender: Party, message: Message, arrays: Arrays) -> list[Outgoing]:
+    def _seed(self, sender: Endpoint, message: Message, arrays: Arrays) -> list[OutgoingMessage]:
         """Take a whole ledger, of which this server is to hold the copy from now on."""
         server = message["server"]
         if server in self.primaries:
-            return [Outgoing(sender, {"kind": "retired", "server": server})]
+            return [OutgoingMessage(sender, {"kind": "retired", "server": server})]
         if self._sources.get(server) != sender[1]:
             self.copies[server] = ledger_of(server, self._workers, arrays, self._room)
             self._sources[server], self._early[server] = sender[1], {}
             self.new_copies.append(server)
         return [
-            Outgoing(
+            OutgoingMessage(
                 sender, {"kind": "copied", "server": server, "index": self.copies[server].entries}
             )
         ]

@@ -36,7 +36,7 @@ from syncvar.parameter_server.discovery import Directory
 from syncvar.parameter_server.messages import frames_of, message_of
 from syncvar.parameter_server.server.server_machine import Server
 from syncvar.parameter_server.server.server_stats import Served, what_of
-from syncvar.parameter_server.transport.server_links import Links
+from syncvar.parameter_server.transport.server_links import ServerLinks
 from syncvar.parameter_server.transport.shm_buffers import lender_of
 from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.recorder import Recorder
@@ -45,9 +45,9 @@ from syncvar.shm.segment_layout import bytes_in_words
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping
 
-    from syncvar.parameter_server.discovery import Change
-    from syncvar.parameter_server.messages import Outgoing, Party
-    from syncvar.parameter_server.transport.server_links import Came, Route
+    from syncvar.parameter_server.discovery import ProcessChange
+    from syncvar.parameter_server.messages import OutgoingMessage, Endpoint
+    from syncvar.parameter_server.transport.server_links import ReceivedMessage, Route
 
 __all__ = ["Serving", "main", "number_of", "party_of"]
 
@@ -86,7 +86,7 @@ def _serve(_arguments: list[str]) -> None:
             raise
 
 
-def party_of(number: int) -> Party:
+def party_of(number: int) -> Endpoint:
     """Return how messages name a process.
 
     Example:
@@ -96,7 +96,7 @@ def party_of(number: int) -> Party:
     return ("server", number - SERVER_0) if is_server(number) else ("worker", number)
 
 
-def number_of(party: Party) -> int:
+def number_of(party: Endpoint) -> int:
     """Return the number of a process that messages name; the inverse of `party_of`."""
     return party[1] + (SERVER_0 if party[0] == "server" else 0)
 
@@ -145,7 +145,7 @@ class Serving:
         if self._lender is not None:
             self.server.read_into(self._lender.room)
         self._directory = Directory(self._context, environment, config, keys)
-        self.links = Links(self._context, environment, config, keys, self._lender)
+        self.links = ServerLinks(self._context, environment, config, keys, self._lender)
         try:
             self.links.listen()
             self._directory.serve(self.links.address, self.links.outside)
@@ -242,7 +242,7 @@ class Serving:
                 return
         self.links.watching.touch(socket)
 
-    def _handle(self, came: Came) -> None:
+    def _handle(self, came: ReceivedMessage) -> None:
         sender, began = party_of(came.number), time.monotonic_ns()
         try:
             message, arrays = message_of(came.frames)
@@ -276,13 +276,13 @@ class Serving:
         )
 
     def _send(
-        self, made: Iterable[Outgoing], sender: Party | None = None, answers: Route = b""
+        self, made: Iterable[OutgoingMessage], sender: Endpoint | None = None, answers: Route = b""
     ) -> None:
         for one in made:
             route = answers if one.target == sender and answers else None
             self.links.send(number_of(one.target), frames_of(one.message, one.arrays), route)
 
-    def _note(self, change: Change) -> None:
+    def _note(self, change: ProcessChange) -> None:
         """Remember that a process was lost."""
         if change.kind == "ended" and change.reason:
             name = process_name(change.number)
@@ -290,7 +290,7 @@ class Serving:
             self._recorder.note("lost", f"{name}: {change.reason}")
             _log.info("server %d: %s is lost: %s", self._index, name, change.reason)
 
-    def _take_in(self, change: Change) -> None:
+    def _take_in(self, change: ProcessChange) -> None:
         number, now = change.number, time.monotonic()
         if change.kind == "begins":
             self._incarnations[number] = change.incarnation

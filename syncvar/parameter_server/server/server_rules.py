@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from syncvar.optimizers.update_rule import UpdateRule
 
-__all__ = ["ServerRule", "Trial", "is_users", "rule_of", "slot_names"]
+__all__ = ["ServerRule", "RuleValidator", "is_users", "rule_of", "slot_names"]
 
 _REASON_MAX = 4000  # characters of a traceback
 
@@ -37,7 +37,7 @@ _ELEMENTWISE: dict[str, Callable[..., UpdateRule]] = {
 }
 
 
-class Trial(NamedTuple):
+class RuleValidator(NamedTuple):
     """What a step would make: of the shard's array, or of the rows of it, and of the slots."""
 
     touched: NDArray[Any]
@@ -117,14 +117,14 @@ class ServerRule:
 
     def tried(
         self, array: NDArray[Any], gradient: NDArray[Any], rows: NDArray[Any] | None, rate: float
-    ) -> Trial:
+    ) -> RuleValidator:
         """Make one step beside the array, which stays as it is; see `step`.
 
         Raises:
             ConfigError: The rule of a program has raised something; with its traceback.
         """
         which = ... if rows is None else rows
-        made = Trial(
+        made = RuleValidator(
             np.array(array[which]),
             [np.array(slot[which]) for slot in self._slots],
             self._steps.copy(),
@@ -132,7 +132,7 @@ class ServerRule:
         self._make(made.touched, made.slots, made.steps, gradient, rate)
         return made
 
-    def put(self, array: NDArray[Any], rows: NDArray[Any] | None, made: Trial) -> None:
+    def put(self, array: NDArray[Any], rows: NDArray[Any] | None, made: RuleValidator) -> None:
         """Take over what a trial has made."""
         which = ... if rows is None else rows
         array[which] = made.touched

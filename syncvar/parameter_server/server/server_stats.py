@@ -13,7 +13,7 @@ from syncvar.runtime.flight_recorder.call_stats import size_class
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from syncvar.parameter_server.messages import Arrays, Message, Outgoing
+    from syncvar.parameter_server.messages import Arrays, Message, OutgoingMessage
 
 __all__ = ["Served", "what_of"]
 
@@ -56,7 +56,7 @@ class Served:
             tuple[str, int], list[int]
         ] = {}  # what was served, class of sizes -> calls, bytes, ns, refused
 
-    def count(self, message: Message, arrays: Arrays, made: Iterable[Outgoing], ns: int) -> None:
+    def count(self, message: Message, arrays: Arrays, made: Iterable[OutgoingMessage], ns: int) -> None:
         """Add a message that was handled.
 
         Args:

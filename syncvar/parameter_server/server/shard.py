@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.parameter_server.server.server_rules import Trial
+    from syncvar.parameter_server.server.server_rules import RuleValidator
 
     Room = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 
-__all__ = ["Position", "Push", "RuleKey", "Shard", "Slots", "Spec", "check_slots"]
+__all__ = ["Position", "Push", "RuleKey", "Shard", "ShardSlots", "Spec", "check_slots"]
 
 Position = tuple[int, int]
 """Where a worker is: how often it has ticked, and at how many barriers it was since."""
@@ -90,7 +90,7 @@ class Push(NamedTuple):
         return self.how, self.rows is None, self.rule, self.combine
 
 
-class Slots(NamedTuple):
+class ShardSlots(NamedTuple):
     """What one optimizer keeps of a shard.
 
     Args:
@@ -102,7 +102,7 @@ class Slots(NamedTuple):
     slots: dict[str, NDArray[Any]]
 
 
-def check_slots(rule: RuleKey, slots: Slots, value: NDArray[Any]) -> None:
+def check_slots(rule: RuleKey, slots: ShardSlots, value: NDArray[Any]) -> None:
     """Raise ConfigError unless an optimizer can have such slots of a shard of this value."""
     names, dtype = (
         slot_names(rule_of(rule[0], dict(rule[1])), value.dtype),
@@ -135,7 +135,7 @@ class Shard:
         self._is_given = False  # somebody may read the array for as long as he likes
         self.staleness = staleness
         self._rules: dict[RuleKey, ServerRule] = {}
-        self._trial: tuple[Push, NDArray[Any] | None, Trial] | None = (
+        self._trial: tuple[Push, NDArray[Any] | None, RuleValidator] | None = (
             None  # a step that was made beside the array, as it is now
         )
         self.failures: list[
@@ -256,12 +256,12 @@ class Shard:
         self._rounds.clear()
         self.staleness = staleness
 
-    def slots(self, rule: RuleKey) -> Slots:
+    def slots(self, rule: RuleKey) -> ShardSlots:
         """Return what an optimizer keeps of this shard now."""
         made = self._rules.get(rule)
-        return Slots(0, {}) if made is None else Slots(made.steps, made.slots())
+        return ShardSlots(0, {}) if made is None else ShardSlots(made.steps, made.slots())
 
-    def restore(self, value: NDArray[Any], slots: Mapping[RuleKey, Slots]) -> None:
+    def restore(self, value: NDArray[Any], slots: Mapping[RuleKey, ShardSlots]) -> None:
         """Make it what it was once; pushes that wait for those of other workers are dropped.
 
         Args:

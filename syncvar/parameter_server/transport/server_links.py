@@ -22,7 +22,7 @@ from syncvar.core.network import tcp_endpoint
 from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.parameter_server.transport.framing import NBYTES_MAX, cut, joined, packed, unpacked
 from syncvar.parameter_server.transport.poller import Watching
-from syncvar.parameter_server.transport.unix_stream import Door, Pipe
+from syncvar.parameter_server.transport.unix_stream import UnixListener, Pipe
 from syncvar.protocol.message_limits import FRAME_NBYTES, HELLO_NBYTES_MAX
 from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.parameter_server.transport.shm_buffers import Lender
+    from syncvar.parameter_server.transport.shm_buffers import ShmBufferPool
     from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
     from syncvar.transports.curve import Gate, LinkKeys
 
-__all__ = ["Came", "Links"]
+__all__ = ["ReceivedMessage", "ServerLinks"]
 
 _IDENTITY = struct.Struct("<c8sIII4s")
 _KIND = b"p"
@@ -55,7 +55,7 @@ Frames = list[Any]
 Route = bytes | Pipe
 
 
-class Came(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A message that has come.
 
     Args:
@@ -71,7 +71,7 @@ class Came(NamedTuple):
     answers: Route
 
 
-class Links:
+class ServerLinks:
     """The sockets of one process. Not safe in several threads.
 
     Args:
@@ -92,7 +92,7 @@ class Links:
         environment: RankEnvironment,
         config: RuntimeConfig,
         keys: LinkKeys | None,
-        lender: Lender | None = None,
+        lender: ShmBufferPool | None = None,
     ) -> None:
         self._context = context
         self._environment = environment
@@ -119,7 +119,7 @@ class Links:
             int, SegmentId | None
         ] = {}  # by number, the shared memory that a process has said to have mapped
         self._router: Any = None
-        self._door: Door | None = None
+        self._door: UnixListener | None = None
         self._pipes: list[Pipe] = []  # that others have opened
         self._gate: Gate | None = None
         self.address = self.outside = ""
@@ -141,7 +141,7 @@ class Links:
             self.address = bind_in_folder(
                 self._router, me.socket_directory, f"s{me.rank}-{me.generation}-{me.incarnation}"
             )
-            self._door = Door(_door_of(self.address))
+            self._door = UnixListener(_door_of(self.address))
             if me.host_count > 1:
                 from syncvar.transports.curve import gate_for_hosts
 
@@ -223,7 +223,7 @@ class Links:
         Args:
             number: The process.
             frames: Buffers that do not change any more.
-            route: As `Came.answers` has it, for exactly that process; None for the latest with the number.
+            route: As `ReceivedMessage.answers` has it, for exactly that process; None for the latest with the number.
 
         Returns:
             Whether it is on its way.
@@ -273,7 +273,7 @@ class Links:
         """Return whether `receive` has to be called again, after it has returned a message, until it returns None."""
         return not isinstance(one, Pipe) or one.has_more
 
-    def receive(self, one: Any) -> Came | None:
+    def receive(self, one: Any) -> ReceivedMessage | None:
         """Return the next message that has come on one of the sockets, or None; others than messages of this job are dropped.
 
         Raises:
@@ -281,7 +281,7 @@ class Links:
         """
         if isinstance(one, Pipe):
             return self._piped(one)
-        if isinstance(one, Door):
+        if isinstance(one, UnixListener):
             while (pipe := one.accept()) is not None:
                 self._pipes.append(pipe)
                 self.watching.add(pipe)
@@ -329,7 +329,7 @@ class Links:
             self.watching.add(made)
         return made
 
-    def _piped(self, pipe: Pipe) -> Came | None:
+    def _piped(self, pipe: Pipe) -> ReceivedMessage | None:
         """Return the next message of a pipe; one that says something else than messages of this job is closed."""
         if pipe.is_behind:
             pipe.flush()
@@ -379,7 +379,7 @@ class Links:
         address = self._addresses.get(number - SERVER_0, "")
         return address.startswith("tcp://") if is_server(number) and address else True
 
-    def _came(self, socket: Any, parts: deque[Any]) -> Came | None:
+    def _came(self, socket: Any, parts: deque[Any]) -> ReceivedMessage | None:
         """Return what has come on a socket of ZeroMQ; None where it is no message of this job."""
         answers = b""
         if socket is self._router:
@@ -405,7 +405,7 @@ class Links:
 
     def _from(
         self, who: tuple[int, int], frames: Frames, answers: Route, segment: SegmentId | None
-    ) -> Came:
+    ) -> ReceivedMessage:
         """Return a message of a process, an incarnation of it; what is answered to that one goes back where it came from."""
         number, incarnation = who
         if incarnation >= self._incarnations.get(number, 0):
@@ -413,7 +413,7 @@ class Links:
             if answers:
                 self._incarnations[number] = incarnation
                 self._routes[number] = answers
-        return Came(number, incarnation, frames, answers)
+        return ReceivedMessage(number, incarnation, frames, answers)
 
     def _who(self, identity: bytes) -> tuple[int, int] | None:
         if len(identity) != _IDENTITY.size:

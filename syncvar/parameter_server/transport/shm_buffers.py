@@ -1,6 +1,6 @@
 """Arrays that go between a server and the workers of its host through memory that they share.
 
-Who sends an array copies it once, into a block of its own region of an arena, or has made it there (`Lender.room`), and sends
+Who sends an array copies it once, into a block of its own region of an arena, or has made it there (`ShmBufferPool.room`), and sends
 where that is. Who receives it reads the block where it lies. Nobody writes a block while it is lent, so what is read is never torn, and always one version. A block
 begins with eight words, one for each of so many readers. When the last view of it is gone a reader clears its word, and the owner
 takes that back the next time it lends something.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar.shm.shm_references import SharedMemoryReference
 
-__all__ = ["LEND_NBYTES_MIN", "Lender", "lender_of"]
+__all__ = ["LEND_NBYTES_MIN", "ShmBufferPool", "lender_of"]
 
 LEND_NBYTES_MIN = 64 << 10
 _WORDS = 8
@@ -40,7 +40,7 @@ _LENT = 1
 _ALONE = 2  # references to a block that nobody else has: a name, and the question's own
 
 
-def lender_of(environment: RankEnvironment, config: RuntimeConfig) -> Lender | None:
+def lender_of(environment: RankEnvironment, config: RuntimeConfig) -> ShmBufferPool | None:
     """Return this process's part of the memory that servers and workers of its host share; None where there is none."""
     hosts = server_hosts(environment.servers, environment.host_count)
     here = [server for server, host in enumerate(hosts) if host == environment.host_index]
@@ -56,17 +56,17 @@ def lender_of(environment: RankEnvironment, config: RuntimeConfig) -> Lender | N
     if isinstance(arena, str):
         return None
     # What an earlier process in this one's place has lent may still be read: who came after it lends nothing.
-    return Lender(arena, lends=environment.incarnation == 0)
+    return ShmBufferPool(arena, lends=environment.incarnation == 0)
 
 
-class _Reader(NamedTuple):
+class _BufferReader(NamedTuple):
     """To whom something is lent: a process, and which of those that have had its number."""
 
     number: int
     incarnation: int
 
 
-class Lender:
+class ShmBufferPool:
     """What one process has lent, and what it has borrowed.
 
     Args:
@@ -83,7 +83,7 @@ class Lender:
         self.segment = arena.segment
         self._arena = arena
         self._lends = lends
-        self._out: collections.deque[tuple[_Reader, NDArray[np.uint8], int]] = (
+        self._out: collections.deque[tuple[_BufferReader, NDArray[np.uint8], int]] = (
             collections.deque()
         )  # to whom, block, word
         self._spare: dict[int, list[NDArray[np.uint8]]] = {}
@@ -128,7 +128,7 @@ class Lender:
                     copied[_WORDS_NBYTES:] = np.frombuffer(view, np.uint8)
                     word = copied, self._place(copied)
                 self._arena.words[word[1]] = _LENT
-                self._out.append((_Reader(number, incarnation), *word))
+                self._out.append((_BufferReader(number, incarnation), *word))
                 found.append((index, self._arena.refer(8 * word[1], view.nbytes)))
         self.lent += len(found)
         return found

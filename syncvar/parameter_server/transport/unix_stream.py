@@ -18,7 +18,7 @@ import numpy as np
 
 from syncvar.parameter_server.transport.framing import NBYTES_MAX, Packed, length_of
 
-__all__ = ["Door", "Pipe"]
+__all__ = ["UnixListener", "Pipe"]
 
 _CHUNK_NBYTES = 128 << 10
 _JOINED_NBYTES_MAX = 32 << 10  # shorter messages are joined: that is less work than many pieces
@@ -26,7 +26,7 @@ _PIECES_MAX = 512  # of one system call, which takes 1024
 _BACKLOG = 4096
 
 
-class Door:
+class UnixListener:
     """Where the processes of a host open pipes to this one.
 
     Args:
