@@ -11,7 +11,7 @@ from syncvar.checkpoint.chief_restore import SavedElsewhere, restore_for_all
 from syncvar.checkpoint.file_names import checked_path
 from syncvar.checkpoint.manifest import Label
 from syncvar.checkpoint.optimizer_state import SlotLeaf
-from syncvar.checkpoint.participants import Alone
+from syncvar.checkpoint.participants import SoloGroup
 from syncvar.checkpoint.restore import (
     Found,
     check_arguments,
@@ -20,7 +20,7 @@ from syncvar.checkpoint.restore import (
     stage_leaves,
 )
 from syncvar.checkpoint.save import Saving
-from syncvar.checkpoint.server_leaves import StepperThere, VariableThere, sorted_out
+from syncvar.checkpoint.server_leaves import ServerOptimizerLeaf, ServerVariableLeaf, sorted_out
 from syncvar.checkpoint.trackables import (
     VariableLeaf,
     checked_object,
@@ -226,7 +226,7 @@ class Checkpoint:
                     ", ".join(sorted(waiting.keys)[:8]),
                 )
             saving: Saving | SavedElsewhere
-            if refused is None and isinstance(communicator, Alone) and communicator.rank:
+            if refused is None and isinstance(communicator, SoloGroup) and communicator.rank:
                 saving = SavedElsewhere(path)
             else:
                 pushes: dict[int, int] = {}
@@ -362,7 +362,7 @@ class Checkpoint:
         """Restore objects, by the group that they belong to."""
         leaves, _, refused, there, _unsaved = collected
         everything = leaves if there is None else [*leaves, *there.leaves()]
-        if isinstance(group, Alone):
+        if isinstance(group, SoloGroup):
             assert there is not None, "whoever restores alone does so for what is on servers"
             check_arguments(policy, partial)
             if refused is not None:
@@ -464,12 +464,12 @@ class Checkpoint:
             for name, inner in _items(value):
                 yield from self._walk(f"{key}/{name}", inner, above, _refuse)
         elif isinstance(value, Optimizer):
-            yield StepperThere(key, value)
+            yield ServerOptimizerLeaf(key, value)
         elif callable(getattr(value, "tracked", None)):
             for name, variable in value.tracked().items():
                 yield VariableLeaf(f"{key}/{name}", variable)
         elif isinstance(value, ServerVariable):
-            yield VariableThere(key, value)
+            yield ServerVariableLeaf(key, value)
         else:
             put = self._replacing(key) if replace is None else replace
             yield leaf_of(key, value, None if put is _refuse else put)

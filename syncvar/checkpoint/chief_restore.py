@@ -17,7 +17,7 @@ from syncvar.parameter_server.snapshot import give_back, recall
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.checkpoint.participants import Alone
+    from syncvar.checkpoint.participants import SoloGroup
     from syncvar.checkpoint.server_leaves import OnServers
     from syncvar.checkpoint.trackables import Leaf
 
@@ -55,7 +55,7 @@ class SavedElsewhere:
 def restore_for_all(
     leaves: list[Leaf],
     there: OnServers,
-    group: Alone,
+    group: SoloGroup,
     path: str | None,
     find: Callable[[], str | None],
     stage: Callable[[str], tuple[list[tuple[Leaf, Any]], Found]],

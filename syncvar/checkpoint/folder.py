@@ -22,7 +22,7 @@ from syncvar.core.private_files import REQUESTED, create_file, refuse_foreign_li
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["Disk", "Folder", "make_folder", "read_into"]
+__all__ = ["Disk", "CheckpointFolder", "make_folder", "read_into"]
 
 _SLACK = 1.1  # of what will be written: headers, and what the file system keeps for itself
 
@@ -72,7 +72,7 @@ class Disk:
         return room.f_bavail * room.f_frsize
 
 
-class Folder:
+class CheckpointFolder:
     """An open folder; a context manager. Its files are reached relative to its descriptor, links are not followed.
 
     Args:
@@ -284,7 +284,7 @@ def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> No
         done += count
 
 
-def make_folder(path: str) -> Folder:
+def make_folder(path: str) -> CheckpointFolder:
     """Open a folder to write to, after making it if need be.
 
     Raises:
@@ -311,4 +311,4 @@ def make_folder(path: str) -> Folder:
             else f"nothing is written to {error.filename}"
         )
         raise CheckpointError(f"{where}: {error.strerror or error}") from error
-    return Folder(path)
+    return CheckpointFolder(path)

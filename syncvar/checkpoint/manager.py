@@ -13,10 +13,10 @@ import numpy as np
 from syncvar.bootstrap.process import joined, shutdown
 from syncvar.checkpoint.checkpoint import Checkpoint
 from syncvar.checkpoint.file_names import LOCK, MANIFEST, checked_path, step_name, step_of
-from syncvar.checkpoint.folder import Folder, make_folder
+from syncvar.checkpoint.folder import CheckpointFolder, make_folder
 from syncvar.checkpoint.folder_lock import Lock
 from syncvar.checkpoint.manifest import Label
-from syncvar.checkpoint.participants import Alone, gathered
+from syncvar.checkpoint.participants import SoloGroup, gathered
 from syncvar.checkpoint.preemption import EXIT_CODE, Notice
 from syncvar.checkpoint.retention import best_of, superfluous
 from syncvar.checkpoint.save import checked_metric
@@ -211,7 +211,7 @@ class CheckpointManager(MigrationHintsMixin):
         Cost: as `Checkpoint.save`, and one exchange more.
         """
         communicator = self._checkpoint._collect().group  # noqa: SLF001  (the manager is the checkpoint's other half)
-        if isinstance(communicator, Alone) and communicator.rank and step is None:
+        if isinstance(communicator, SoloGroup) and communicator.rank and step is None:
             raise ConfigError(
                 "rank 0 saves what is on servers, and other workers do not know how often it has: say the step, manager.save(step)"
             )
@@ -299,7 +299,7 @@ class CheckpointManager(MigrationHintsMixin):
         """Remove a checkpoint: its manifest first, so that it is never there in part. Other files in the folder stay."""
         path = self._folders.path(step)
         try:
-            with Folder(path) as folder:
+            with CheckpointFolder(path) as folder:
                 if folder.has(MANIFEST):
                     folder.remove(MANIFEST)
                     folder.sync()
@@ -335,7 +335,7 @@ class CheckpointManager(MigrationHintsMixin):
                 cannot be used. `checkpoints` lists the others.
         """
         communicator = self._checkpoint._collect().group  # noqa: SLF001
-        if isinstance(communicator, Alone):
+        if isinstance(communicator, SoloGroup):
             return self._checkpoint._restore(  # noqa: SLF001
                 None, self._latest_whole, restore_policy, timeout, partial=partial
             )
@@ -412,7 +412,7 @@ class CheckpointManager(MigrationHintsMixin):
             pending = self._checkpoint._pending  # noqa: SLF001
             is_writing = pending is not None and not pending.done()
             must_stop, somebody_writes = int(self._notice.is_given), int(is_writing)
-            if not isinstance(communicator, Alone):
+            if not isinstance(communicator, SoloGroup):
                 must_stop, somebody_writes = _most(
                     communicator, [must_stop, somebody_writes], timeout
                 )

@@ -21,11 +21,11 @@ __all__ = [
     "DIGEST_BYTES",
     "FORMAT",
     "MANIFEST_BYTES_MAX",
-    "Entry",
+    "ManifestEntry",
     "Label",
     "Manifest",
     "Piece",
-    "Shard",
+    "ShardFile",
     "Stored",
     "digest_of",
 ]
@@ -80,7 +80,7 @@ class Label(NamedTuple):
     number: int = 0
 
 
-class Shard(NamedTuple):
+class ShardFile(NamedTuple):
     """One file: its length and the digest of its beginning, by the rank that wrote it."""
 
     nbytes: int
@@ -88,7 +88,7 @@ class Shard(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ManifestEntry:
     """What is saved under one key.
 
     Args:
@@ -165,8 +165,8 @@ class Manifest:
     identity: str
     ranks: int
     label: Label = field(default_factory=Label)
-    shards: dict[int, Shard] = field(default_factory=dict)
-    entries: dict[str, Entry] = field(default_factory=dict)
+    shards: dict[int, ShardFile] = field(default_factory=dict)
+    entries: dict[str, ManifestEntry] = field(default_factory=dict)
     pushes: dict[int, int] = field(default_factory=dict)
 
     def shard_file(self, rank: int) -> str:
@@ -262,7 +262,7 @@ class Manifest:
                 _check_stored(key, stored, self.shards)
 
 
-def _check_stored(key: str, stored: Stored, shards: dict[int, Shard]) -> None:
+def _check_stored(key: str, stored: Stored, shards: dict[int, ShardFile]) -> None:
     count, at = math.prod(stored.shape), 0
     for piece in stored.pieces:
         if piece.start != at or piece.stop <= at:
@@ -283,7 +283,7 @@ def _own_digest(body: dict[str, Any]) -> str:
     return digest_of(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _entry_body(entry: Entry) -> dict[str, Any]:
+def _entry_body(entry: ManifestEntry) -> dict[str, Any]:
     body: dict[str, Any] = {"kind": entry.kind, "mode": entry.mode, "replicas": entry.replicas}
     if entry.value is not None:
         body["value"] = _stored_body(entry.value)
@@ -300,7 +300,7 @@ def _stored_body(stored: Stored) -> dict[str, Any]:
     }
 
 
-def _entry(body: Any) -> Entry:
+def _entry(body: Any) -> ManifestEntry:
     kind = _is(body["kind"], str)
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r:.40}")
@@ -309,7 +309,7 @@ def _entry(body: Any) -> Entry:
     copies = {
         _index(number): _stored(one) for number, one in _is(body.get("copies", {}), dict).items()
     }
-    return Entry(kind, _is(body["mode"], str), replicas, value, copies)
+    return ManifestEntry(kind, _is(body["mode"], str), replicas, value, copies)
 
 
 def _label(body: dict[str, Any]) -> Label:
@@ -341,8 +341,8 @@ def _piece(body: Any) -> Piece:
     )
 
 
-def _shard(body: Any) -> Shard:
-    return Shard(
+def _shard(body: Any) -> ShardFile:
+    return ShardFile(
         _number(body["nbytes"], 8, 1 << 62), _text(body["header_digest"], 2 * DIGEST_BYTES)
     )
 

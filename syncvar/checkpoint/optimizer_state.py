@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.manifest import Entry, Stored
+    from syncvar.checkpoint.manifest import ManifestEntry, Stored
     from syncvar.checkpoint.participants import Together
     from syncvar.checkpoint.trackables import Leaf
     from syncvar.optimizers import Optimizer
@@ -75,7 +75,7 @@ class SlotLeaf(VariableLeaf):
 
     def stage(
         self,
-        entry: Entry,
+        entry: ManifestEntry,
         read: Callable[[Stored], NDArray[Any]],
         policy: str,
         communicator: Together,

@@ -10,10 +10,10 @@ from syncvar.runtime.communicator import Communicator
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Alone", "Together", "gathered"]
+__all__ = ["SoloGroup", "Together", "gathered"]
 
 
-class Alone:
+class SoloGroup:
     """The group of a worker that saves or restores for all, or leaves that to rank 0.
 
     Args:
@@ -32,14 +32,14 @@ class Alone:
         """Do nothing: nobody else is needed."""
 
 
-Together = Communicator | Alone
+Together = Communicator | SoloGroup
 
 
 def gathered(
     group: Together, name: str, make: Callable[[], Any], timeout: float | None
 ) -> list[Any]:
     """Return what every rank of a group makes; what `make` raises is the caller's error, of which the others are told."""
-    if isinstance(group, Alone):
+    if isinstance(group, SoloGroup):
         return [make()]
     found: list[Any] = gather_objects(group, name, make, timeout)
     return found

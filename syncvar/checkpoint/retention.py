@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Kept", "best_of", "superfluous"]
+__all__ = ["RetainedCheckpoint", "best_of", "superfluous"]
 
 
-class Kept(NamedTuple):
+class RetainedCheckpoint(NamedTuple):
     """A committed checkpoint of a manager's directory.
 
     Args:
@@ -32,7 +32,7 @@ class Kept(NamedTuple):
         return self.number, self.step
 
 
-def best_of(kept: Sequence[Kept], best: str | None) -> Kept | None:
+def best_of(kept: Sequence[RetainedCheckpoint], best: str | None) -> RetainedCheckpoint | None:
     """Return the checkpoint with the best metric, the later one of equals; None where none has a number.
 
     Args:
@@ -54,7 +54,7 @@ def best_of(kept: Sequence[Kept], best: str | None) -> Kept | None:
     return max(rated, key=lambda pair: (pair[0], pair[1].place))[1] if rated else None
 
 
-def superfluous(kept: Sequence[Kept], keep: int | None, best: str | None) -> list[Kept]:
+def superfluous(kept: Sequence[RetainedCheckpoint], keep: int | None, best: str | None) -> list[RetainedCheckpoint]:
     """Return the checkpoints to remove, oldest first: all but the `keep` latest saves and the best.
 
     One that is not whole does not count; it is removed when it is older than all that stay.

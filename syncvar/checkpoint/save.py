@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.bootstrap.process import current
 from syncvar.checkpoint.file_names import LOCK, MANIFEST, shard_name
-from syncvar.checkpoint.folder import Folder, make_folder
+from syncvar.checkpoint.folder import CheckpointFolder, make_folder
 from syncvar.checkpoint.folder_lock import Lock
 from syncvar.checkpoint.manifest import DIGEST_BYTES, Manifest, digest_of
-from syncvar.checkpoint.participants import Alone, gathered
+from syncvar.checkpoint.participants import SoloGroup, gathered
 from syncvar.checkpoint.safetensors_header import header_bytes, itemsize_of
 from syncvar.checkpoint.save_plan import (
-    Brought,
-    Layout,
+    LeafHeader,
+    SaveLayout,
     entries_of,
     failure_of,
     lay_out,
@@ -94,7 +94,7 @@ class Saving:
         self._label = label
         self._pushes = pushes or {}
         self._context = (
-            None if isinstance(communicator, Alone) else current()
+            None if isinstance(communicator, SoloGroup) else current()
         )  # who saves alone need not have joined
         self._communicator = communicator
         self._rank = communicator.member_rank
@@ -119,7 +119,7 @@ class Saving:
 
     def _agree(
         self, leaves: list[Leaf], refused: Exception | None, guard: Callable[[], None] | None
-    ) -> Layout:
+    ) -> SaveLayout:
         communicator = self._communicator
         mine: CheckpointError | None = None
 
@@ -163,7 +163,7 @@ class Saving:
             raise_failures({communicator.members[0]: failure}, mine, _NOTHING)
         self._require_same([one[:3] for one in everyone])
         return lay_out(
-            [{key: Brought(*one) for key, one in rank[3].items()} for rank in everyone],
+            [{key: LeafHeader(*one) for key, one in rank[3].items()} for rank in everyone],
             communicator.members,
         )
 
@@ -203,7 +203,7 @@ class Saving:
         own = [key for key in self._arrays if key in layout.own and self._arrays[key].size]
         parts += [(key, 0, self._arrays[key].size) for key in own]
         try:
-            folder = Folder(self.path)
+            folder = CheckpointFolder(self.path)
         except NotFound:
             raise self._unseen() from None
         with folder:
@@ -213,7 +213,7 @@ class Saving:
                 return [[], {}]
             return self._write_shard(folder, parts)
 
-    def _write_shard(self, folder: Folder, parts: list[tuple[str, int, int]]) -> list[Any]:
+    def _write_shard(self, folder: CheckpointFolder, parts: list[tuple[str, int, int]]) -> list[Any]:
         arrays, described = [], []
         for key, start, stop in parts:
             array = self._arrays[key]
@@ -346,7 +346,7 @@ class Saving:
             self._is_written = False
             with (
                 contextlib.suppress(CheckpointError),
-                Folder(self.path) as folder,
+                CheckpointFolder(self.path) as folder,
             ):  # else it is gone, and the shard with it
                 folder.remove(shard_name(self._identity, self._rank, self._communicator.size))
 
@@ -359,7 +359,7 @@ class Saving:
         entries = entries_of(self._layout, [one[1] for one in written])
         size = self._communicator.size
         manifest = Manifest(self._identity, size, self._label, shards, entries, self._pushes)
-        with Folder(self.path) as folder:
+        with CheckpointFolder(self.path) as folder:
             folder.write(MANIFEST, [memoryview(manifest.to_bytes())], self._identity)
             with contextlib.suppress(CheckpointError):
                 folder.sweep(
@@ -369,13 +369,13 @@ class Saving:
     def _is_visible(self) -> bool:
         """Return whether the manifest is there although writing it failed: only syncing the folder did."""
         try:
-            with Folder(self.path) as folder:
+            with CheckpointFolder(self.path) as folder:
                 return read_manifest(folder).identity == self._identity
         except CheckpointError:
             return False
 
 
-def _estimate(brought: dict[str, Brought], count: int) -> int:
+def _estimate(brought: dict[str, LeafHeader], count: int) -> int:
     """Return about how many bytes all ranks will write, judged by what this one has."""
     sizes = {key: math.prod(one.shape) * itemsize_of(one.dtype) for key, one in brought.items()}
     return sum(size * (count if brought[key].own else 1) for key, size in sizes.items())

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from syncvar.checkpoint.manifest import Entry, Piece, Shard, Stored
+from syncvar.checkpoint.manifest import ManifestEntry, Piece, ShardFile, Stored
 from syncvar.checkpoint.safetensors_header import itemsize_of
-from syncvar.checkpoint.write_shares import Part, shares
+from syncvar.checkpoint.write_shares import ElementRange, shares
 from syncvar.core.errors import CheckpointError, Corrupt, MismatchError, NotFound, SyncvarError
 
-__all__ = ["Brought", "Layout", "entries_of", "failure_of", "lay_out", "raise_failures"]
+__all__ = ["LeafHeader", "SaveLayout", "entries_of", "failure_of", "lay_out", "raise_failures"]
 
 
-class Brought(NamedTuple):
+class LeafHeader(NamedTuple):
     """What a rank has under one key.
 
     Args:
@@ -43,7 +43,7 @@ class Brought(NamedTuple):
         return f"{self.kind}{mode} {self.dtype}{list(self.shape)}"
 
 
-class Layout(NamedTuple):
+class SaveLayout(NamedTuple):
     """Who writes what.
 
     Args:
@@ -52,12 +52,12 @@ class Layout(NamedTuple):
         parts: Of the values that all have.
     """
 
-    brought: dict[str, dict[int, Brought]]
+    brought: dict[str, dict[int, LeafHeader]]
     own: frozenset[str]
-    parts: tuple[Part, ...]
+    parts: tuple[ElementRange, ...]
 
 
-def lay_out(everyone: list[dict[str, Brought]], table_ranks: tuple[int, ...]) -> Layout:
+def lay_out(everyone: list[dict[str, LeafHeader]], table_ranks: tuple[int, ...]) -> SaveLayout:
     """Compare what the ranks bring, and say who writes what.
 
     Args:
@@ -67,12 +67,12 @@ def lay_out(everyone: list[dict[str, Brought]], table_ranks: tuple[int, ...]) ->
     Raises:
         MismatchError: They bring different things where they must be the same.
     """
-    brought: dict[str, dict[int, Brought]] = {}
+    brought: dict[str, dict[int, LeafHeader]] = {}
     for rank, mine in enumerate(everyone):
         for key, one in mine.items():
             brought.setdefault(key, {})[rank] = one
     own: set[str] = set()
-    values: dict[tuple[int, ...], list[tuple[str, Brought]]] = {}
+    values: dict[tuple[int, ...], list[tuple[str, LeafHeader]]] = {}
     for key, by_rank in sorted(brought.items()):
         first = next(iter(by_rank.values()))
         is_own = (
@@ -94,15 +94,15 @@ def lay_out(everyone: list[dict[str, Brought]], table_ranks: tuple[int, ...]) ->
             own.add(key)
         else:
             values.setdefault(tuple(sorted(by_rank)), []).append((key, first))
-    parts: list[Part] = []
+    parts: list[ElementRange] = []
     for ranks, group in values.items():
         parts += shares(
             [(key, math.prod(one.shape), itemsize_of(one.dtype)) for key, one in group], ranks
         )
-    return Layout(brought, frozenset(own), tuple(parts))
+    return SaveLayout(brought, frozenset(own), tuple(parts))
 
 
-def _alike(one: Brought, *, is_own: bool) -> tuple[Any, ...]:
+def _alike(one: LeafHeader, *, is_own: bool) -> tuple[Any, ...]:
     """Return what must be the same on all ranks: of a replica's own things neither shape nor dtype."""
     return (
         (one.kind, one.own)
@@ -111,7 +111,7 @@ def _alike(one: Brought, *, is_own: bool) -> tuple[Any, ...]:
     )
 
 
-def entries_of(layout: Layout, digests: list[dict[str, str]]) -> dict[str, Entry]:
+def entries_of(layout: SaveLayout, digests: list[dict[str, str]]) -> dict[str, ManifestEntry]:
     """Return the entries of the manifest.
 
     Args:
@@ -128,14 +128,14 @@ def entries_of(layout: Layout, digests: list[dict[str, str]]) -> dict[str, Entry
         replicas = len(first.members)
         if key not in layout.own:
             value = Stored(first.dtype, first.shape, tuple(pieces.get(key, ())))
-            made[key] = Entry(first.kind, first.mode, replicas, value)
+            made[key] = ManifestEntry(first.kind, first.mode, replicas, value)
             continue
         copies = {}
         for rank, one in by_rank.items():
             count = math.prod(one.shape)
             whole = (Piece(rank, 0, count, digests[rank][key]),) if count else ()
             copies[one.replica] = Stored(one.dtype, one.shape, whole)
-        made[key] = Entry(first.kind, first.mode, replicas, None, copies)
+        made[key] = ManifestEntry(first.kind, first.mode, replicas, None, copies)
     return made
 
 
@@ -172,6 +172,6 @@ def raise_failures(failures: dict[int, list[str]], mine: CheckpointError | None,
     raise NotFound(shown) if kind == "NotFound" else CheckpointError(shown)
 
 
-def shard_of(record: list[Any]) -> Shard | None:
+def shard_of(record: list[Any]) -> ShardFile | None:
     """Return the shard that a rank says to have written, None if it had nothing to write."""
-    return Shard(int(record[0]), str(record[1])) if record else None
+    return ShardFile(int(record[0]), str(record[1])) if record else None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.checkpoint.optimizer_state import RuleLeaf, local_leaves, require_saved_variables
-from syncvar.checkpoint.participants import Alone
-from syncvar.checkpoint.save_plan import Brought
+from syncvar.checkpoint.participants import SoloGroup
+from syncvar.checkpoint.save_plan import LeafHeader
 from syncvar.checkpoint.trackables import (
     KEEP,
     Leaf,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.manifest import Entry, Stored
+    from syncvar.checkpoint.manifest import ManifestEntry, Stored
     from syncvar.checkpoint.participants import Together
     from syncvar.optimizers import Optimizer
     from syncvar.parameter_server.server.shard import RuleKey
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Collected",
     "OnServers",
-    "StepperThere",
-    "VariableThere",
+    "ServerOptimizerLeaf",
+    "ServerVariableLeaf",
     "Walked",
     "sorted_out",
     "taken_alone",
@@ -73,10 +73,10 @@ class _ArrayLeaf:
         self.shape, self.dtype, self.is_optional = shape, dtype, is_optional
         self.array: NDArray[Any] | None = None  # of the snapshot, or what is to be restored
 
-    def bring(self, communicator: Together) -> Brought:
+    def bring(self, communicator: Together) -> LeafHeader:
         """Return what it is; the first rank of a save has it alone."""
         del communicator
-        return Brought("variable", _MODE, self.dtype.name, self.shape, 0, (0,), own=False)
+        return LeafHeader("variable", _MODE, self.dtype.name, self.shape, 0, (0,), own=False)
 
     def snapshot(self) -> NDArray[Any]:
         """Return what the snapshot had."""
@@ -85,7 +85,7 @@ class _ArrayLeaf:
 
     def stage(
         self,
-        entry: Entry,
+        entry: ManifestEntry,
         read: Callable[[Stored], NDArray[Any]],
         policy: str,
         communicator: Together,
@@ -118,7 +118,7 @@ class _IterationsLeaf(_ArrayLeaf):
 
     def stage(
         self,
-        entry: Entry,
+        entry: ManifestEntry,
         read: Callable[[Stored], NDArray[Any]],
         policy: str,
         communicator: Together,
@@ -148,7 +148,7 @@ class _IterationsLeaf(_ArrayLeaf):
         self._optimizer.slots.expect_iterations(staged)
 
 
-class VariableThere(NamedTuple):
+class ServerVariableLeaf(NamedTuple):
     """Stands for a variable on servers, until all that a checkpoint has there is known.
 
     Args:
@@ -160,7 +160,7 @@ class VariableThere(NamedTuple):
     variable: ServerVariable
 
 
-class StepperThere:
+class ServerOptimizerLeaf:
     """Stands for an optimizer, until all variables of a checkpoint are known.
 
     Args:
@@ -189,7 +189,7 @@ class StepperThere:
         return True
 
 
-Walked = Leaf | VariableThere | StepperThere
+Walked = Leaf | ServerVariableLeaf | ServerOptimizerLeaf
 
 
 class OnServers:
@@ -202,7 +202,7 @@ class OnServers:
     """
 
     def __init__(
-        self, found: Iterable[VariableThere], steppers: Iterable[StepperThere], keys: dict[int, str]
+        self, found: Iterable[ServerVariableLeaf], steppers: Iterable[ServerOptimizerLeaf], keys: dict[int, str]
     ) -> None:
         variables = dict(found)
         self._variables = {
@@ -244,10 +244,10 @@ class OnServers:
         return next(iter(self._found.values())).strategy
 
     @property
-    def group(self) -> Alone:
+    def group(self) -> SoloGroup:
         """This worker alone."""
         here = self.strategy.here
-        return Alone(here.rank, here.workers)
+        return SoloGroup(here.rank, here.workers)
 
     def leaves(self) -> list[Leaf]:
         """Return all that may be restored."""
@@ -329,7 +329,7 @@ class OnServers:
         )
 
 
-def _require_variables(steppers: Iterable[StepperThere], names: Collection[str]) -> None:
+def _require_variables(steppers: Iterable[ServerOptimizerLeaf], names: Collection[str]) -> None:
     """Raise ConfigError if an optimizer steps variables on servers that a checkpoint does not have."""
     for stepper in steppers:
         elsewhere = stepper.optimizer.elsewhere
@@ -353,7 +353,7 @@ def taken_alone(
     Returns:
         (value by the identity of its variable, slots by the identity of their optimizer, under the keys of `tracked()`).
     """
-    steppers = [(one, StepperThere("", one)) for one in optimizers if one.elsewhere is not None]
+    steppers = [(one, ServerOptimizerLeaf("", one)) for one in optimizers if one.elsewhere is not None]
     steppers = [(one, leaf) for one, leaf in steppers if leaf.can_be_there]
     found = {id(one): one for one in variables}
     for one, _ in steppers:
@@ -421,14 +421,14 @@ def sorted_out(
         prefix: What the keys in a restored checkpoint have before those of `found`.
         only: The keys in that checkpoint to which the result is limited; None for no limit.
     """
-    variables = [one for one in found if isinstance(one, VariableThere)]
-    steppers = [one for one in found if isinstance(one, StepperThere)]
-    leaves: list[Leaf] = [one for one in found if not isinstance(one, VariableThere | StepperThere)]
+    variables = [one for one in found if isinstance(one, ServerVariableLeaf)]
+    steppers = [one for one in found if isinstance(one, ServerOptimizerLeaf)]
+    leaves: list[Leaf] = [one for one in found if not isinstance(one, ServerVariableLeaf | ServerOptimizerLeaf)]
     keys: dict[int, str] = {}
     local: dict[str, Variable] = {}
     for one in found:
         if (
-            isinstance(one, VariableThere | VariableLeaf)
+            isinstance(one, ServerVariableLeaf | VariableLeaf)
             and keys.setdefault(id(one.variable), prefix + one.key) == prefix + one.key
         ):
             local |= {prefix + one.key: one.variable} if isinstance(one, VariableLeaf) else {}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from syncvar.checkpoint.file_names import MANIFEST, is_left_over
-from syncvar.checkpoint.folder import Folder, read_into
+from syncvar.checkpoint.folder import CheckpointFolder, read_into
 from syncvar.checkpoint.manifest import MANIFEST_BYTES_MAX, Manifest, digest_of
 from syncvar.checkpoint.safetensors_header import (
     CODES,
@@ -36,7 +36,7 @@ def bytes_of(array: NDArray[Any]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def read_manifest(folder: Folder) -> Manifest:
+def read_manifest(folder: CheckpointFolder) -> Manifest:
     """Return the manifest of a folder.
 
     Raises:
@@ -99,7 +99,7 @@ class Source:
 
     def __init__(self, path: str) -> None:
         self._stack = contextlib.ExitStack()
-        self._folder = self._stack.enter_context(Folder(path))
+        self._folder = self._stack.enter_context(CheckpointFolder(path))
         try:
             self.manifest = read_manifest(self._folder)
         except BaseException:

@@ -18,7 +18,7 @@ import numpy as np
 
 from syncvar.checkpoint.checkpoint import Checkpoint
 from syncvar.checkpoint.file_names import MANIFEST, checked_path
-from syncvar.checkpoint.folder import Folder, make_folder, read_into
+from syncvar.checkpoint.folder import CheckpointFolder, make_folder, read_into
 from syncvar.checkpoint.manifest import DIGEST_BYTES
 from syncvar.checkpoint.safetensors_header import (
     CODES,
@@ -161,7 +161,7 @@ def load(path: Any) -> Any:
         raise CheckpointError(f"{where} is a folder{made_by}; sv.load reads one file")
     above, name = os.path.split(os.path.abspath(where))
     try:
-        folder = Folder(above)
+        folder = CheckpointFolder(above)
     except NotFound:
         raise NotFound(f"there is no file {where}: no such folder") from None
     with folder, folder.reading(name) as (descriptor, nbytes):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 from syncvar.checkpoint.file_names import MANIFEST, step_name, step_of
-from syncvar.checkpoint.folder import Folder
-from syncvar.checkpoint.retention import Kept
+from syncvar.checkpoint.folder import CheckpointFolder
+from syncvar.checkpoint.retention import RetainedCheckpoint
 from syncvar.checkpoint.shard_reader import fault_of, read_manifest
 from syncvar.core.errors import CheckpointError, NotFound
 
@@ -28,7 +28,7 @@ class StepFolders:
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self._read: dict[int, tuple[_Signature, Kept | None]] = {}
+        self._read: dict[int, tuple[_Signature, RetainedCheckpoint | None]] = {}
 
     def path(self, step: int) -> str:
         """Return the folder of a step."""
@@ -55,7 +55,7 @@ class StepFolders:
             found[step] = about.st_ino, about.st_mtime_ns, about.st_size
         return found
 
-    def committed(self) -> list[Kept]:
+    def committed(self) -> list[RetainedCheckpoint]:
         """Return the committed checkpoints in the order of saving.
 
         Each manifest is read once. Where one cannot be read, the number of its save is not known: it
@@ -63,23 +63,23 @@ class StepFolders:
         """
         signatures = self._signatures()
         self._read = {step: one for step, one in self._read.items() if step in signatures}
-        found: list[Kept] = []
+        found: list[RetainedCheckpoint] = []
         for step, signature in sorted(signatures.items()):
             if step not in self._read or self._read[step][0] != signature:
                 self._read[step] = signature, self._look_at(step)
             kept = self._read[step][1]
             if kept is None:
-                kept = Kept(step, None, found[-1].number if found else 0, is_whole=False)
+                kept = RetainedCheckpoint(step, None, found[-1].number if found else 0, is_whole=False)
             found.append(kept)
         return sorted(found, key=lambda one: one.place)
 
-    def _look_at(self, step: int) -> Kept | None:
+    def _look_at(self, step: int) -> RetainedCheckpoint | None:
         try:
-            with Folder(self.path(step)) as folder:
+            with CheckpointFolder(self.path(step)) as folder:
                 label = read_manifest(folder).label
         except CheckpointError:
             return None
-        return Kept(step, label.metric, label.number)
+        return RetainedCheckpoint(step, label.metric, label.number)
 
     def forget(self, step: int) -> None:
         """Read the manifest of a step again: this process has just replaced it."""
@@ -102,7 +102,7 @@ class StepFolders:
                 return self.path(kept.step), faults
         return None, faults
 
-    def _check(self, kept: Kept, faults: list[str]) -> bool:
+    def _check(self, kept: RetainedCheckpoint, faults: list[str]) -> bool:
         """Return whether a checkpoint is whole, and remember that; else append its fault."""
         try:
             fault = fault_of(self.path(kept.step))

@@ -19,8 +19,8 @@ import numpy as np
 
 from syncvar.bootstrap.process import current
 from syncvar.checkpoint.manifest import digest_of
-from syncvar.checkpoint.participants import Alone
-from syncvar.checkpoint.save_plan import Brought
+from syncvar.checkpoint.participants import SoloGroup
+from syncvar.checkpoint.save_plan import LeafHeader
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
 from syncvar.variables.exact_split import share_of
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.checkpoint.manifest import Entry, Stored
+    from syncvar.checkpoint.manifest import ManifestEntry, Stored
     from syncvar.checkpoint.participants import Together
     from syncvar.runtime.communicator import Communicator
 
@@ -71,7 +71,7 @@ class Leaf(Protocol):
     is_optional: bool
     """Whether a checkpoint may have no entry for it."""
 
-    def bring(self, communicator: Together) -> Brought:
+    def bring(self, communicator: Together) -> LeafHeader:
         """Return what this rank has.
 
         Raises:
@@ -83,7 +83,7 @@ class Leaf(Protocol):
 
     def stage(
         self,
-        entry: Entry,
+        entry: ManifestEntry,
         read: Callable[[Stored], NDArray[Any]],
         policy: str,
         communicator: Together,
@@ -118,7 +118,7 @@ class VariableLeaf:
         )
         self.are_parts = isinstance(variable, Variable) and are_parts(variable)
 
-    def bring(self, communicator: Together) -> Brought:
+    def bring(self, communicator: Together) -> LeafHeader:
         """Return its mode, dtype and shape."""
         variable = self.variable
         replicas = variable.strategy.communicator
@@ -129,7 +129,7 @@ class VariableLeaf:
             )
         mode = f"{variable.synchronization.name} {variable.aggregation.name}"
         members = tuple(communicator.members.index(member) for member in replicas.members)
-        return Brought(
+        return LeafHeader(
             "variable",
             mode,
             variable.dtype.name,
@@ -149,7 +149,7 @@ class VariableLeaf:
 
     def stage(
         self,
-        entry: Entry,
+        entry: ManifestEntry,
         read: Callable[[Stored], NDArray[Any]],
         policy: str,
         communicator: Together,
@@ -229,12 +229,12 @@ class PlainLeaf:
             bytes | None
         ] = []  # what each worker is to have, where one restores for all
 
-    def bring(self, communicator: Together) -> Brought:
+    def bring(self, communicator: Together) -> LeafHeader:
         """Return the length and digest of its state, which is taken now."""
         self._packed = packed(self._get(), self.key)
         everyone = tuple(range(communicator.size))
         shape, digest = (len(self._packed),), digest_of(self._packed)
-        return Brought(
+        return LeafHeader(
             self._kind, "", "uint8", shape, communicator.member_rank, everyone, None, digest
         )
 
@@ -244,14 +244,14 @@ class PlainLeaf:
 
     def stage(
         self,
-        entry: Entry,
+        entry: ManifestEntry,
         read: Callable[[Stored], NDArray[Any]],
         policy: str,
         communicator: Together,
     ) -> Any:
         """Return the state."""
         require_kind(self.key, entry, self._kind, f"a {self._kind}")
-        if isinstance(communicator, Alone):
+        if isinstance(communicator, SoloGroup):
             workers = 1 if entry.value is not None else communicator.workers
             self.told = [self._read(entry, read, policy, rank, workers) for rank in range(workers)]
             packed_state = self.told[0]
@@ -263,7 +263,7 @@ class PlainLeaf:
 
     def _read(
         self,
-        entry: Entry,
+        entry: ManifestEntry,
         read: Callable[[Stored], NDArray[Any]],
         policy: str,
         rank: int,
@@ -406,7 +406,7 @@ def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], wh
         )
 
 
-def require_kind(key: str, entry: Entry, kind: str, what: str) -> None:
+def require_kind(key: str, entry: ManifestEntry, kind: str, what: str) -> None:
     """Raise CheckpointError unless an entry is of a kind."""
     if entry.kind != kind:
         raise CheckpointError(

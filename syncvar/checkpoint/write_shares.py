@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Part", "shares"]
+__all__ = ["ElementRange", "shares"]
 
 
-class Part(NamedTuple):
+class ElementRange(NamedTuple):
     """A range of a value's elements, counted through in C order, and the rank that writes it."""
 
     key: str
@@ -19,7 +19,7 @@ class Part(NamedTuple):
     stop: int
 
 
-def shares(values: Sequence[tuple[str, int, int]], ranks: Sequence[int]) -> list[Part]:
+def shares(values: Sequence[tuple[str, int, int]], ranks: Sequence[int]) -> list[ElementRange]:
     """Split values, laid side by side, into one range of bytes for each rank, even up to an element.
 
     Args:
@@ -37,7 +37,7 @@ def shares(values: Sequence[tuple[str, int, int]], ranks: Sequence[int]) -> list
         edges = [min(max(-(-(bound - offset) // itemsize), 0), count) for bound in bounds]
         edges[-1] = count
         made += [
-            Part(key, rank, start, stop)
+            ElementRange(key, rank, start, stop)
             for rank, start, stop in zip(ranks, edges, edges[1:], strict=False)
             if start < stop
         ]

@@ -8,7 +8,7 @@ from harness import caught
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.checkpoint.folder import Folder
+from syncvar.checkpoint.folder import CheckpointFolder
 from syncvar.checkpoint.shard_reader import read_manifest
 from syncvar.core.settings import RuntimeConfig
 from syncvar.parameter_server.client.local_servers import LocalServers
@@ -452,7 +452,7 @@ def test_pushes_are_counted_through_checkpoints_and_what_is_lost_is_said_once(tm
         sv.barrier()
         checkpoint.save(tmp_path / "d")
         sv.barrier()
-        with Folder(tmp_path / "d") as folder:
+        with CheckpointFolder(tmp_path / "d") as folder:
             return strategy.here.session.client.pushes, read_manifest(folder).pushes
 
     assert workers(2, first) == [4, 4]

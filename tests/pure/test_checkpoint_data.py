@@ -16,8 +16,8 @@ from syncvar.checkpoint.file_names import (
     step_name,
     step_of,
 )
-from syncvar.checkpoint.manifest import Entry, Label, Manifest, Piece, Shard, Stored, digest_of
-from syncvar.checkpoint.retention import Kept, best_of, superfluous
+from syncvar.checkpoint.manifest import ManifestEntry, Label, Manifest, Piece, ShardFile, Stored, digest_of
+from syncvar.checkpoint.retention import RetainedCheckpoint, best_of, superfluous
 from syncvar.checkpoint.safetensors_header import (
     CODES,
     header_bytes,
@@ -25,7 +25,7 @@ from syncvar.checkpoint.safetensors_header import (
     itemsize_of,
     parse_header,
 )
-from syncvar.checkpoint.save_plan import Brought, entries_of, failure_of, lay_out, raise_failures
+from syncvar.checkpoint.save_plan import LeafHeader, entries_of, failure_of, lay_out, raise_failures
 from syncvar.checkpoint.write_shares import shares
 from syncvar.core.dtypes import DTYPE_NAMES
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, MismatchError, NotFound
@@ -174,11 +174,11 @@ def manifest():
     value = Stored("float32", (3,), (Piece(0, 0, 2, DIGEST), Piece(1, 2, 3, DIGEST)))
     copies = {0: Stored("int8", (), (Piece(0, 0, 1, DIGEST),)), 1: Stored("bool", (0, 4), ())}
     entries = {
-        "w": Entry("variable", "ON_WRITE SUM", 2, value),
-        "a/b": Entry("variable", "NONE NONE", 2, None, copies),
+        "w": ManifestEntry("variable", "ON_WRITE SUM", 2, value),
+        "a/b": ManifestEntry("variable", "NONE NONE", 2, None, copies),
     }
     return Manifest(
-        IDENTITY, 2, Label(7, 0.5, 3), {0: Shard(100, DIGEST), 1: Shard(90, DIGEST)}, entries
+        IDENTITY, 2, Label(7, 0.5, 3), {0: ShardFile(100, DIGEST), 1: ShardFile(90, DIGEST)}, entries
     )
 
 
@@ -304,7 +304,7 @@ def test_any_bytes_are_an_error(data):
 
 def test_which_copy_a_replica_takes():
     copies = {number: Stored("int8", (number,), ()) for number in range(3)}
-    entry = Entry("variable", "NONE NONE", 3, None, copies)
+    entry = ManifestEntry("variable", "NONE NONE", 3, None, copies)
 
     def taken(policy, replicas, own=True):
         found = [
@@ -357,7 +357,7 @@ def brought(**changes):
         "members": (0, 1),
         "own": False,
     }
-    return Brought(**(base | changes))
+    return LeafHeader(**(base | changes))
 
 
 def test_entries_follow_the_layout():
@@ -428,7 +428,7 @@ def test_a_failure_is_of_its_kind_on_every_rank(error):
 
 def test_the_latest_and_the_best_stay():
     kept = [
-        Kept(step, metric)
+        RetainedCheckpoint(step, metric)
         for step, metric in [(4, 0.5), (1, 0.9), (2, float("nan")), (3, None), (5, 0.7)]
     ]
     assert [one.step for one in superfluous(kept, 2, None)] == [1, 2, 3]
@@ -436,17 +436,17 @@ def test_the_latest_and_the_best_stay():
     assert [one.step for one in superfluous(kept, 1, "min")] == [1, 2, 3]
     assert superfluous(kept, None, "max") == []
     assert best_of(kept[2:4], "max") is None
-    assert best_of([Kept(1, 0.5), Kept(2, 0.5)], "min").step == 2
+    assert best_of([RetainedCheckpoint(1, 0.5), RetainedCheckpoint(2, 0.5)], "min").step == 2
 
 
 def test_retention_goes_by_the_number_of_the_save_and_a_damaged_one_does_not_count():
-    saves = [Kept(90), Kept(100), Kept(50, 0.5, 1), Kept(40, 0.9, 2), Kept(45, 0.5, 3)]
+    saves = [RetainedCheckpoint(90), RetainedCheckpoint(100), RetainedCheckpoint(50, 0.5, 1), RetainedCheckpoint(40, 0.9, 2), RetainedCheckpoint(45, 0.5, 3)]
     assert [one.step for one in superfluous(saves, 2, None)] == [90, 100, 50]
     assert [one.step for one in superfluous(saves, 1, "max")] == [90, 100, 50]
     assert best_of(saves, "min").step == 45
-    saves[-1] = Kept(45, None, 3, is_whole=False)
+    saves[-1] = RetainedCheckpoint(45, None, 3, is_whole=False)
     assert [one.step for one in superfluous(saves, 2, None)] == [90, 100]
-    assert superfluous([*saves, Kept(60, None, 4)], 1, None) == [Kept(90), Kept(100), *saves[2:]]
+    assert superfluous([*saves, RetainedCheckpoint(60, None, 4)], 1, None) == [RetainedCheckpoint(90), RetainedCheckpoint(100), *saves[2:]]
 
 
 def test_a_manifest_without_a_number_of_the_save_is_of_an_earlier_version():
