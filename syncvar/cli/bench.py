@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from syncvar.cli.collective_registry import Collective
 
-__all__ = ["Plan", "add_options", "planned", "run"]
+__all__ = ["BenchPlan", "add_options", "planned", "run"]
 
 _NAMES = {
     "float": "float32",
@@ -40,7 +40,7 @@ _FIRST, _LAST = "8", "16M"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """What is to be measured, checked.
 
     Args:
@@ -158,7 +158,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report-to", type=int, help=argparse.SUPPRESS)
 
 
-def planned(chosen: argparse.Namespace) -> Plan:
+def planned(chosen: argparse.Namespace) -> BenchPlan:
     """Check the options and return what is to be measured.
 
     Raises:
@@ -197,7 +197,7 @@ def planned(chosen: argparse.Namespace) -> Plan:
     )
     if collective.layout == "none":
         found = [0]
-    return Plan(
+    return BenchPlan(
         collective,
         tuple(found),
         tuple(_kinds(collective, chosen.dtype, chosen.op)),

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.cli.bench import Plan
+    from syncvar.cli.bench import BenchPlan
     from syncvar.cli.bench_record import Half
 
 __all__ = ["work"]
@@ -93,7 +93,7 @@ def work(chosen: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _kind(plan: Plan, case: Case) -> str:
+def _kind(plan: BenchPlan, case: Case) -> str:
     """Return what the cases of a group have in common, in words."""
     op = f" {case.op}" if plan.collective.has_op else ""
     return f"{case.dtype}{op}{f' root {case.root}' if plan.collective.has_root else ''}"
@@ -106,7 +106,7 @@ class _Measuring:
         plan: What is wanted.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BenchPlan) -> None:
         self.plan = plan
         self.chosen = plan.chosen
         self.collective = plan.collective
@@ -280,7 +280,7 @@ def _report(descriptor: int | None) -> Iterator[Callable[[str], None]]:
             yield lambda text: print(text, file=file, flush=True)
 
 
-def _preamble(plan: Plan, transport: str) -> str:
+def _preamble(plan: BenchPlan, transport: str) -> str:
     chosen = plan.chosen
     step = (
         f"{chosen.stepfactor or 2:g}(factor)"
@@ -314,7 +314,7 @@ def _preamble(plan: Plan, transport: str) -> str:
     )
 
 
-def _keep(plan: Plan, transport: str, rows: list[Row], models: dict[str, Any]) -> None:
+def _keep(plan: BenchPlan, transport: str, rows: list[Row], models: dict[str, Any]) -> None:
     """Write the files that were asked for; report those that cannot be written."""
     chosen = plan.chosen
     if chosen.json is not None:
@@ -336,7 +336,7 @@ def _reports_loss(path: str, origin: str) -> Iterator[None]:
         report_lost_file(LostFile(path, origin, why_unwritten(error)))
 
 
-def _write_json(plan: Plan, transport: str, rows: list[Row], models: dict[str, Any]) -> None:
+def _write_json(plan: BenchPlan, transport: str, rows: list[Row], models: dict[str, Any]) -> None:
     chosen = plan.chosen
     wrong, average = summary(rows)
     results = []

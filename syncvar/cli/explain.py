@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.cli.record_files import (
-    Lost,
-    Record,
+    LostRank,
+    FlightRecord,
     calls_of,
     duration,
     lost_ranks,
@@ -54,7 +54,7 @@ class Divergence(NamedTuple):
     began: int
 
 
-def divergences(records: Sequence[Record]) -> list[Divergence]:
+def divergences(records: Sequence[FlightRecord]) -> list[Divergence]:
     """Return the first divergence of each group: the earliest first, but those behind which nobody was held up last.
 
     A call diverges when ranks made it with other fingerprints, or when a rank of which a record is there did not
@@ -172,7 +172,7 @@ def _ended_before(events: Iterable[Event]) -> list[int]:
     ]
 
 
-def _would_know(record: Record, numbers: Sequence[int], call: int, began: int) -> bool:
+def _would_know(record: FlightRecord, numbers: Sequence[int], call: int, began: int) -> bool:
     """Return whether a call that is not in a record was not entered by its rank."""
     if (
         not record.is_final
@@ -187,7 +187,7 @@ def _would_know(record: Record, numbers: Sequence[int], call: int, began: int) -
     return bool(record.events) and record.events[0].began_ns < began and not numbers
 
 
-def explained(records: Sequence[Record]) -> tuple[str, bool]:
+def explained(records: Sequence[FlightRecord]) -> tuple[str, bool]:
     """Return in words what the records tell, and whether the ranks diverged.
 
     Args:
@@ -224,7 +224,7 @@ def explained(records: Sequence[Record]) -> tuple[str, bool]:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _head(records: Sequence[Record]) -> list[str]:
+def _head(records: Sequence[FlightRecord]) -> list[str]:
     first = records[0]
     ranks = [record.rank for record in records]  # and servers
     missing = sorted(set(range(first.world_size)) - set(ranks))
@@ -251,16 +251,16 @@ def _head(records: Sequence[Record]) -> list[str]:
     return [*lines, ""]
 
 
-def _lost(records: Sequence[Record]) -> dict[int, Lost]:
+def _lost(records: Sequence[FlightRecord]) -> dict[int, LostRank]:
     """Return how ranks ended that others heard of."""
-    lost: dict[int, Lost] = {}
+    lost: dict[int, LostRank] = {}
     for record in records:
         for event in record.events:
             lost |= lost_ranks(event.detail)
     return lost
 
 
-def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
+def _told(records: Sequence[FlightRecord], one: Divergence, zero: int) -> list[str]:
     members = members_of(records).get(one.group, ())
     names = names_of(records)
     group = names[one.group]
@@ -305,7 +305,7 @@ def _told(records: Sequence[Record], one: Divergence, zero: int) -> list[str]:
 
 
 def _describe_cycle(
-    records: Sequence[Record], cycle: Mapping[int, Divergence], names: Mapping[int, str], zero: int
+    records: Sequence[FlightRecord], cycle: Mapping[int, Divergence], names: Mapping[int, str], zero: int
 ) -> list[str]:
     ranks = list(cycle)
     after = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
@@ -324,7 +324,7 @@ def _describe_cycle(
     return [*lines, *_verdict(cycle[ranks[0]]), ""]
 
 
-def _number(records: Sequence[Record], one: Divergence) -> int:
+def _number(records: Sequence[FlightRecord], one: Divergence) -> int:
     """Return which call of its group a divergence is, as ranks count that made it."""
     return number_of([record for record in records if record.rank in one.made], one.group, one.call)
 
@@ -349,7 +349,7 @@ def _first_line(detail: str) -> str:
     return detail.split("\n", 1)[0].partition(": ")[2]
 
 
-def _instead(record: Record, one: Divergence, zero: int, names: Mapping[int, str]) -> str:
+def _instead(record: FlightRecord, one: Divergence, zero: int, names: Mapping[int, str]) -> str:
     """Say what a rank did in place of a call."""
     own = [event for event in record.events if event.group == one.group]
     before = [event for event in own if event.call < one.call]
@@ -405,7 +405,7 @@ def _verdict(one: Divergence) -> list[str]:
     return []
 
 
-def _before(records: Sequence[Record], group: int, call: int, zero: int) -> list[str]:
+def _before(records: Sequence[FlightRecord], group: int, call: int, zero: int) -> list[str]:
     calls = calls_of(records).get(group, {})
     numbers = [number for number in calls if number < call][-_BEFORE:]
     if not numbers:
@@ -422,7 +422,7 @@ def _before(records: Sequence[Record], group: int, call: int, zero: int) -> list
     return lines
 
 
-def _one_line(records: Sequence[Record], one: Divergence, zero: int) -> str:
+def _one_line(records: Sequence[FlightRecord], one: Divergence, zero: int) -> str:
     group = names_of(records)[one.group]
     what = "; ".join(
         f"rank {rank} {event.what}" for rank, event in sorted(one.made.items())[:_ELSEWHERE]
@@ -433,7 +433,7 @@ def _one_line(records: Sequence[Record], one: Divergence, zero: int) -> str:
     )
 
 
-def _agreed(records: Sequence[Record], zero: int) -> list[str]:
+def _agreed(records: Sequence[FlightRecord], zero: int) -> list[str]:
     """Tell of ranks that made the same calls; some may have come to no end."""
     lines = ["no divergence: the ranks that left a record made the same calls"]
     names = names_of(records)
@@ -459,7 +459,7 @@ def _agreed(records: Sequence[Record], zero: int) -> list[str]:
     return lines
 
 
-def _last(record: Record, zero: int, names: Mapping[int, str]) -> list[str]:
+def _last(record: FlightRecord, zero: int, names: Mapping[int, str]) -> list[str]:
     """Tell what a rank did last."""
     operations = [event for event in record.events if event.state != "noted"]
     who = process_name(record.rank)
@@ -482,7 +482,7 @@ def _last(record: Record, zero: int, names: Mapping[int, str]) -> list[str]:
     return lines
 
 
-def _place(record: Record, last: Event | None) -> str:
+def _place(record: FlightRecord, last: Event | None) -> str:
     """Say where in the program a rank stood: the thread of its last call, or else its main thread; of a server, at which request."""
     if is_server(record.rank):
         place = where(record.stack, os.getcwd())
@@ -494,7 +494,7 @@ def _place(record: Record, last: Event | None) -> str:
     return f"; it stood {place}" if place.startswith("in ") else ""
 
 
-def _waiting(records: Sequence[Record]) -> list[str]:
+def _waiting(records: Sequence[FlightRecord]) -> list[str]:
     """Tell who waited, and for whom: for each call the rank that came last."""
     waited = {record.rank: 0 for record in records}
     caused = {record.rank: 0 for record in records}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.flight_recorder.call_numbers import Gap
 
 __all__ = [
-    "Record",
+    "FlightRecord",
     "as_record",
     "calls_of",
     "duration",
@@ -41,7 +41,7 @@ _LOST = re.compile(
 )
 
 
-class Record(NamedTuple):
+class FlightRecord(NamedTuple):
     """The flight record of one rank or server. All times are those of rank 0's clock, in nanoseconds.
 
     Args:
@@ -79,7 +79,7 @@ class Record(NamedTuple):
     events: tuple[Event, ...]
 
 
-def as_record(data: Mapping[str, Any]) -> Record:
+def as_record(data: Mapping[str, Any]) -> FlightRecord:
     """Return the record that a file holds.
 
     Raises:
@@ -94,7 +94,7 @@ def as_record(data: Mapping[str, Any]) -> Record:
         event = Event(*(row[place] for place in places))
         ended = event.ended_ns + offset if event.ended_ns else 0
         events.append(event._replace(began_ns=event.began_ns + offset, ended_ns=ended))
-    return Record(
+    return FlightRecord(
         rank=int(data["rank"]),
         world_size=int(data["world_size"]),
         generation=int(data["generation"]),
@@ -119,7 +119,7 @@ def as_record(data: Mapping[str, Any]) -> Record:
     )
 
 
-def load(names: Sequence[str]) -> list[Record]:
+def load(names: Sequence[str]) -> list[FlightRecord]:
     """Read the records of a job, in the order of generations and ranks.
 
     Args:
@@ -141,7 +141,7 @@ def load(names: Sequence[str]) -> list[Record]:
                 f"{name}: there is no flight record (flight-rank0.json, …) in this folder"
             )
         paths += found
-    records: dict[tuple[int, int], Record] = {}
+    records: dict[tuple[int, int], FlightRecord] = {}
     for path in paths:
         record = _read(path)
         other = records.get((record.generation, record.rank))
@@ -155,7 +155,7 @@ def load(names: Sequence[str]) -> list[Record]:
     return [records[key] for key in sorted(records)]
 
 
-def _read(path: Path) -> Record:
+def _read(path: Path) -> FlightRecord:
     try:
         if path.stat().st_size > _LARGEST:
             raise ConfigError(f"{path} is too large for a flight record")
@@ -166,14 +166,14 @@ def _read(path: Path) -> Record:
         raise ConfigError(f"{path} is no flight record: {type(error).__name__}: {error}") from error
 
 
-def newest(records: Iterable[Record]) -> list[Record]:
+def newest(records: Iterable[FlightRecord]) -> list[FlightRecord]:
     """Return the records of the last generation."""
     records = list(records)
     last = max((record.generation for record in records), default=0)
     return [record for record in records if record.generation == last]
 
 
-def members_of(records: Iterable[Record]) -> dict[int, tuple[int, ...]]:
+def members_of(records: Iterable[FlightRecord]) -> dict[int, tuple[int, ...]]:
     """Return the members of every group that any record names."""
     groups: dict[int, tuple[int, ...]] = {}
     for record in records:
@@ -181,7 +181,7 @@ def members_of(records: Iterable[Record]) -> dict[int, tuple[int, ...]]:
     return dict(sorted(groups.items()))
 
 
-def calls_of(records: Iterable[Record]) -> dict[int, dict[int, dict[int, Event]]]:
+def calls_of(records: Iterable[FlightRecord]) -> dict[int, dict[int, dict[int, Event]]]:
     """Return the events by group, call and rank."""
     calls: dict[int, dict[int, dict[int, Event]]] = {}
     for record in records:
@@ -191,13 +191,13 @@ def calls_of(records: Iterable[Record]) -> dict[int, dict[int, dict[int, Event]]
     return {group: dict(sorted(numbers.items())) for group, numbers in sorted(calls.items())}
 
 
-def number_of(records: Iterable[Record], group: int, call: int) -> int:
+def number_of(records: Iterable[FlightRecord], group: int, call: int) -> int:
     """Return which call of its group a call is, from 1: by the first record that knows the group."""
     gaps = next((record.gaps[group] for record in records if group in record.gaps), ())
     return ordinal(gaps, call)
 
 
-def names_of(records: Iterable[Record]) -> dict[int, str]:
+def names_of(records: Iterable[FlightRecord]) -> dict[int, str]:
     """Return every group in words: by its ranks, for its identity is nothing that a program knows.
 
     Several groups of the same ranks are numbered in the order of their first calls.
@@ -226,7 +226,7 @@ def names_of(records: Iterable[Record]) -> dict[int, str]:
     return names
 
 
-class Lost(NamedTuple):
+class LostRank(NamedTuple):
     """How a rank ended that left no record, as another one heard.
 
     Args:
@@ -238,7 +238,7 @@ class Lost(NamedTuple):
     did_end: bool
 
 
-def lost_ranks(detail: str) -> dict[int, Lost]:
+def lost_ranks(detail: str) -> dict[int, LostRank]:
     """Return by rank how one ended of which a failed call tells; empty where it tells of none.
 
     Example:
@@ -252,7 +252,7 @@ def lost_ranks(detail: str) -> dict[int, Lost]:
         return {}
     code, number = found["left"] or found["code"] or "0", found["signal"]
     return {
-        int(found["rank"]): Lost(
+        int(found["rank"]): LostRank(
             f"killed by signal {number}" if number else f"ended (exit {code})", not number
         )
     }

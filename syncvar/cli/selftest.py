@@ -16,14 +16,14 @@ from syncvar.cli.start_workers import is_launched, start_workers
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Outcome", "add_options", "outcome_lines", "run"]
+__all__ = ["SelfTestResult", "add_options", "outcome_lines", "run"]
 
 _CALL_TIMEOUT_S = 30.0
 _SHOWN_FAILURES = 3
 
 
 @dataclass(slots=True)
-class Outcome:
+class SelfTestResult:
     """What became of one collective on one data path.
 
     Args:
@@ -76,7 +76,7 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     if is_launched():
         return work(chosen)
     begin = time.monotonic()
-    paths: dict[str, list[Outcome]] = {}
+    paths: dict[str, list[SelfTestResult]] = {}
     broken = []
     for transport in ("auto", "zmq") if chosen.transport is None else (chosen.transport,):
         with tempfile.TemporaryDirectory(prefix="syncvar-test-") as folder:
@@ -95,7 +95,7 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         if told is not None:
             if told["path"] in paths:
                 continue
-            paths[told["path"]] = [Outcome(**one) for one in told["outcomes"]]
+            paths[told["path"]] = [SelfTestResult(**one) for one in told["outcomes"]]
         if code:
             broken.append(
                 f"the job over {transport if told is None else told['path']} ended with exit code {code}"
@@ -110,7 +110,7 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0 if is_good else 1
 
 
-def outcome_lines(paths: Mapping[str, Sequence[Outcome]]) -> tuple[list[str], bool]:
+def outcome_lines(paths: Mapping[str, Sequence[SelfTestResult]]) -> tuple[list[str], bool]:
     """Return a line for each collective, with its failures beneath, and whether there are none.
 
     Args:
@@ -121,7 +121,7 @@ def outcome_lines(paths: Mapping[str, Sequence[Outcome]]) -> tuple[list[str], bo
         >>> lines, is_good
         (['barrier            OK    nobody leaves early; 20 calls over zmq'], True)
     """
-    together: dict[str, dict[str, Outcome]] = defaultdict(dict)
+    together: dict[str, dict[str, SelfTestResult]] = defaultdict(dict)
     for path, outcomes in paths.items():
         for one in outcomes:
             together[one.name][path] = one

@@ -17,7 +17,7 @@ import numpy as np
 import syncvar as sv
 from syncvar.bootstrap.process import current
 from syncvar.cli.collective_registry import available, dtypes, has_result_like_input, ops_of
-from syncvar.cli.selftest import Outcome, outcome_lines, parsed
+from syncvar.cli.selftest import SelfTestResult, outcome_lines, parsed
 from syncvar.cli.selftest_inputs import FOLDED_OPS, Case, first_wrong, part
 from syncvar.core.errors import ConfigError, SyncvarError, TransportError
 from syncvar.core.settings import nearest
@@ -61,10 +61,10 @@ def wanted(names: Sequence[str]) -> list[Collective]:
 def work(chosen: argparse.Namespace) -> int:
     """Test as one rank of a job; returns the exit code: 1 when something was wrong on any rank."""
     path = current().transport.partition(":")[0] if sv.world_size() > 1 else "nothing: one process"
-    mine: list[Outcome] = []
+    mine: list[SelfTestResult] = []
     broken: SyncvarError | None = None
     for one in wanted(chosen.collectives):
-        outcome = Outcome(one.name, _proves(one))
+        outcome = SelfTestResult(one.name, _proves(one))
         mine.append(outcome)
         begin = time.perf_counter()
         try:
@@ -128,7 +128,7 @@ def _matrix(size: int) -> tuple[int, int]:
     return size + 1, 3
 
 
-def _test(one: Collective, outcome: Outcome) -> None:
+def _test(one: Collective, outcome: SelfTestResult) -> None:
     if one.layout != "none":
         _test_arrays(one, outcome)
     elif one.name == "barrier":
@@ -137,7 +137,7 @@ def _test(one: Collective, outcome: Outcome) -> None:
         _test_objects(one, outcome)
 
 
-def _test_arrays(one: Collective, outcome: Outcome) -> None:
+def _test_arrays(one: Collective, outcome: SelfTestResult) -> None:
     if one.name == "send_recv" and sv.world_size() == 1:
         return
     size = sv.world_size()
@@ -154,7 +154,7 @@ def _test_arrays(one: Collective, outcome: Outcome) -> None:
     _test_places(one, outcome)
 
 
-def _test_places(one: Collective, outcome: Outcome) -> None:
+def _test_places(one: Collective, outcome: SelfTestResult) -> None:
     """Repeat calls until they are prepared and beyond, while the array of each rank lies elsewhere each time."""
     rank, size = sv.rank(), sv.world_size()
     draw = np.random.default_rng(0)
@@ -232,7 +232,7 @@ def _unchanged(one: Collective, case: Case, x: Any) -> Any:
 
 
 def _judge(
-    outcome: Outcome, what: str, call: Callable[[], Any], target: Any, case: Case, one: Collective
+    outcome: SelfTestResult, what: str, call: Callable[[], Any], target: Any, case: Case, one: Collective
 ) -> None:
     outcome.calls += 1
     try:
@@ -246,12 +246,12 @@ def _judge(
         _fail(outcome, case.rank, f"{one.name}: {what}: {words}")
 
 
-def _fail(outcome: Outcome, rank: int, words: str) -> None:
+def _fail(outcome: SelfTestResult, rank: int, words: str) -> None:
     if len(outcome.failures) < _FAILURES_MAX:
         outcome.failures.append(f"rank {rank}: {words.partition(chr(10))[0]}")
 
 
-def _test_barrier(outcome: Outcome) -> None:
+def _test_barrier(outcome: SelfTestResult) -> None:
     """Nobody may leave before the last has come: the clock is the same for all processes of a host."""
     rank, size = sv.rank(), sv.world_size()
     for turn in range(_BARRIERS):
@@ -266,7 +266,7 @@ def _test_barrier(outcome: Outcome) -> None:
             _fail(outcome, rank, f"barrier: turn {turn}: a rank left before the last had come")
 
 
-def _test_objects(one: Collective, outcome: Outcome) -> None:
+def _test_objects(one: Collective, outcome: SelfTestResult) -> None:
     rank, size = sv.rank(), sv.world_size()
     for root in range(size):
         for kind in range(len(_objects(0))):

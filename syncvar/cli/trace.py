@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from syncvar.cli.record_files import Record, calls_of, names_of, number_of
+from syncvar.cli.record_files import FlightRecord, calls_of, names_of, number_of
 from syncvar.core.process_ids import process_name
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ __all__ = ["merged", "stragglers", "unaligned"]
 _EVENTS_ROW = 0
 
 
-def merged(records: Sequence[Record]) -> dict[str, Any]:
+def merged(records: Sequence[FlightRecord]) -> dict[str, Any]:
     """Return the trace of the records, ready to be written as JSON.
 
     Args:
@@ -60,7 +60,7 @@ def merged(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def stragglers(records: Sequence[Record]) -> list[tuple[int, int, float]]:
+def stragglers(records: Sequence[FlightRecord]) -> list[tuple[int, int, float]]:
     """Return (rank, calls to which it came last, seconds that others waited for it), the most waited for first.
 
     Args:
@@ -83,7 +83,7 @@ def stragglers(records: Sequence[Record]) -> list[tuple[int, int, float]]:
     )
 
 
-def unaligned(records: Iterable[Record]) -> list[str]:
+def unaligned(records: Iterable[FlightRecord]) -> list[str]:
     """Return the hosts, if the clocks of the records are not known to be the same."""
     hosts = {record.boot: record.host for record in records}
     return sorted(hosts.values()) if len(hosts) > 1 else []
@@ -93,7 +93,7 @@ def _about(what: str, pid: int, tid: int, name: str, key: str = "name") -> dict[
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {key: name}}
 
 
-def _rows(record: Record, groups: dict[int, str]) -> tuple[dict[Event, int], dict[int, str]]:
+def _rows(record: FlightRecord, groups: dict[int, str]) -> tuple[dict[Event, int], dict[int, str]]:
     """Return the row of each event, and the rows' names: calls of a group that overlap have rows of their own."""
     rows: dict[Event, int] = {}
     names: dict[int, str] = {}
@@ -122,7 +122,7 @@ def _us(ns: int, zero: int) -> float:
     return (ns - zero) / 1000
 
 
-def _drawn(record: Record, event: Event, pid: int, row: int, zero: int) -> list[dict[str, Any]]:
+def _drawn(record: FlightRecord, event: Event, pid: int, row: int, zero: int) -> list[dict[str, Any]]:
     name = event.what.split("(", 1)[0]
     at: dict[str, Any] = {"name": name, "pid": pid, "tid": row, "ts": _us(event.began_ns, zero)}
     if event.state == "noted":
@@ -146,7 +146,7 @@ def _drawn(record: Record, event: Event, pid: int, row: int, zero: int) -> list[
     ]
 
 
-def _arrows(records: Sequence[Record], zero: int) -> list[dict[str, Any]]:
+def _arrows(records: Sequence[FlightRecord], zero: int) -> list[dict[str, Any]]:
     """Return the waits and the arrows of the calls of a generation."""
     by_rank = {record.rank: record for record in records}
     places = {record.rank: _rows(record, {})[0] for record in records}
@@ -183,5 +183,5 @@ def _arrows(records: Sequence[Record], zero: int) -> list[dict[str, Any]]:
     return drawn
 
 
-def _place(record: Record, row: int, ns: int, zero: int) -> dict[str, Any]:
+def _place(record: FlightRecord, row: int, ns: int, zero: int) -> dict[str, Any]:
     return {"pid": record.generation * 1_000_000 + record.rank, "tid": row, "ts": _us(ns, zero)}

@@ -13,7 +13,7 @@ import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS
 from syncvar.cli.collective_registry import BUS_FACTORS, COLLECTIVES, available, dtypes, ops_of
 from syncvar.cli.collectives_table import cost_of, signature_of
-from syncvar.cli.selftest import Outcome, outcome_lines
+from syncvar.cli.selftest import SelfTestResult, outcome_lines
 from syncvar.cli.selftest_inputs import (
     FOLDED_OPS,
     PERIOD,
@@ -179,11 +179,11 @@ def test_what_is_wrong_is_found_and_counted(got, wanted, words, wrong):
 def test_the_lines_of_the_test():
     paths = {
         "arena": [
-            Outcome("all_reduce", "the combination", 12),
-            Outcome("barrier", "nobody leaves", 3),
+            SelfTestResult("all_reduce", "the combination", 12),
+            SelfTestResult("barrier", "nobody leaves", 3),
         ],
         "zmq": [
-            Outcome(
+            SelfTestResult(
                 "all_reduce",
                 "the combination",
                 12,
