@@ -27,7 +27,7 @@ from syncvar.examples.local_sgd import (
     LEARNING_RATE,
     MOMENTUM,
     NOISE,
-    Data,
+    RegressionData,
     gradient_of,
     make_data,
 )
@@ -36,7 +36,7 @@ STEPS, PERIOD = 400, 4
 BETA = 0.9  # share of the way to the workers' mean that the center goes each time
 
 
-class Outcome(NamedTuple):
+class EasgdResult(NamedTuple):
     """Errors of the center and of the workers' mean, how far the center is from the truth, how far workers are from it."""
 
     center_loss: float
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     spread: float
 
 
-def mean_squared_error(weights: np.ndarray, data: Data) -> float:
+def mean_squared_error(weights: np.ndarray, data: RegressionData) -> float:
     """Return the error over all rows."""
     error = data.inputs @ weights - data.targets
     return float(error @ error) / len(error)
@@ -58,7 +58,7 @@ def pull(own: sv.Variable, center: sv.Variable, alpha: float) -> None:
     center.assign_add(difference)
 
 
-def train(data: Data, steps: int = STEPS, period: int = PERIOD, beta: float = BETA) -> Outcome:
+def train(data: RegressionData, steps: int = STEPS, period: int = PERIOD, beta: float = BETA) -> EasgdResult:
     """Train on this worker's rows; the outcome is the same on every worker.
 
     Raises:
@@ -91,7 +91,7 @@ def train(data: Data, steps: int = STEPS, period: int = PERIOD, beta: float = BE
     losses = sv.all_reduce(mean_squared_error(own.local_value(), data), "mean")
     spread = sv.all_reduce(float(np.abs(own.local_value() - value).max()), "max")
     distance = float(np.abs(value - data.truth).max())
-    return Outcome(mean_squared_error(value, data), float(losses), distance, float(spread))
+    return EasgdResult(mean_squared_error(value, data), float(losses), distance, float(spread))
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 import syncvar as sv
-from syncvar.examples.local_sgd import BATCH, NOISE, Data, gradient_of, make_data
+from syncvar.examples.local_sgd import BATCH, NOISE, RegressionData, gradient_of, make_data
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +30,7 @@ ROUNDS, LOOK_EVERY = 400, 100
 LEARNING_RATE = 0.1  # of the first round; it falls to zero
 
 
-class Outcome(NamedTuple):
+class GossipResult(NamedTuple):
     """What a run came to; `spreads` are the largest differences of a worker's weights from the mean, at the looks in between."""
 
     loss: float
@@ -70,8 +70,8 @@ def spread_of(weights: NDArray[Any]) -> tuple[NDArray[Any], float]:
 
 
 def train(
-    data: Data, rounds: int = ROUNDS, look_every: int = LOOK_EVERY, rate: float = LEARNING_RATE
-) -> Outcome:
+    data: RegressionData, rounds: int = ROUNDS, look_every: int = LOOK_EVERY, rate: float = LEARNING_RATE
+) -> GossipResult:
     """Train on this worker's rows; the outcome is the same on every worker."""
     rank, workers = sv.rank(), sv.world_size()
     mine = np.array_split(np.arange(len(data.targets)), workers)[rank]
@@ -94,7 +94,7 @@ def train(
             mean, spread = spread_of(weights)
             spreads.append(spread)
     error = data.inputs @ mean - data.targets
-    return Outcome(
+    return GossipResult(
         float(error @ error) / len(error), float(np.abs(mean - data.truth).max()), tuple(spreads)
     )
 

@@ -36,19 +36,19 @@ EPOCHS, LEARNING_RATE, DECAY = 6, 0.2, 0.5
 STEPS, STEP_RATE, MOMENTUM = 120, 30.0, 0.9  # of the synchronous solution
 
 
-class Rows(NamedTuple):
+class SparseRows(NamedTuple):
     """Sparse rows: numbers of features, int64 [rows, IN_A_ROW], each once in a row; their values; labels -1 or 1."""
 
     features: NDArray[Any]
     values: NDArray[Any]
     labels: NDArray[Any]
 
-    def part(self, rows: slice) -> Rows:
+    def part(self, rows: slice) -> SparseRows:
         """Return some of them."""
-        return Rows(self.features[rows], self.values[rows], self.labels[rows])
+        return SparseRows(self.features[rows], self.values[rows], self.labels[rows])
 
 
-class Outcome(NamedTuple):
+class HogwildResult(NamedTuple):
     """Mean losses of the shared weights and of the best ones, and how many steps of rows were made by all workers."""
 
     loss: float
@@ -56,23 +56,23 @@ class Outcome(NamedTuple):
     steps: int
 
 
-def make_rows(seed: int = 0) -> Rows:
+def make_rows(seed: int = 0) -> SparseRows:
     """Return all rows, the same everywhere; the labels are drawn, so that no weights explain them all."""
     draw = np.random.default_rng(seed)
     features = np.stack([draw.choice(FEATURES, IN_A_ROW, replace=False) for _ in range(ROWS)])
     values = draw.normal(size=features.shape)
     truth = draw.normal(size=FEATURES)
     chance = 1 / (1 + np.exp(-(truth[features] * values).sum(1)))
-    return Rows(features, values, np.where(draw.random(ROWS) < chance, 1.0, -1.0))
+    return SparseRows(features, values, np.where(draw.random(ROWS) < chance, 1.0, -1.0))
 
 
-def mean_loss(weights: NDArray[Any], rows: Rows) -> float:
+def mean_loss(weights: NDArray[Any], rows: SparseRows) -> float:
     """Return the mean logistic loss."""
     margins = rows.labels * (weights[rows.features] * rows.values).sum(1)
     return float(np.logaddexp(0.0, -margins).mean())
 
 
-def solve(rows: Rows, steps: int = STEPS) -> NDArray[Any]:
+def solve(rows: SparseRows, steps: int = STEPS) -> NDArray[Any]:
     """Return the best weights, the same on every worker: each brings the gradient of its rows to every step. Collective."""
     mine = rows.part(slice(sv.rank(), None, sv.world_size()))
     weights, velocity = np.zeros(FEATURES), np.zeros(FEATURES)
@@ -93,7 +93,7 @@ def step_of_row(
     weights[features] += rate * label / (1 + np.exp(margin)) * values
 
 
-def train(rows: Rows, epochs: int = EPOCHS) -> Outcome:
+def train(rows: SparseRows, epochs: int = EPOCHS) -> HogwildResult:
     """Train on this worker's rows; the outcome is the same on every worker.
 
     Raises:
@@ -108,7 +108,7 @@ def train(rows: Rows, epochs: int = EPOCHS) -> Outcome:
             step_of_row(weights, mine.features[row], mine.values[row], mine.labels[row], rate)
         sv.barrier()  # the rate falls for all at once
     steps = int(sv.all_reduce(epochs * len(mine.labels)))
-    return Outcome(mean_loss(weights, rows), mean_loss(solve(rows), rows), steps)
+    return HogwildResult(mean_loss(weights, rows), mean_loss(solve(rows), rows), steps)
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ LEARNING_RATE, MOMENTUM = 0.02, 0.9
 NOISE = 0.1  # deviation of the targets
 
 
-class Data(NamedTuple):
+class RegressionData(NamedTuple):
     """Rows of features, their targets, and the weights that they were made with."""
 
     inputs: NDArray[Any]
@@ -36,7 +36,7 @@ class Data(NamedTuple):
     truth: NDArray[Any]
 
 
-class Outcome(NamedTuple):
+class LocalSgdResult(NamedTuple):
     """What a run came to; `apart` is the largest difference of a worker's weights from their mean, before the last one."""
 
     loss: float
@@ -45,13 +45,13 @@ class Outcome(NamedTuple):
     averagings: int
 
 
-def make_data(seed: int = 0) -> Data:
+def make_data(seed: int = 0) -> RegressionData:
     """Return the data of all workers, the same everywhere."""
     draw = np.random.default_rng(seed)
     inputs = draw.normal(size=(ROWS, FEATURES)).astype(np.float32)
     truth = draw.normal(size=FEATURES).astype(np.float32)
     targets = inputs @ truth + NOISE * draw.normal(size=ROWS).astype(np.float32)
-    return Data(inputs, targets.astype(np.float32), truth)
+    return RegressionData(inputs, targets.astype(np.float32), truth)
 
 
 def gradient_of(weights: NDArray[Any], inputs: NDArray[Any], targets: NDArray[Any]) -> NDArray[Any]:
@@ -67,7 +67,7 @@ def average(variables: list[sv.Variable]) -> None:
         variable.assign(mean)
 
 
-def train(data: Data, steps: int = STEPS, period: int = PERIOD) -> Outcome:
+def train(data: RegressionData, steps: int = STEPS, period: int = PERIOD) -> LocalSgdResult:
     """Train on this worker's rows; the outcome is the same on every worker."""
     rank, workers = sv.rank(), sv.world_size()
     mine = np.array_split(np.arange(len(data.targets)), workers)[rank]
@@ -91,7 +91,7 @@ def train(data: Data, steps: int = STEPS, period: int = PERIOD) -> Outcome:
     value = weights.local_value()
     error = data.inputs @ value - data.targets
     apart = float(sv.all_reduce(apart, "max"))
-    return Outcome(
+    return LocalSgdResult(
         float(error @ error) / len(error),
         float(np.abs(value - data.truth).max()),
         apart,

@@ -98,7 +98,7 @@ def one_process(steps: int = STEPS) -> list[float]:
     return losses
 
 
-class Stage:
+class NetworkStage:
     """One rank's part of the network.
 
     Args:
@@ -169,7 +169,7 @@ def train(steps: int = STEPS) -> list[float]:
         raise sv.ConfigError(
             f"the network has two stages, which {sv.world_size()} ranks cannot share: run with --workers 2 or 4"
         )
-    stage = Stage(sv.mesh((-1, 2), names=("data", "stage")))
+    stage = NetworkStage(sv.mesh((-1, 2), names=("data", "stage")))
     return [stage.step(make_batch(step)) for step in range(steps)]
 
 
