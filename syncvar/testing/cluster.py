@@ -59,7 +59,7 @@ class Ask(NamedTuple):
     waits: bool = True
 
 
-class _Process:
+class _SimulatedWorker:
     """A worker that runs: its client, its program and the request that it waits for."""
 
     def __init__(self, client: Client, program: Generator[Ask, Ticket, None]) -> None:
@@ -118,7 +118,7 @@ class Cluster:
         }
         self._server_count = servers
         self.lost: list[int] = []
-        self._workers: dict[int, _Process] = {}
+        self._workers: dict[int, _SimulatedWorker] = {}
         self._awaited_starts = workers + evaluators
         for rank in range(workers + evaluators):
             self._at(self._random.uniform(0, delay_s), partial(self._start, rank, 0))
@@ -177,12 +177,12 @@ class Cluster:
     def _start(self, rank: int, incarnation: int) -> None:
         self._awaited_starts -= 1
         client = Client(rank, incarnation, self._server_count, self._heirs, resend_s=_RESEND_S)
-        process = self._workers[rank] = _Process(client, self._program(rank, incarnation))
+        process = self._workers[rank] = _SimulatedWorker(client, self._program(rank, incarnation))
         for server in self.lost:
             client.server_lost(server, self.now)
         self._step(rank, process, None)
 
-    def _step(self, rank: int, process: _Process, ticket: Ticket | None) -> None:
+    def _step(self, rank: int, process: _SimulatedWorker, ticket: Ticket | None) -> None:
         """Let a program go on to its next request that it waits for."""
         try:
             while True:

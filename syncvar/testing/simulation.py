@@ -67,7 +67,7 @@ class Simulation:
             communicator.outlet = _Outlet(self, rank, segment_bytes)
         self._calls: list[list[Request]] = [[] for _ in range(world_size)]
         self._started = [0] * world_size
-        self._links: dict[tuple[int, int], list[_Flying]] = {}
+        self._links: dict[tuple[int, int], list[_SimulatedFrame]] = {}
         self._early: list[dict[int, list[Frame]]] = [{} for _ in range(world_size)]
         self._unused: dict[tuple[int, int], int] = {}
 
@@ -171,7 +171,7 @@ class Simulation:
         assert not lost, f"bytes whose use was not told: {lost}"
 
 
-class _Flying:
+class _SimulatedFrame:
     """A frame on its way, and the loan of its payload."""
 
     __slots__ = ("call", "header", "is_read", "payload")
@@ -196,7 +196,7 @@ class _Outlet:
 
     def post(self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None) -> None:
         world = self._world
-        item = _Flying(links.call, header, payload)
+        item = _SimulatedFrame(links.call, header, payload)
         if payload is not None:
             links.loans.append(item)
         link = (self.rank, peer)
