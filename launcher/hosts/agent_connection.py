@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from syncvar.core.errors import WireError
 from syncvar_launcher.hosts.agent_protocol import Message, Reader, checked_facts, pack
-from syncvar_launcher.hosts.pipe_outbox import Outbox
+from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
 from syncvar_launcher.local.child_processes import child_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.options.hostfile import Host
 
-__all__ = ["NOT_UNDERSTOOD", "Leading", "RemoteHost", "polled", "started"]
+__all__ = ["NOT_UNDERSTOOD", "AgentProcess", "RemoteHost", "polled", "started"]
 
 NOT_UNDERSTOOD = "its agent is not understood"
 
@@ -30,7 +30,7 @@ _TAKEN_AT_ONCE = (
 )
 
 
-class Leading(Protocol):
+class AgentProcess(Protocol):
     """What leads to an agent: a process of ours with three pipes, or what looks like one."""
 
     @property
@@ -94,7 +94,7 @@ class RemoteHost:
     """
 
     def __init__(
-        self, host: Host, process: Leading, known: Mapping[str, Any] | None = None
+        self, host: Host, process: AgentProcess, known: Mapping[str, Any] | None = None
     ) -> None:
         self.host = host
         self.process = process
@@ -114,7 +114,7 @@ class RemoteHost:
         to_agent, self._out, self._err = (one.fileno() for one in pipes)
         for descriptor in (to_agent, self._out, self._err):
             os.set_blocking(descriptor, False)
-        self._outbox = Outbox(to_agent)
+        self._outbox = PipeOutbox(to_agent)
         self._open = {self._out, self._err}
 
     def descriptors(self) -> list[int]:

@@ -20,8 +20,8 @@ from syncvar.core.exit_codes import CONFIGURATION, LIMITS
 from syncvar_launcher.hosts.agent_protocol import (
     GREETING,
     Message,
-    OneRank,
-    Order,
+    RankSpec,
+    StartRequest,
     Reader,
     checked_list,
     pack,
@@ -29,10 +29,10 @@ from syncvar_launcher.hosts.agent_protocol import (
 from syncvar_launcher.hosts.agent_workers import CannotFork, HostRanks
 from syncvar_launcher.hosts.host_facts import facts_of
 from syncvar_launcher.hosts.network_proof import Listeners, reachable
-from syncvar_launcher.hosts.pipe_outbox import Outbox
+from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
 from syncvar_launcher.hosts.staged_copy import HostCopy
 from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow
-from syncvar_launcher.local.local_workers import Ended, Event, Output, Spoke
+from syncvar_launcher.local.local_workers import WorkerExited, Event, WorkerOutput, WorkerStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ class HostAgent:
         os.set_blocking(source, False)
         os.set_blocking(sink, False)
         self._reader = Reader()
-        self._outbox = Outbox(sink)
+        self._outbox = PipeOutbox(sink)
         self._outbox.add(GREETING)
         self._is_over = False
         self._heard = time.monotonic()
@@ -216,7 +216,7 @@ class HostAgent:
             self._listeners = None
         call, self._call = bytes(self._call), bytearray()
         try:
-            self._start = HostRanks(Order.read(message["start"]), self._tallies, call)
+            self._start = HostRanks(StartRequest.read(message["start"]), self._tallies, call)
         except WireError:
             raise
         except (SyncvarError, OSError) as error:
@@ -226,7 +226,7 @@ class HostAgent:
         if self._start is None:
             return
         try:
-            self._start.begin_again(OneRank.read(message["one"]))
+            self._start.begin_again(RankSpec.read(message["one"]))
         except WireError:
             raise
         except (SyncvarError, OSError) as error:
@@ -359,11 +359,11 @@ class HostAgent:
             self._start.agent.send(running, signal.SIGTERM)
 
     def _tell(self, event: Event) -> None:
-        if isinstance(event, Output):
+        if isinstance(event, WorkerOutput):
             self._send("output", rank=event.rank, stream=event.stream, data=event.data)
-        elif isinstance(event, Spoke):
+        elif isinstance(event, WorkerStatus):
             self._send("spoke", rank=event.rank, record=event.record)
-        elif isinstance(event, Ended):
+        elif isinstance(event, WorkerExited):
             if self._start is not None:
                 for name, data, is_last in self._start.results():
                     self._send("result", name=name, data=data, is_last=is_last)

@@ -22,8 +22,8 @@ __all__ = [
     "GREETING",
     "MESSAGE_NBYTES_MAX",
     "Message",
-    "OneRank",
-    "Order",
+    "RankSpec",
+    "StartRequest",
     "Reader",
     "checked_facts",
     "checked_list",
@@ -114,7 +114,7 @@ def pack(kind: str, **fields: Any) -> bytes:
     return len(body).to_bytes(_LENGTH_NBYTES, "big") + body
 
 
-class OneRank(NamedTuple):
+class RankSpec(NamedTuple):
     """What one rank or server gets.
 
     Args:
@@ -132,7 +132,7 @@ class OneRank(NamedTuple):
     terminal: list[int] | None
 
     @classmethod
-    def read(cls, fields: Any) -> OneRank:
+    def read(cls, fields: Any) -> RankSpec:
         """Return what a message holds of one.
 
         Raises:
@@ -149,7 +149,7 @@ class OneRank(NamedTuple):
         return one
 
 
-class Order(NamedTuple):
+class StartRequest(NamedTuple):
     """What the agent of a host is to start.
 
     Args:
@@ -181,7 +181,7 @@ class Order(NamedTuple):
     cwd: str
     environ: dict[str, str]
     start_method: str
-    ranks: list[OneRank]
+    ranks: list[RankSpec]
     arena_bytes: int
     core_count: int
     why_no_arena: str
@@ -191,7 +191,7 @@ class Order(NamedTuple):
     servers: int
 
     @classmethod
-    def read(cls, fields: Message) -> Order:
+    def read(cls, fields: Message) -> StartRequest:
         """Return the order that a message holds.
 
         Raises:
@@ -200,7 +200,7 @@ class Order(NamedTuple):
         ranks = fields.get("ranks")
         if fields.keys() != set(cls._fields) or not isinstance(ranks, list):
             raise WireError("an order to start has other fields than it should")
-        order = cls(**{**fields, "ranks": [OneRank.read(one) for one in ranks]})
+        order = cls(**{**fields, "ranks": [RankSpec.read(one) for one in ranks]})
         texts = (
             order.job,
             order.kind_of_target,

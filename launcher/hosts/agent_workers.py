@@ -21,19 +21,19 @@ from syncvar_launcher.hosts.call_transfer import result_parts
 from syncvar_launcher.io.terminal import open_terminal, resize
 from syncvar_launcher.job.resource_limits import cannot_start
 from syncvar_launcher.job.status_socket import ANSWER_S
-from syncvar_launcher.local.fork_client import ForkServer, Refusal, ServerEnded
-from syncvar_launcher.local.local_workers import Agent, Event, Output
+from syncvar_launcher.local.fork_client import ForkServer, ForkUnsupported, ServerEnded
+from syncvar_launcher.local.local_workers import LocalWorkers, Event, WorkerOutput
 from syncvar_launcher.local.secret_fd import KEY_FD, KEY_FILE, secret_descriptor, write_secret
 from syncvar_launcher.local.shm_service import Sharing
-from syncvar_launcher.local.stack_requests import Asked, Stacks
-from syncvar_launcher.local.start_method import Beginning, plan_beginning
+from syncvar_launcher.local.stack_requests import StackRequest, StackCollector
+from syncvar_launcher.local.start_method import StartMethod, plan_beginning
 from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
 from syncvar_launcher.options.worker_environment import inherited
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncvar_launcher.hosts.agent_protocol import OneRank, Order
+    from syncvar_launcher.hosts.agent_protocol import RankSpec, StartRequest
 
 __all__ = ["CannotFork", "HostRanks"]
 
@@ -49,7 +49,7 @@ class CannotFork(ConfigError):
         refusal: Why.
     """
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: ForkUnsupported) -> None:
         self.exit_code = exit_code_of(refusal.status or INTERNAL)
         super().__init__(f"{refusal.why}; --start-method spawn does without it")
 
@@ -63,7 +63,7 @@ class HostRanks:
         call: The call of `sv.run` that they make, with its path; empty where there is none.
     """
 
-    def __init__(self, order: Order, tallies: dict[str, bytes], call: bytes) -> None:
+    def __init__(self, order: StartRequest, tallies: dict[str, bytes], call: bytes) -> None:
         self.credit = {
             (one.rank, stream): FIRST_CREDIT for one in order.ranks for stream in ("out", "err")
         }
@@ -79,7 +79,7 @@ class HostRanks:
         )
         self._stopped: set[int] = set()
         self._begun: dict[int, int] = {}
-        self.asked: dict[int, tuple[Asked, float]] = {}
+        self.asked: dict[int, tuple[StackRequest, float]] = {}
         self._input = self._input_end = -1
         self._unfed = bytearray()
         self._has_all = self._is_finished = False
@@ -103,12 +103,12 @@ class HostRanks:
                 self._server.order(
                     worker_arguments(order.kind_of_target, order.target, order.args), base
                 )
-            self.agent = Agent(directory.path, directory.lock, self._server)
+            self.agent = LocalWorkers(directory.path, directory.lock, self._server)
             self._stack.callback(self.finish)
             with _private():
                 self.sharing = self._share(order, directory.path)
             self._stack.callback(self.sharing.close)
-            self._stacks = Stacks(
+            self._stacks = StackCollector(
                 self.agent,
                 lambda _: str(directory.path),
                 order.cwd,
@@ -121,7 +121,7 @@ class HostRanks:
             raise
 
     @staticmethod
-    def _share(order: Order, folder: Path) -> Sharing:
+    def _share(order: StartRequest, folder: Path) -> Sharing:
         return Sharing(
             order.job,
             order.arena_bytes,
@@ -154,7 +154,7 @@ class HostRanks:
         self.sharing.readable(descriptor)
         events = list(self.agent.readable(descriptor))
         for event in events:
-            if isinstance(event, Output):
+            if isinstance(event, WorkerOutput):
                 self.credit[event.rank, event.stream] -= len(event.data)
         return events
 
@@ -297,7 +297,7 @@ class HostRanks:
         order = self._order
         return self._beginning.command(order.kind_of_target, order.target, order.args)
 
-    def begin_again(self, one: OneRank) -> None:
+    def begin_again(self, one: RankSpec) -> None:
         """Start one rank again, alone."""
         self._start([one], is_fresh=True)
 
@@ -306,7 +306,7 @@ class HostRanks:
             self.agent.start_fresh()
         self._start(self._order.ranks)
 
-    def _start(self, ranks: Sequence[OneRank], *, is_fresh: bool = False) -> None:
+    def _start(self, ranks: Sequence[RankSpec], *, is_fresh: bool = False) -> None:
         order, base = self._order, self._base()
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         secret = secret_descriptor(order.secret, self._folder)
@@ -375,14 +375,14 @@ class HostRanks:
             refusal = server.refusal()
             if refusal is not None and self._beginning.may_change:
                 server.close()
-                self._beginning = Beginning(is_forked=False, reason=refusal.why)
+                self._beginning = StartMethod(is_forked=False, reason=refusal.why)
                 refusal = None
             if refusal is None or not refusal.is_certain:
                 try:
                     self._start_all()
                     server.release()
                 except ServerEnded as ended:
-                    refusal = Refusal(ended.sentence, is_certain=True, status=ended.status)
+                    refusal = ForkUnsupported(ended.sentence, is_certain=True, status=ended.status)
                 else:
                     return []
         raise CannotFork(refusal)

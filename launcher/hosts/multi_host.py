@@ -11,8 +11,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from syncvar.core.rank_text import rank_list
-from syncvar_launcher.hosts.placement import Room, placed
-from syncvar_launcher.hosts.provision import Fleet
+from syncvar_launcher.hosts.placement import HostCapacity, placed
+from syncvar_launcher.hosts.provision import Cluster
 from syncvar_launcher.hosts.staging import collected
 from syncvar_launcher.io import output
 from syncvar_launcher.io.output import escape
@@ -48,7 +48,7 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     _check_files(chosen)
     # In the background reading a terminal fails, and does not stop us and with us all ranks.
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-    with contextlib.closing(Fleet(chosen, _say)) as fleet:
+    with contextlib.closing(Cluster(chosen, _say)) as fleet:
         fleet.open(_import_the_rest)
         workers = sum(one.workers for one in fleet.sites)
         output.shown_ranks(chosen.output, workers)
@@ -88,7 +88,7 @@ def dry_run(chosen: LaunchOptions) -> str:
     if chosen.listen is not None:
         return _dry_run_joined(chosen)
     rows = [("host", "slots", "named in", "reached by")]
-    with contextlib.closing(Fleet(chosen, _say)) as fleet:
+    with contextlib.closing(Cluster(chosen, _say)) as fleet:
         for host in chosen.hosts:
             slots = "as many as cores" if host.slots is None else str(host.slots)
             slots += f", at most {host.max_slots}" if host.max_slots is not None else ""
@@ -100,7 +100,7 @@ def dry_run(chosen: LaunchOptions) -> str:
     ]
     if chosen.stage:
         lines += ["", f"--stage copies to each host {collected(chosen).describe()}"]
-    known = [Room(one.name, one.slots or 1, one.max_slots) for one in chosen.hosts]
+    known = [HostCapacity(one.name, one.slots or 1, one.max_slots) for one in chosen.hosts]
     if all(one.slots is not None for one in chosen.hosts):
         sizes = placed(known, chosen.workers or None, chosen.map_by)
         lines += [
@@ -170,7 +170,7 @@ def _dry_run_joined(chosen: LaunchOptions) -> str:
     )
 
 
-def _spans(rooms: Sequence[Room], sizes: Sequence[int]) -> Iterator[tuple[Room, int, int]]:
+def _spans(rooms: Sequence[HostCapacity], sizes: Sequence[int]) -> Iterator[tuple[HostCapacity, int, int]]:
     first = 0
     for one, size in zip(rooms, sizes, strict=True):
         if size:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections import deque
 
-__all__ = ["Outbox"]
+__all__ = ["PipeOutbox"]
 
 
-class Outbox:
+class PipeOutbox:
     """The unwritten end of what goes through a pipe. It never blocks: its owner polls the descriptor.
 
     Args:

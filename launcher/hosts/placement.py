@@ -9,12 +9,12 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["MAP_BY", "Room", "placed"]
+__all__ = ["MAP_BY", "HostCapacity", "placed"]
 
 MAP_BY = ("slot", "host")
 
 
-class Room(NamedTuple):
+class HostCapacity(NamedTuple):
     """What a host has place for.
 
     Args:
@@ -28,7 +28,7 @@ class Room(NamedTuple):
     max_slots: int | None = None
 
 
-def placed(rooms: Sequence[Room], workers: int | None, map_by: str = "slot") -> tuple[int, ...]:
+def placed(rooms: Sequence[HostCapacity], workers: int | None, map_by: str = "slot") -> tuple[int, ...]:
     """Return the number of workers of each host; 0 for one that is not needed.
 
     Ranks are numbered host by host in either way, so that those of one host are neighbours.

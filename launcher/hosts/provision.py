@@ -23,7 +23,7 @@ from syncvar_launcher.hosts.agent_protocol import checked_list
 from syncvar_launcher.hosts.call_transfer import without_call
 from syncvar_launcher.hosts.host_checks import why_unfit
 from syncvar_launcher.hosts.network_proof import Interface, Listeners, allowed, interfaces
-from syncvar_launcher.hosts.placement import Room, placed
+from syncvar_launcher.hosts.placement import HostCapacity, placed
 from syncvar_launcher.hosts.ssh import AGENT, agent_words, ssh_command, why_failed
 from syncvar_launcher.hosts.staging import Collection, collected, stage
 from syncvar_launcher.io.output import escape
@@ -33,12 +33,12 @@ from syncvar_launcher.options.worker_environment import inherited
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from syncvar_launcher.join.join_rendezvous import Party
+    from syncvar_launcher.join.join_rendezvous import JoinGroup
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.option_table import LaunchOptions
     from syncvar_launcher.schedulers.start_on_hosts import Calling
 
-__all__ = ["Fleet", "Site", "is_here"]
+__all__ = ["Cluster", "HostSlot", "is_here"]
 
 _LOGINS_AT_ONCE = 16
 _LOGIN_S = 30.0
@@ -47,7 +47,7 @@ _REACH_S = 5.0
 _ADDRESSES_MAX = 4  # of each host that are tried
 
 
-class Site(NamedTuple):
+class HostSlot(NamedTuple):
     """A host that has workers.
 
     Args:
@@ -78,7 +78,7 @@ def is_here(host: Host, own: Sequence[Interface]) -> bool:
     return False
 
 
-class Fleet:
+class Cluster:
     """The hosts of one job.
 
     Args:
@@ -99,11 +99,11 @@ class Fleet:
         self._options = options
         self._say = say
         self.secret = os.urandom(KEY_BYTES)
-        self.sites: list[Site] = []
+        self.sites: list[HostSlot] = []
         self.address = ""
         self._remotes: list[RemoteHost] = []
         self._own_interfaces = interfaces()
-        self._party: Party | None = None
+        self._party: JoinGroup | None = None
         self._calling: Calling | None = None
         self._collection: Collection | None = None
         self.exit_code = exit_codes.RENDEZVOUS
@@ -124,10 +124,10 @@ class Fleet:
             self._say(f"--stage copies to each host {self._collection.describe()}")
         if self._options.listen is not None:
             from syncvar_launcher.join.join_rendezvous import (
-                Party,  # sockets for hosts that join, which the others do not need
+                JoinGroup,  # sockets for hosts that join, which the others do not need
             )
 
-            self._party = Party(self._options, self._say, self._ask)
+            self._party = JoinGroup(self._options, self._say, self._ask)
             meanwhile()
             self._remotes = self._party.gather()
             self.began = time.monotonic()  # who waits for others to join has not begun
@@ -144,7 +144,7 @@ class Fleet:
             self._check(self._remotes)
             self._put_together()
         rooms = [
-            Room(one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots)
+            HostCapacity(one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots)
             for one in self._remotes
         ]
         workers = self._options.workers or None
@@ -157,7 +157,7 @@ class Fleet:
         self._stage(self._remotes)
         addresses = self._prove()
         self.sites = [
-            Site(one, one.host.name, size, address, one.facts)
+            HostSlot(one, one.host.name, size, address, one.facts)
             for (one, size), address in zip(used, addresses, strict=True)
         ]
 

@@ -1,6 +1,6 @@
 """The workers of all hosts of a job, through the agents there: one face to the loop of a start, as of one agent here.
 
-What an `Agent` does for the ranks of one host, with the memory that they share and the stacks that they tell, this does
+What an `LocalWorkers` does for the ranks of one host, with the memory that they share and the stacks that they tell, this does
 by messages. Output is taken on credit: a host sends no more than was used here, so that who writes much stops itself.
 """
 
@@ -21,9 +21,9 @@ from syncvar_launcher.hosts.call_transfer import call_parts, forget_results, kee
 from syncvar_launcher.hosts.staging import place_there
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.io.terminal import Input
-from syncvar_launcher.local.local_workers import Ended, Event, Gone, Output, Spared, Spoke, Started
+from syncvar_launcher.local.local_workers import WorkerExited, Event, WorkerUnreachable, WorkerOutput, Spared, WorkerStatus, WorkerStarted
 from syncvar_launcher.local.shm_service import why_no_arena
-from syncvar_launcher.local.stack_requests import ENDED, NOT_STARTED, Asked
+from syncvar_launcher.local.stack_requests import ENDED, NOT_STARTED, StackRequest
 from syncvar_launcher.options.worker_environment import carried
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from syncvar_launcher.hosts.agent_protocol import Message
-    from syncvar_launcher.hosts.provision import Fleet, Site
+    from syncvar_launcher.hosts.provision import Cluster, HostSlot
     from syncvar_launcher.job.job import Job
-    from syncvar_launcher.local.local_workers import Agent
+    from syncvar_launcher.local.local_workers import LocalWorkers
 
-__all__ = ["Agents"]
+__all__ = ["RemoteWorkers"]
 
 _CLOSE_S = 10.0
 _GRANT = 1 << 18  # bytes that have been used before more are asked for
@@ -47,7 +47,7 @@ _WORDS_SHOWN = 10
 _WORDS_OF_A_FAILURE = {"error", "message", "traceback", "exit_code"}
 
 
-class _Process(NamedTuple):
+class _RemoteProcess(NamedTuple):
     """What was heard last of a rank's process.
 
     Args:
@@ -61,10 +61,10 @@ class _Process(NamedTuple):
     pid: int = -1
 
 
-_UNHEARD = _Process()
+_UNHEARD = _RemoteProcess()
 
 
-class Agents:
+class RemoteWorkers:
     """The agents of one start.
 
     Args:
@@ -84,9 +84,9 @@ class Agents:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: Cluster,
         job: Job,
-        here: Agent,
+        here: LocalWorkers,
         folder: Path,
         rendezvous: str,
         generation: int,
@@ -99,7 +99,7 @@ class Agents:
         self._rendezvous = rendezvous
         self._generation = generation
         self._restarts = restarts
-        self.workers: dict[int, Site] = {}
+        self.workers: dict[int, HostSlot] = {}
         self.places: dict[int, str] = {}
         self._why_no_arena = [
             why_no_arena(job.options, job.processor_of(host), site.workers)
@@ -110,8 +110,8 @@ class Agents:
         self._owed: dict[tuple[int, str], int] = {}
         self._allowed: dict[tuple[int, str], int] = {}
         self._received: dict[tuple[int, str], int] = {}
-        self._unanswered: dict[int, tuple[Site, Asked]] = {}
-        self._processes: dict[int, _Process] = {}
+        self._unanswered: dict[int, tuple[HostSlot, StackRequest]] = {}
+        self._processes: dict[int, _RemoteProcess] = {}
         self._noted: set[int] = set()
         self._asked = 0
         self._late: list[Event] = []  # came while something else was waited for
@@ -334,17 +334,17 @@ class Agents:
     def read_noted(self) -> None:
         """Do nothing: the answers have come by themselves."""
 
-    def ask(self, rank: int, *, all_threads: bool = False) -> Asked:
+    def ask(self, rank: int, *, all_threads: bool = False) -> StackRequest:
         """Ask a rank where it stands; its answer comes a little later."""
         if rank not in self._running:
-            return Asked(rank, -1, ENDED if rank in self.workers else NOT_STARTED)
+            return StackRequest(rank, -1, ENDED if rank in self.workers else NOT_STARTED)
         self._asked += 1
-        site, asked = self.workers[rank], Asked(rank, self._asked, "", all_threads)
+        site, asked = self.workers[rank], StackRequest(rank, self._asked, "", all_threads)
         self._unanswered[self._asked] = site, asked
         site.remote.send("inquire", number=self._asked, rank=rank, all_threads=all_threads)
         return asked
 
-    def answer(self, asked: Asked, *, is_last: bool = False) -> list[Thread] | None:
+    def answer(self, asked: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
         """Return what a rank has answered; None where it has not (yet), empty where it was not asked."""
         if asked.start < 0:
             return []
@@ -422,15 +422,15 @@ class Agents:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _by_site(self, ranks: Iterable[int]) -> list[tuple[Site, list[int]]]:
-        found: dict[int, tuple[Site, list[int]]] = {}
+    def _by_site(self, ranks: Iterable[int]) -> list[tuple[HostSlot, list[int]]]:
+        found: dict[int, tuple[HostSlot, list[int]]] = {}
         for rank in ranks:
             if rank in self._running:
                 site = self.workers[rank]
                 found.setdefault(id(site), (site, []))[1].append(rank)
         return list(found.values())
 
-    def _understood(self, message: Message, site: Site) -> list[Event]:
+    def _understood(self, message: Message, site: HostSlot) -> list[Event]:
         """Return what a message means; what means nothing ends the way to its agent."""
         try:
             return list(self._events(message, site))
@@ -438,7 +438,7 @@ class Agents:
             site.remote.end(f"{NOT_UNDERSTOOD}: {message['kind']}: {error}")
             return []
 
-    def _events(self, message: Message, site: Site) -> Iterator[Event]:
+    def _events(self, message: Message, site: HostSlot) -> Iterator[Event]:
         kind = message["kind"]
         rank: Any = message.get("rank")
         if rank is not None and self.workers.get(rank) is not site:
@@ -449,12 +449,12 @@ class Agents:
             self._received[key] = self._received.get(key, 0) + len(message["data"])
             if self._received[key] > self._allowed.get(key, FIRST_CREDIT) + _BEYOND:
                 raise WireError("it sends more output than it was asked for")
-            yield Output(rank, message["stream"], message["data"])
+            yield WorkerOutput(rank, message["stream"], message["data"])
         elif kind == "began":
             for each, pid in message["pids"].items():
                 if self.workers.get(each) is site:
-                    self._processes[each] = _Process(pid=int(pid))
-                    yield Started(each, int(pid))
+                    self._processes[each] = _RemoteProcess(pid=int(pid))
+                    yield WorkerStarted(each, int(pid))
         elif kind == "spoke":
             record = message["record"]
             if all(
@@ -463,14 +463,14 @@ class Agents:
             ):
                 if record.get("event") == "failed" and not record.keys() >= _WORDS_OF_A_FAILURE:
                     raise WireError("a failure without its words")
-                yield Spoke(rank, record)
+                yield WorkerStatus(rank, record)
         elif kind == "ended":
             self._running.discard(rank)
-            yield Ended(rank, message["status"], message["beyond"])
+            yield WorkerExited(rank, message["status"], message["beyond"])
         elif kind == "states":
             for each, (letter, busy_s, pid) in message["states"].items():
                 if self.workers.get(each) is site:
-                    self._processes[each] = _Process(str(letter)[:1], float(busy_s), int(pid))
+                    self._processes[each] = _RemoteProcess(str(letter)[:1], float(busy_s), int(pid))
         elif kind == "stood" and message["number"] in self._unanswered:
             asked_of, asked = self._unanswered[message["number"]]
             if asked_of is not site:
@@ -506,9 +506,9 @@ class Agents:
             code = message["code"] if 0 < message["code"] <= _CODE_MAX else INTERNAL
             for each in self._running_on(site):
                 self._running.discard(each)
-                yield Gone(each, escape(f"it cannot be started: {message['reason']}"), code)
+                yield WorkerUnreachable(each, escape(f"it cannot be started: {message['reason']}"), code)
 
-    def _keep(self, name: str, data: bytes, site: Site) -> None:
+    def _keep(self, name: str, data: bytes, site: HostSlot) -> None:
         """Write a flight record, or the totals of calls, that a rank or server has left on its host."""
         from syncvar.core.state_folder import (  # only a job that went wrong needs it
             is_record,
@@ -536,7 +536,7 @@ class Agents:
                 lost = LostFile(str(folder / name), origin, why_unwritten(error))
                 self._job.lost_files.add([lost], site.name)
 
-    def _keep_result(self, message: Message, site: Site) -> None:
+    def _keep_result(self, message: Message, site: HostSlot) -> None:
         """Write a part of a result; if that fails, drop the rest and name the result at the end."""
         name = message["name"]
         if name in self._lost_results:
@@ -548,13 +548,13 @@ class Agents:
             lost = LostFile(name, "sv.run", why_unwritten(error))
             self._job.lost_files.add([lost], site.name)
 
-    def _running_on(self, site: Site) -> list[int]:
+    def _running_on(self, site: HostSlot) -> list[int]:
         """Return the ranks and servers that run on a host, ranks first: servers whose ranks are gone serve nobody."""
         return sorted(
             one for one, own in self.workers.items() if own is site and one in self._running
         )
 
-    def _lose(self, site: Site) -> Iterator[Event]:
+    def _lose(self, site: HostSlot) -> Iterator[Event]:
         """Give up the ranks of a host that is gone."""
         ranks = self._running_on(site)
         if not ranks:
@@ -565,7 +565,7 @@ class Agents:
         last = f" ({words[-1].strip()})" if words else ""
         for rank in ranks:
             self._running.discard(rank)
-            yield Gone(
+            yield WorkerUnreachable(
                 rank, escape(f"its host {site.name} is gone: {site.remote.why_gone}{ended}{last}")
             )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from syncvar.bootstrap.job_directory import JobDirectory
 from syncvar.core.errors import SyncvarError, WireError
 from syncvar.core.private_files import PRIVATE, create_file
-from syncvar_launcher.local.local_workers import Agent
+from syncvar_launcher.local.local_workers import LocalWorkers
 
 if TYPE_CHECKING:
     from syncvar_launcher.hosts.agent_protocol import Message
@@ -25,7 +25,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._directory: JobDirectory | None = None
-        self._keeper: Agent | None = None
+        self._keeper: LocalWorkers | None = None
         self._folder = Path()
         self._modes: list[tuple[Path, int]] = []
         self._file = -1
@@ -61,7 +61,7 @@ class HostCopy:
     def _make(self) -> None:
         if self._directory is None:
             self._directory = JobDirectory(os.environ)
-            self._keeper = Agent(
+            self._keeper = LocalWorkers(
                 self._directory.path, self._directory.lock
             )  # without workers: its guardian removes the folder
             self._folder = self._directory.path / "stage"

@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
     from syncvar.core.settings import RuntimeConfig
     from syncvar_launcher.io.output import OutputForwarder
-    from syncvar_launcher.io.signal_watch import Watch
+    from syncvar_launcher.io.signal_watch import SignalWatch
 
-__all__ = ["QUEUE_NBYTES", "Outlet", "Outlets", "await_readers", "patience_s", "wait"]
+__all__ = ["QUEUE_NBYTES", "NonblockingWriter", "Outlets", "await_readers", "patience_s", "wait"]
 
 QUEUE_NBYTES = 1 << 20
 _PIECE_NBYTES = 1 << 16
 
 
-class Outlet:
+class NonblockingWriter:
     """A descriptor that we were given to write to, and what it has not taken yet.
 
     Args:
@@ -181,9 +181,9 @@ class Outlets:
 
     def __init__(self, out: int, err: int) -> None:
         self.patience_s = float("inf")
-        self.out = Outlet(out)
+        self.out = NonblockingWriter(out)
         is_shared = os.path.sameopenfile(out, err) and not stat.S_ISREG(os.fstat(out).st_mode)
-        self.err = self.out if is_shared else Outlet(err)
+        self.err = self.out if is_shared else NonblockingWriter(err)
 
     def close(self) -> None:
         """Close what was opened for them. Idempotent."""
@@ -220,7 +220,7 @@ class Outlets:
         """How many bytes were given up since `renew`."""
         return sum(outlet.dropped for outlet in self._each())
 
-    def _each(self) -> list[Outlet]:
+    def _each(self) -> list[NonblockingWriter]:
         return [self.out] if self.out is self.err else [self.out, self.err]
 
 
@@ -236,7 +236,7 @@ def patience_s(config: RuntimeConfig) -> float:
 def await_readers(
     forwarder: OutputForwarder,
     outlets: Outlets,
-    watch: Watch,
+    watch: SignalWatch,
     is_enough: Callable[[], bool],
     limit: float,
 ) -> None:
@@ -258,7 +258,7 @@ def await_readers(
             wait(forwarder, outlets, watch, due - now)
 
 
-def wait(forwarder: OutputForwarder, outlets: Outlets, watch: Watch, seconds: float) -> None:
+def wait(forwarder: OutputForwarder, outlets: Outlets, watch: SignalWatch, seconds: float) -> None:
     """Wait for a signal or a reader, at most so many seconds (which may be infinite), and write what can be written."""
     poller = select.poll()
     for descriptor in outlets.descriptors():

@@ -65,7 +65,7 @@ _LOG = re.compile(r"(rank|server)-(0|[1-9][0-9]{0,8})\.(?:out|err)")
 
 
 class Writable(Protocol):
-    """What a sink needs; `syncvar_launcher.io.nonblocking_writer.Outlet` is one, and so is a buffered binary file."""
+    """What a sink needs; `syncvar_launcher.io.nonblocking_writer.NonblockingWriter` is one, and so is a buffered binary file."""
 
     def write(self, data: bytes, /) -> int:
         """Take all of `data`."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Watch"]
+__all__ = ["SignalWatch"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
 _NEVER_IGNORED = (signal.SIGINT, signal.SIGTERM)
 
 
-class Watch:
+class SignalWatch:
     """Notes what comes while it is entered; handlers only note, whoever polls acts.
 
     Args:

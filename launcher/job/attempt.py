@@ -29,13 +29,13 @@ from syncvar.core.status_pipe import BEGUN
 from syncvar.protocol.auth_keys import KEY_BYTES
 from syncvar.protocol.failure_detector import Health
 from syncvar.protocol.object_codec import pack_object
-from syncvar_launcher.hosts.remote_workers import Agents
+from syncvar_launcher.hosts.remote_workers import RemoteWorkers
 from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.job.failure_report import (
-    Failure,
-    Other,
-    Raised,
+    FailureReport,
+    SecondaryFailure,
+    WorkerTraceback,
     ending_sentence,
     failure_block,
     failure_sentence,
@@ -46,45 +46,45 @@ from syncvar_launcher.job.failure_report import (
 from syncvar_launcher.job.resource_limits import cannot_start
 from syncvar_launcher.job.start_clock import clock
 from syncvar_launcher.job.start_progress import StartProgress
-from syncvar_launcher.job.status_socket import Inquiries
+from syncvar_launcher.job.status_socket import StatusSocket
 from syncvar_launcher.job.supervisor import (
     Action,
-    Announce,
-    Cause,
-    DoWithout,
-    Outcome,
-    Restart,
+    NotifyPeerLost,
+    FailureCause,
+    DropServer,
+    JobOutcome,
+    RestartServer,
     Supervisor,
     Terminate,
 )
-from syncvar_launcher.local.fork_client import Refusal, ServerEnded
+from syncvar_launcher.local.fork_client import ForkUnsupported, ServerEnded
 from syncvar_launcher.local.local_workers import (
-    Agent,
-    Ended,
+    LocalWorkers,
+    WorkerExited,
     Event,
-    Gone,
-    Output,
+    WorkerUnreachable,
+    WorkerOutput,
     Spared,
-    Spoke,
-    Started,
+    WorkerStatus,
+    WorkerStarted,
 )
 from syncvar_launcher.local.secret_fd import KEY_FD, KEY_FILE, secret_descriptor, write_secret
 from syncvar_launcher.local.shm_service import Sharing, sharing_of
-from syncvar_launcher.local.stack_requests import Stacks
-from syncvar_launcher.local.start_method import Beginning
+from syncvar_launcher.local.stack_requests import StackCollector
+from syncvar_launcher.local.start_method import StartMethod
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
     from syncvar.bootstrap.job_directory import JobDirectory
-    from syncvar_launcher.hosts.provision import Fleet
+    from syncvar_launcher.hosts.provision import Cluster
     from syncvar_launcher.io.output import OutputForwarder, Stream
-    from syncvar_launcher.io.signal_watch import Watch
+    from syncvar_launcher.io.signal_watch import SignalWatch
     from syncvar_launcher.job.event_log import EventLog
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.local.fork_client import ForkServer
 
-__all__ = ["Generation", "drop_passing"]
+__all__ = ["Attempt", "drop_passing"]
 
 _BUSY_SHARE = 0.2  # of a core
 _IN_ORDER = (0, exit_codes.PREEMPTED)  # the statuses of ranks that have left
@@ -98,7 +98,7 @@ class _Interrupted(Exception):  # noqa: N818  (nothing has gone wrong)
     """A signal asks for the end, while the launcher starts ranks."""
 
 
-class Generation:
+class Attempt:
     """The loop of one start.
 
     Args:
@@ -122,7 +122,7 @@ class Generation:
         events: EventLog,
         outlets: Outlets,
         directory: JobDirectory,
-        watch: Watch,
+        watch: SignalWatch,
         number: int,
         restarts: int,
         began: float,
@@ -162,7 +162,7 @@ class Generation:
             chosen.max_restarts - restarts,
         )
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
-        self.inquiries = Inquiries(
+        self.inquiries = StatusSocket(
             directory.path, self._about, self.stacks, self._known, self._processes
         )
         self.store.seen = self._activity
@@ -175,7 +175,7 @@ class Generation:
         )
         self.busy: dict[int, tuple[float, float]] = {}
         self.ends: dict[
-            int, tuple[Ended, float]
+            int, tuple[WorkerExited, float]
         ] = {}  # not judged yet, each with the time until which more may come
         self.looked = 0.0
         self._secret = b""  # of the hosts as which this machine poses
@@ -183,7 +183,7 @@ class Generation:
     def _prepare_here(self, job: Job, directory: JobDirectory, server: ForkServer | None) -> None:
         """Make what the ranks of this machine need."""
         # First of all: who kills this process meanwhile leaves the directory to the guardian.
-        agent = Agent(directory.path, directory.lock, server)
+        agent = LocalWorkers(directory.path, directory.lock, server)
         umask = os.umask(0o077)
         try:
             self.rendezvous = f"ipc://{directory.path}/store"
@@ -205,17 +205,17 @@ class Generation:
             )
         finally:
             os.umask(umask)
-        stacks = Stacks(
+        stacks = StackCollector(
             agent,
             self._directory_of,
             str(self.options.cwd),
             is_command=self.options.kind == "command",
         )
-        self.agent: Agent | Agents = agent
-        self.sharing: Sharing | Agents = sharing
-        self.stacks: Stacks | Agents = stacks
+        self.agent: LocalWorkers | RemoteWorkers = agent
+        self.sharing: Sharing | RemoteWorkers = sharing
+        self.stacks: StackCollector | RemoteWorkers = stacks
 
-    def _prepare_there(self, job: Job, fleet: Fleet, directory: JobDirectory) -> None:
+    def _prepare_there(self, job: Job, fleet: Cluster, directory: JobDirectory) -> None:
         """Make what the ranks of other hosts need: a place to meet; their agents make the rest."""
         keys = None
         if job.config.encryption != "off":
@@ -231,17 +231,17 @@ class Generation:
             keys,
         )
         self.rendezvous = self.store.endpoint
-        self.agent = self.sharing = self.stacks = Agents(
+        self.agent = self.sharing = self.stacks = RemoteWorkers(
             fleet,
             job,
-            Agent(directory.path, directory.lock),
+            LocalWorkers(directory.path, directory.lock),
             directory.path,
             self.rendezvous,
             self.number,
             self.restarts,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> JobOutcome:
         """Start the ranks and stay until all have ended."""
         drop_passing(self.forwarder, self.watch, "before the ranks began")
         try:
@@ -263,7 +263,7 @@ class Generation:
             self.sharing.close()
         return self.supervisor.outcome()
 
-    def ending(self, outcome: Outcome) -> Ending:
+    def ending(self, outcome: JobOutcome) -> Ending:
         """Return what the rules of restarting look at."""
         cause = outcome.cause
         return Ending(
@@ -290,7 +290,7 @@ class Generation:
             self.forwarder.say(
                 f"syncvar {syncvar.__version__} | {self.job.summary()} | {self.sharing.describe()[0]}{bound}\n"
             )
-        if isinstance(self.agent, Agents):
+        if isinstance(self.agent, RemoteWorkers):
             self.agent.begin()
             return
         if chosen.verbose:
@@ -306,7 +306,7 @@ class Generation:
 
     def _start_one(self, number: int, torch: Mapping[str, str], incarnation: int = 0) -> None:
         """Start a worker or a server; one that is started again gets no input."""
-        assert isinstance(self.agent, Agent)
+        assert isinstance(self.agent, LocalWorkers)
         chosen, serves = self.options, is_server(number)
         argv = (
             self.job.server_command(number)
@@ -350,7 +350,7 @@ class Generation:
         finally:
             for descriptor in (null, *named.values()):
                 os.close(descriptor)
-        self._handle(Started(number, self.stacks.pid(number)))
+        self._handle(WorkerStarted(number, self.stacks.pid(number)))
 
     def _server_speaks(self) -> None:
         """Start the workers, now that their server is ready, or give up where it has ended instead."""
@@ -372,13 +372,13 @@ class Generation:
                 exit_codes.exit_code_of(refusal.status or exit_codes.INTERNAL),
             )
 
-    def _fork_from(self, server: ForkServer) -> Refusal | None:
+    def _fork_from(self, server: ForkServer) -> ForkUnsupported | None:
         """Start the workers from their server; return why that was not possible."""
         try:
             refusal = server.refusal()
             if refusal is not None and self.job.beginning.may_change:
                 server.close()
-                self.job.beginning = Beginning(is_forked=False, reason=refusal.why)
+                self.job.beginning = StartMethod(is_forked=False, reason=refusal.why)
                 self.events.add("notice", text=f"workers are {self.job.beginning}")
                 refusal = None
             if refusal is None or not refusal.is_certain:
@@ -387,7 +387,7 @@ class Generation:
                 clock.enter(f"lets the ranks begin that {server.describe()} has forked")
                 server.release()
         except ServerEnded as ended:
-            refusal = Refusal(ended.sentence, is_certain=True, status=ended.status)
+            refusal = ForkUnsupported(ended.sentence, is_certain=True, status=ended.status)
         finally:
             clock.stop()
         return refusal
@@ -399,7 +399,7 @@ class Generation:
     def _never_begin(self, status: int) -> None:
         """Let all end before they begin."""
         for number in sorted(self.supervisor.running):
-            self._handle(Ended(number, status))
+            self._handle(WorkerExited(number, status))
 
     def _directory_of(self, rank: int) -> str:
         return str(self.host_directories[self.job.host_of(rank)])
@@ -429,7 +429,7 @@ class Generation:
             poller = zmq.Poller()
             poller.register(self.store.socket, zmq.POLLIN)
             forking = [] if self.server is None else [self.server.descriptor()]
-            shared = [] if isinstance(self.sharing, Agents) else self.sharing.descriptors()
+            shared = [] if isinstance(self.sharing, RemoteWorkers) else self.sharing.descriptors()
             for descriptor in (
                 *forking,
                 *self.watch.descriptors(),
@@ -489,14 +489,14 @@ class Generation:
 
     def _handle(self, event: Event) -> None:
         now = self.watch.now()
-        if isinstance(event, Output):
+        if isinstance(event, WorkerOutput):
             if event.rank == self.options.debug:
                 self.forwarder.pass_raw(event.stream, event.data)
             elif event.data:
                 self.forwarder.feed(event.rank, event.stream, event.data, now)
             else:
                 self.forwarder.close(event.rank, event.stream)
-        elif isinstance(event, Spoke):
+        elif isinstance(event, WorkerStatus):
             if event.record.get("event") == BEGUN:
                 self.progress.reached(event.rank, now)
             elif event.record.get("event") == "goodbye":
@@ -521,7 +521,7 @@ class Generation:
                 self.job.lost_files.add_record(event.rank, event.record)
         elif isinstance(event, Spared):
             self._spare(event)
-        elif isinstance(event, Started):
+        elif isinstance(event, WorkerStarted):
             self.progress.advance(now)
             self.events.add(
                 **_event("start", event.rank),
@@ -529,7 +529,7 @@ class Generation:
                 pid=event.pid,
                 restarts=self.restarts,
             )
-        elif isinstance(event, Gone):
+        elif isinstance(event, WorkerUnreachable):
             self.progress.reached(event.rank, now)
             self.events.add(
                 **_event("end", event.rank),
@@ -538,7 +538,7 @@ class Generation:
                 signal=None,
             )
             self._do(self.supervisor.gone(event.rank, event.reason, now, event.code))
-        elif isinstance(event, Ended):
+        elif isinstance(event, WorkerExited):
             self.progress.reached(event.rank, now)
             code, number = (event.status, None) if event.status >= 0 else (None, -event.status)
             self.events.add(
@@ -583,16 +583,16 @@ class Generation:
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Announce):
+            if isinstance(action, NotifyPeerLost):
                 self._note_places(but=action.rank if action.has_ended else -1)
                 self.sharing.abort()  # before all else: who waits in shared memory looks at nothing else
                 if is_server(action.rank):
                     self.store.servers.ended(action.rank, action.reason)
                 tell = self.store.ended if action.has_ended else self.store.given_up
                 tell(action.rank, action.reason, self.watch.now())
-            elif isinstance(action, DoWithout):
+            elif isinstance(action, DropServer):
                 self._do_without(action)
-            elif isinstance(action, Restart):
+            elif isinstance(action, RestartServer):
                 self._start_again(action)
             elif self.server is not None:
                 self.server = None
@@ -606,7 +606,7 @@ class Generation:
             else:
                 self.agent.kill(action.ranks)
 
-    def _do_without(self, action: DoWithout) -> None:
+    def _do_without(self, action: DropServer) -> None:
         server = action.rank - SERVER_0
         self.store.servers.ended(action.rank, action.reason)
         self.events.add("server_lost", server=server, why=action.reason)
@@ -625,7 +625,7 @@ class Generation:
             f"syncvar: server {server} has a new copy of the variables of server {of}\n"
         )
 
-    def _start_again(self, action: Restart) -> None:
+    def _start_again(self, action: RestartServer) -> None:
         count = self.supervisor.restarted[action.rank]
         self.events.add("rank_restart", rank=action.rank, why=action.reason, number=count)
         name, host = process_name(action.rank), self.job.host_name(action.rank)
@@ -635,7 +635,7 @@ class Generation:
         self.store.servers.begins_again(action.rank, count)
         if self.options.kind != "command":
             self.progress.expect(action.rank, self.watch.now())
-        if isinstance(self.agent, Agents):
+        if isinstance(self.agent, RemoteWorkers):
             self.agent.start_again(action.rank, count)
         else:
             self._start_one(action.rank, {}, count)
@@ -687,7 +687,7 @@ class Generation:
 
     def _spare(self, event: Spared) -> None:
         """Say which ranks got no signal because it would have ended them, and what they do."""
-        places = [Other(rank, self._known(rank)) for rank in event.ranks]
+        places = [SecondaryFailure(rank, self._known(rank)) for rank in event.ranks]
         self.forwarder.say(spared_block(event.number, places, os.getpid()))
 
     def _stop(self) -> None:
@@ -700,7 +700,7 @@ class Generation:
         """
         stopped = self.agent.stop()
         lasted = self.watch.stop()
-        if isinstance(self.agent, Agents):
+        if isinstance(self.agent, RemoteWorkers):
             self.agent.resume()
         for pid in stopped:
             with contextlib.suppress(ProcessLookupError):
@@ -814,7 +814,7 @@ class Generation:
         if not self.positions:
             self.positions = {number: self._known(number) for number in self._processes}
 
-    def tell(self, outcome: Outcome, *, is_last: bool) -> None:
+    def tell(self, outcome: JobOutcome, *, is_last: bool) -> None:
         """Say how it ended.
 
         Args:
@@ -836,7 +836,7 @@ class Generation:
             name = exit_codes.signal_name(outcome.interrupted)
             reads = outcome.interrupted != signal.SIGPIPE
             places = [
-                Other(number, self._position(number))
+                SecondaryFailure(number, self._position(number))
                 for number in self._processes
                 if self.positions and reads
             ]
@@ -856,7 +856,7 @@ class Generation:
             return
         log_dir = str(self.options.log_dir) if self.options.log_dir else ""
         others = [
-            Other(number, self._position(number))
+            SecondaryFailure(number, self._position(number))
             for number in self._processes
             if number != cause.rank
         ]
@@ -885,7 +885,7 @@ class Generation:
         else:
             self.forwarder.say(text)
 
-    def _remedies(self, cause: Cause) -> list[list[str]]:
+    def _remedies(self, cause: FailureCause) -> list[list[str]]:
         """Return options with which the job would have gone on without a server that failed."""
         chosen = self.options
         if not is_server(cause.rank):
@@ -897,8 +897,8 @@ class Generation:
             remedies.append(["--max-restarts", "3"])
         return remedies
 
-    def _failure(self, cause: Cause) -> Failure:
-        return Failure(
+    def _failure(self, cause: FailureCause) -> FailureReport:
+        return FailureReport(
             rank=cause.rank,
             status=cause.status,
             host=self.job.host_name(cause.rank) if cause.rank >= 0 else "",
@@ -913,18 +913,18 @@ class Generation:
             and self.forwarder.stands_above(cause.rank),
         )
 
-    def _traceback(self, cause: Cause) -> str:
+    def _traceback(self, cause: FailureCause) -> str:
         return cause.traceback if self.options.verbose else cause.brief
 
-    def _raised(self, consequences: Container[str]) -> list[Raised]:
+    def _raised(self, consequences: Container[str]) -> list[WorkerTraceback]:
         """Return the exceptions of the ranks; those of the given names are told by what others say."""
         causes = self.supervisor.causes.values()
         return [
-            Raised(cause.rank, self._traceback(cause), cause.error not in consequences)
+            WorkerTraceback(cause.rank, self._traceback(cause), cause.error not in consequences)
             for cause in causes
         ]
 
-    def _records(self, outcome: Outcome) -> str:
+    def _records(self, outcome: JobOutcome) -> str:
         """Return in words where the flight records are, or an empty text; who has no use for records is left none.
 
         Ranks write theirs when something goes wrong, which the program may have dealt with. After an interruption they
@@ -942,7 +942,7 @@ class Generation:
             return ""
         return self.job.records.told()
 
-    def _call(self, cause: Cause) -> str:
+    def _call(self, cause: FailureCause) -> str:
         position = self.positions.get(cause.rank, "")
         return position.removeprefix("waiting in ") if position.startswith("waiting in ") else ""
 
@@ -991,7 +991,7 @@ def _event(what: str, number: int) -> dict[str, Any]:
     return {"event": f"rank_{what}", "rank": number}
 
 
-def drop_passing(forwarder: OutputForwarder, watch: Watch, when: str) -> None:
+def drop_passing(forwarder: OutputForwarder, watch: SignalWatch, when: str) -> None:
     """Drop the signals that were to be passed on, for there is no rank, and say so."""
     while watch.passing:
         number = watch.passing.popleft()

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import LostFile, why_unwritten
 from syncvar.core.private_files import REQUESTED
-from syncvar_launcher.io.nonblocking_writer import Outlet
+from syncvar_launcher.io.nonblocking_writer import NonblockingWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ class EventLog:
         self._dropped = 0
         self._lost: list[LostFile] = []
         self._file = -1
-        self._outlet: Outlet | None = None
+        self._outlet: NonblockingWriter | None = None
         if path is not None:
             flags = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
             flags |= 0 if str(path).startswith(_ALIASES) else os.O_NOFOLLOW
@@ -74,7 +74,7 @@ class EventLog:
                 self._file = os.open(
                     path, flags | (os.O_RDWR if is_pipe else os.O_WRONLY), REQUESTED
                 )
-                self._outlet = Outlet(self._file)
+                self._outlet = NonblockingWriter(self._file)
             except OSError as error:
                 if self._file >= 0:
                     os.close(self._file)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = [
-    "Failure",
-    "Other",
-    "Raised",
+    "FailureReport",
+    "SecondaryFailure",
+    "WorkerTraceback",
     "describe_exit",
     "ending_sentence",
     "exit_code_of",
@@ -47,7 +47,7 @@ _OF_TORCH = ("MASTER_ADDR", "MASTER_PORT")  # what torch.distributed misses with
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|AUTH|COOKIE", re.IGNORECASE)
 
 
-class Failure(NamedTuple):
+class FailureReport(NamedTuple):
     """The first failure of a job.
 
     Args:
@@ -73,7 +73,7 @@ class Failure(NamedTuple):
     stands_above: bool = False
 
 
-class Raised(NamedTuple):
+class WorkerTraceback(NamedTuple):
     """An exception that ended a rank, the first one of the job or another.
 
     Args:
@@ -87,7 +87,7 @@ class Raised(NamedTuple):
     is_own: bool = True
 
 
-class Other(NamedTuple):
+class SecondaryFailure(NamedTuple):
     """What another rank did when the first one failed.
 
     Args:
@@ -100,14 +100,14 @@ class Other(NamedTuple):
 
 
 def failure_block(
-    failure: Failure,
-    others: Sequence[Other] = (),
+    failure: FailureReport,
+    others: Sequence[SecondaryFailure] = (),
     *,
     arguments: Sequence[str] = (),
     log_dir: str = "",
     records: str = "",
     hints: Sequence[str] = (),
-    raised: Sequence[Raised] = (),
+    raised: Sequence[WorkerTraceback] = (),
     remedies: Sequence[Sequence[str]] = (),
     is_whole: bool = False,
 ) -> str:
@@ -159,7 +159,7 @@ def failure_block(
     return "".join(f"{line}\n" for line in lines)
 
 
-def failure_sentence(failure: Failure) -> str:
+def failure_sentence(failure: FailureReport) -> str:
     """Say in one sentence what failed, as the first line of the block does.
 
     Example:
@@ -170,7 +170,7 @@ def failure_sentence(failure: Failure) -> str:
 
 
 def interrupted_block(
-    name: str, places: Sequence[Other], raised: Sequence[Raised] = (), *, is_whole: bool = False
+    name: str, places: Sequence[SecondaryFailure], raised: Sequence[WorkerTraceback] = (), *, is_whole: bool = False
 ) -> str:
     """Say that somebody has ended the job, and where its ranks were then.
 
@@ -213,7 +213,7 @@ def ending_sentence(number: int, grace_s: float) -> str:
     return f"{signal_name(number)} came: {ending}"
 
 
-def spared_block(number: int, places: Sequence[Other], launcher: int) -> str:
+def spared_block(number: int, places: Sequence[SecondaryFailure], launcher: int) -> str:
     """Say that the launcher has not passed a signal on to some ranks, and what they do.
 
     Args:
@@ -269,13 +269,13 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
     return result
 
 
-def _who(failure: Failure) -> str:
+def _who(failure: FailureReport) -> str:
     if failure.rank < 0:
         return "the job"
     return process_name(failure.rank) + (f" on {escape(failure.host)}" if failure.host else "")
 
 
-def _what(failure: Failure) -> str:
+def _what(failure: FailureReport) -> str:
     ended = "failed" if failure.status is None else describe_exit(failure.status)
     text = f"syncvar: {_who(failure)} {ended}"
     if failure.elapsed_s is not None:
@@ -285,10 +285,10 @@ def _what(failure: Failure) -> str:
     return text + (f": {escape(failure.reason)}" if failure.reason else "")
 
 
-def _evidence(failure: Failure, alike: Sequence[Raised], is_whole: bool) -> list[str]:
+def _evidence(failure: FailureReport, alike: Sequence[WorkerTraceback], is_whole: bool) -> list[str]:
     if failure.traceback.strip():
         return _traceback(
-            alike or [Raised(failure.rank, failure.traceback)], _limit(_EVIDENCE_LINES, is_whole)
+            alike or [WorkerTraceback(failure.rank, failure.traceback)], _limit(_EVIDENCE_LINES, is_whole)
         )
     if failure.last_lines:
         lines = list(failure.last_lines[-_EVIDENCE_LINES:])
@@ -303,24 +303,24 @@ def _evidence(failure: Failure, alike: Sequence[Raised], is_whole: bool) -> list
     return [f"evidence: {title}{who}", *_shown(lines)]
 
 
-def _groups(raised: Sequence[Raised], failure: Failure) -> tuple[list[Raised], list[list[Raised]]]:
+def _groups(raised: Sequence[WorkerTraceback], failure: FailureReport) -> tuple[list[WorkerTraceback], list[list[WorkerTraceback]]]:
     """Return the exceptions of the first one's traceback, the first one itself leading, and the others of their own."""
-    first = [Raised(failure.rank, failure.traceback)] if failure.traceback.strip() else []
+    first = [WorkerTraceback(failure.rank, failure.traceback)] if failure.traceback.strip() else []
     groups = _grouped([*first, *(one for one in raised if one.rank != failure.rank)])
     alike = groups.pop(0) if first else []
     return alike, [group for group in groups if group[0].is_own]
 
 
-def _grouped(raised: Sequence[Raised]) -> list[list[Raised]]:
+def _grouped(raised: Sequence[WorkerTraceback]) -> list[list[WorkerTraceback]]:
     """Return the exceptions by the calls that led to them, which are the same text."""
-    groups: dict[str, list[Raised]] = {}
+    groups: dict[str, list[WorkerTraceback]] = {}
     for one in raised:
         if one.traceback.strip():
             groups.setdefault(_split(_impersonal(one))[0], []).append(one)
     return list(groups.values())
 
 
-def _impersonal(one: Raised) -> str:
+def _impersonal(one: WorkerTraceback) -> str:
     """Return a traceback as any rank would have it that says the same of itself."""
     return re.sub(rf"\b{process_name(one.rank)}\b", "this rank", one.traceback)
 
@@ -335,10 +335,10 @@ def _split(traceback: str) -> tuple[str, str]:
     return "\n".join(lines[:at]), "\n".join(lines[at:])
 
 
-def _traceback(group: Sequence[Raised], limit: int) -> list[str]:
+def _traceback(group: Sequence[WorkerTraceback], limit: int) -> list[str]:
     """Show one traceback, that of the first of a group, and in what those of others differ."""
     calls, message = _split(group[0].traceback)
-    by_message: dict[str, list[Raised]] = {}
+    by_message: dict[str, list[WorkerTraceback]] = {}
     for one in group:
         by_message.setdefault(_split(_impersonal(one))[1], []).append(one)
     alike, *different = by_message.values()
@@ -363,7 +363,7 @@ def _traceback(group: Sequence[Raised], limit: int) -> list[str]:
     return [title, *_shown(lines)]
 
 
-def _ranks(raised: Sequence[Raised]) -> str:
+def _ranks(raised: Sequence[WorkerTraceback]) -> str:
     return process_list(one.rank for one in raised)
 
 
@@ -375,7 +375,7 @@ def _limit(count: int, is_whole: bool) -> int:
     return _WHOLE_LINES if is_whole else count
 
 
-def _others(others: Sequence[Other]) -> list[str]:
+def _others(others: Sequence[SecondaryFailure]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for other in sorted(others, key=lambda item: item.rank):
         groups.setdefault(other.what, []).append(other.rank)
@@ -389,7 +389,7 @@ def _others(others: Sequence[Other]) -> list[str]:
 
 
 def _commands(
-    failure: Failure, arguments: Sequence[str], log_dir: str, remedies: Sequence[Sequence[str]]
+    failure: FailureReport, arguments: Sequence[str], log_dir: str, remedies: Sequence[Sequence[str]]
 ) -> list[str]:
     if not arguments:
         return []

@@ -19,7 +19,7 @@ from syncvar_launcher.job.resource_limits import cannot_start
 from syncvar_launcher.job.start_clock import clock
 from syncvar_launcher.local.affinity import Binding, blas_environment, blas_threads, plan_binding
 from syncvar_launcher.local.fork_client import ForkServer
-from syncvar_launcher.local.start_method import Beginning, plan_beginning
+from syncvar_launcher.local.start_method import StartMethod, plan_beginning
 from syncvar_launcher.local.worker_command import server_command, worker_arguments, worker_command
 from syncvar_launcher.options import option_table
 from syncvar_launcher.options.worker_environment import inherited
@@ -27,7 +27,7 @@ from syncvar_launcher.options.worker_environment import inherited
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncvar_launcher.hosts.provision import Fleet
+    from syncvar_launcher.hosts.provision import Cluster
     from syncvar_launcher.options.option_table import LaunchOptions
 
 __all__ = ["Job"]
@@ -50,7 +50,7 @@ class Job:
         chosen: LaunchOptions,
         arguments: Sequence[str],
         environ: Mapping[str, str],
-        fleet: Fleet | None = None,
+        fleet: Cluster | None = None,
     ) -> None:
         self.options = chosen
         self.arguments = list(arguments)
@@ -294,12 +294,12 @@ class Job:
             ],
         )
 
-    def _checked_beginning(self) -> Beginning:
+    def _checked_beginning(self) -> StartMethod:
         """Return how workers would begin, with what only a process with NumPy can tell."""
         from syncvar.bootstrap.prefork.preloaded_imports import why_not_carried
 
         doubt = why_not_carried() if self.beginning.may_change else ""
-        return Beginning(is_forked=False, reason=doubt) if doubt else self.beginning
+        return StartMethod(is_forked=False, reason=doubt) if doubt else self.beginning
 
     # -- running -----------------------------------------------------------------------------------
 

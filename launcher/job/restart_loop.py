@@ -20,10 +20,10 @@ from syncvar.core.restart_policy import Restarting
 from syncvar.parameter_server.client.push_counter import put_tallies, take_tallies
 from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s, wait
 from syncvar_launcher.io.output import OutputForwarder, Sink, shown_ranks
-from syncvar_launcher.io.signal_watch import Watch
-from syncvar_launcher.job.attempt import Generation, drop_passing
+from syncvar_launcher.io.signal_watch import SignalWatch
+from syncvar_launcher.job.attempt import Attempt, drop_passing
 from syncvar_launcher.job.event_log import EventLog
-from syncvar_launcher.job.failure_report import Failure, failure_block
+from syncvar_launcher.job.failure_report import FailureReport, failure_block
 from syncvar_launcher.job.job_stats import merged, read_totals, table
 from syncvar_launcher.job.lost_files import check_requested_files
 from syncvar_launcher.job.resource_limits import TimePassed
@@ -33,7 +33,7 @@ from syncvar_launcher.options.forwarded_signals import forwarded
 
 if TYPE_CHECKING:
     from syncvar_launcher.job.job import Job
-    from syncvar_launcher.job.supervisor import Outcome
+    from syncvar_launcher.job.supervisor import JobOutcome
     from syncvar_launcher.local.fork_client import ForkServer
     from syncvar_launcher.options.option_table import LaunchOptions
 
@@ -94,7 +94,7 @@ def _started(
     culprit: dict[str, Any] = {"rank": None, "why": "the ranks could not be started"}
     totals: dict[int, list[dict[str, Any]]] = {}
     tallies: dict[str, bytes] = {}
-    with Watch(job.environ, forwarded(chosen.forward_signals)) as watch:
+    with SignalWatch(job.environ, forwarded(chosen.forward_signals)) as watch:
         began = watch.now() if job.fleet is None else job.fleet.began  # before the logins
         while True:
             with contextlib.ExitStack() as stack:
@@ -127,7 +127,7 @@ def _started(
                     forwarder.say(f"syncvar: the ranks cannot be started again: {error}\n")
                     break
                 clock.enter("prepares sockets and shared memory")
-                generation = Generation(
+                generation = Attempt(
                     job,
                     forwarder,
                     events,
@@ -204,7 +204,7 @@ class _StartInterrupted(Exception):  # noqa: N818  (nothing has gone wrong)
     """A signal asks for the end, while the launcher waits to start."""
 
 
-def _raise_if_signalled(watch: Watch) -> None:
+def _raise_if_signalled(watch: SignalWatch) -> None:
     clock.enter(
         "waits for the lock of the runtime directory"
     )  # which has words and a deadline of its own
@@ -260,7 +260,7 @@ def _tell_totals(
     return []
 
 
-def _culprit(generation: Generation, outcome: Outcome) -> dict[str, object]:
+def _culprit(generation: Attempt, outcome: JobOutcome) -> dict[str, object]:
     """Return who failed first, and how, for events."""
     cause = outcome.cause
     who: dict[str, object] = {"rank": None}
@@ -283,7 +283,7 @@ def _digest(chosen: LaunchOptions) -> str:
 def _pause(
     forwarder: OutputForwarder,
     outlets: Outlets,
-    watch: Watch,
+    watch: SignalWatch,
     pause_s: float,
     began: float,
     timeout_s: float,
@@ -301,7 +301,7 @@ def _pause(
         drop_passing(forwarder, watch, "between two starts of the ranks")
         now = watch.now()
         if now >= limit:
-            failure = Failure(
+            failure = FailureReport(
                 rank=-1,
                 status=None,
                 elapsed_s=now - began,

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from syncvar_launcher.hosts.remote_workers import Agents
-    from syncvar_launcher.local.stack_requests import Asked, Stacks
+    from syncvar_launcher.hosts.remote_workers import RemoteWorkers
+    from syncvar_launcher.local.stack_requests import StackRequest, StackCollector
 
-__all__ = ["ANSWER_S", "SOCKET", "Inquiries"]
+__all__ = ["ANSWER_S", "SOCKET", "StatusSocket"]
 
 SOCKET = "inquiries"
 ANSWER_S = 2.0  # for ranks to say where they stand; who has not by then is named
@@ -38,11 +38,11 @@ class _Inquiry:
 
     end: socket.socket
     until: float
-    asked: dict[int, Asked] = field(default_factory=dict)
+    asked: dict[int, StackRequest] = field(default_factory=dict)
     answer: bytes = b""
 
 
-class Inquiries:
+class StatusSocket:
     """The launcher's side.
 
     Args:
@@ -57,7 +57,7 @@ class Inquiries:
         self,
         directory: Path,
         about: Callable[[], dict[str, Any]],
-        stacks: Stacks | Agents,
+        stacks: StackCollector | RemoteWorkers,
         position: Callable[[int], str],
         processes: Sequence[int],
     ) -> None:
@@ -158,7 +158,7 @@ class Inquiries:
         one.answer = msgpack.packb(answer)
         one.until = now + _PATIENCE_S
 
-    def _told(self, rank: int, asked: Asked) -> dict[str, Any]:
+    def _told(self, rank: int, asked: StackRequest) -> dict[str, Any]:
         threads = self._stacks.answer(asked, is_last=True)
         return {
             "rank": rank,

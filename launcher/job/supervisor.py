@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
-    "Announce",
-    "Cause",
-    "DoWithout",
+    "NotifyPeerLost",
+    "FailureCause",
+    "DropServer",
     "Kill",
-    "Outcome",
-    "Restart",
+    "JobOutcome",
+    "RestartServer",
     "Supervisor",
     "Terminate",
 ]
@@ -55,7 +55,7 @@ _TERMINATED = (
 _TELL_THEMSELVES = ("DeadlineExceeded",)
 
 
-class Cause(NamedTuple):
+class FailureCause(NamedTuple):
     """Why a rank counts as failed.
 
     Args:
@@ -84,7 +84,7 @@ class Cause(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
+class NotifyPeerLost:
     """Tell the other ranks that this one is lost; where its process has not ended, tell itself too."""
 
     rank: int
@@ -107,7 +107,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class DoWithout:
+class DropServer:
     """Tell the others that a server is lost, whose copies on other servers take its place."""
 
     rank: int
@@ -115,17 +115,17 @@ class DoWithout:
 
 
 @dataclass(frozen=True, slots=True)
-class Restart:
+class RestartServer:
     """Start a worker again, alone: the others do not wait for it."""
 
     rank: int
     reason: str
 
 
-Action = Announce | Terminate | Kill | DoWithout | Restart
+Action = NotifyPeerLost | Terminate | Kill | DropServer | RestartServer
 
 
-class Outcome(NamedTuple):
+class JobOutcome(NamedTuple):
     """How the job ended.
 
     Args:
@@ -135,7 +135,7 @@ class Outcome(NamedTuple):
     """
 
     exit_code: int
-    cause: Cause | None
+    cause: FailureCause | None
     interrupted: int
 
 
@@ -161,9 +161,9 @@ class Supervisor:
     mirrors: Sequence[Sequence[int]] = ()
     restarts: int = 0
     running: set[int] = field(default_factory=set)
-    causes: dict[int, Cause] = field(default_factory=dict)
+    causes: dict[int, FailureCause] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
-    job_cause: Cause | None = None
+    job_cause: FailureCause | None = None
     interrupted: int = 0
     lost: set[int] = field(default_factory=set)  # servers, by number, without which the job goes on
     copies: dict[int, set[int]] = field(
@@ -229,7 +229,7 @@ class Supervisor:
         if is_server(rank) and error == "SystemExit" and (self._may_go or self._terminated):
             return []  # it was told to end before it had begun to serve
         if self._can_do_without(rank):
-            return [DoWithout(rank, reason)]
+            return [DropServer(rank, reason)]
         weight = max(weight_of(error), self._weight_of_end(exit_code))
         if (
             weight is Severity.OWN
@@ -241,7 +241,7 @@ class Supervisor:
             return []
         text = str(record["traceback"])
         actions = self._fail(
-            Cause(
+            FailureCause(
                 rank, weight, None, exit_code, reason, error, text, str(record.get("brief", text))
             ),
             now,
@@ -279,7 +279,7 @@ class Supervisor:
                 status = told.exit_code  # we told it to end while it was ending, which says nothing
             code = exit_code_of(status) if status < 0 else told.exit_code
             self.causes[rank] = told._replace(status=status, exit_code=code)
-            return [Announce(rank, told.reason)] if told.error in _TELL_THEMSELVES else []
+            return [NotifyPeerLost(rank, told.reason)] if told.error in _TELL_THEMSELVES else []
         if status == 0 and (rank in self._said_goodbye or (self.is_command and not joined)):
             return []
         weight = self._weight_of_end(status)
@@ -287,7 +287,7 @@ class Supervisor:
             # It left in order and asks to be run again. The others are expected to do the same.
             weight = Severity.CONSEQUENCE if self._terminated else Severity.DISAGREEMENT
             self.stopped.add(rank)
-            self.causes[rank] = Cause(rank, weight, status, status, describe_exit(status), at=now)
+            self.causes[rank] = FailureCause(rank, weight, status, status, describe_exit(status), at=now)
             self._end_at(now + self.config.preempt_grace_s)
             return []
         if status == 0:
@@ -300,7 +300,7 @@ class Supervisor:
         else:
             reason, code = describe_exit(status), status
         if self._can_do_without(rank):
-            return [DoWithout(rank, reason)]
+            return [DropServer(rank, reason)]
         is_hopeless = code in HOPELESS_CODES
         if rank in self._awaited or (
             weight is Severity.OWN and not joined and not is_hopeless and self._may_restart(rank)
@@ -308,7 +308,7 @@ class Supervisor:
             _, why = self._awaited.get(rank, (now, reason))
             self._awaited[rank] = now + self.config.restart_delay_s, why
             return []
-        return [*self._fail(Cause(rank, weight, status, code, reason, beyond=beyond), now)]
+        return [*self._fail(FailureCause(rank, weight, status, code, reason, beyond=beyond), now)]
 
     def gone(self, rank: int, reason: str, now: float, code: int = INTERNAL) -> list[Action]:
         """Note that a rank is out of reach for good, with its host: nothing more will be heard of it."""
@@ -317,9 +317,9 @@ class Supervisor:
             return self._let_servers_go(now)
         serves_nobody = bool(self.causes) and all(map(is_server, self.running))
         if not serves_nobody and self._can_do_without(rank):
-            return [DoWithout(rank, reason)]
+            return [DropServer(rank, reason)]
         return [
-            *self._fail(Cause(rank, Severity.OWN, None, code, reason), now),
+            *self._fail(FailureCause(rank, Severity.OWN, None, code, reason), now),
             *self._let_servers_go(now),
         ]
 
@@ -328,15 +328,15 @@ class Supervisor:
         if rank in self.lost:
             return []
         if self._can_do_without(rank):
-            return [DoWithout(rank, reason), Kill((rank,))]
+            return [DropServer(rank, reason), Kill((rank,))]
         return [
             replace(one, has_ended=False)
-            for one in self._fail(Cause(rank, Severity.OWN, None, INTERNAL, reason), now)
+            for one in self._fail(FailureCause(rank, Severity.OWN, None, INTERNAL, reason), now)
         ]
 
     def did_not_meet(self, reason: str, now: float) -> list[Action]:
         """Note that the ranks did not all meet."""
-        self.job_cause = self.job_cause or Cause(
+        self.job_cause = self.job_cause or FailureCause(
             -1, Severity.DISAGREEMENT, None, RENDEZVOUS, reason, at=now
         )
         self._end_at(now + self.config.abort_grace_s)
@@ -344,7 +344,7 @@ class Supervisor:
 
     def never_began(self, reason: str, exit_code: int) -> None:
         """Note that no worker has begun or will."""
-        self.job_cause = self.job_cause or Cause(-1, Severity.OWN, None, exit_code, reason)
+        self.job_cause = self.job_cause or FailureCause(-1, Severity.OWN, None, exit_code, reason)
         self.running.clear()
 
     def signalled(self, number: int, now: float) -> list[Action]:
@@ -366,7 +366,7 @@ class Supervisor:
             and self._term_at is None
         ):
             limit = f"the time limit of {self.timeout_s:g} s passed"
-            self.job_cause = Cause(-1, Severity.OWN, None, TIMEOUT, limit, at=now)
+            self.job_cause = FailureCause(-1, Severity.OWN, None, TIMEOUT, limit, at=now)
             return self._terminate(now)
         if self._kill_at is not None and now >= self._kill_at:
             return self._kill()
@@ -407,26 +407,26 @@ class Supervisor:
         """Return after how many seconds the launcher kills what still runs; None if it kills nothing."""
         return None if self._kill_at is None or not self.running else max(0.0, self._kill_at - now)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> JobOutcome:
         """Return how the job ended, by cause and not by clock."""
         causes = list(self.causes.values())
         have_stopped = bool(causes) and all(cause.exit_code == PREEMPTED for cause in causes)
         if (
             self.interrupted
         ):  # a notice, if the workers took it for one: they have saved and ask to be run again
-            return Outcome(
+            return JobOutcome(
                 PREEMPTED if have_stopped else 128 + self.interrupted, None, self.interrupted
             )
         if have_stopped and self.job_cause is None:
-            return Outcome(PREEMPTED, None, 0)
+            return JobOutcome(PREEMPTED, None, 0)
         if self.job_cause is not None:
             causes.insert(0, self.job_cause)
         if not causes:
-            return Outcome(0, None, 0)
+            return JobOutcome(0, None, 0)
         first = min(
             causes, key=lambda cause: cause.weight
         )  # the first one of the lowest weight: dicts keep order
-        return Outcome(first.exit_code or INTERNAL, first, 0)
+        return JobOutcome(first.exit_code or INTERNAL, first, 0)
 
     def will_restart(self, rank: int) -> bool:
         """Return whether a worker has ended and is to be started again alone."""
@@ -477,15 +477,15 @@ class Supervisor:
                 self.restarted[rank] = self.restarted.get(rank, 0) + 1
                 self.running.add(rank)
                 self._save_first.discard(rank)
-                actions.append(Restart(rank, reason))
+                actions.append(RestartServer(rank, reason))
         return actions
 
-    def _fail(self, cause: Cause, now: float) -> list[Announce]:
+    def _fail(self, cause: FailureCause, now: float) -> list[NotifyPeerLost]:
         if cause.rank in self.causes:
             return []
         self.causes[cause.rank] = cause._replace(at=now)
         self._end_at(now + self.config.abort_grace_s)
-        return [Announce(cause.rank, cause.reason)]
+        return [NotifyPeerLost(cause.rank, cause.reason)]
 
     def _weight_of_end(self, status: int) -> Severity:
         """Return how likely it is that an end is the cause of others, by its exit code or minus the signal.

@@ -27,10 +27,10 @@ from syncvar.protocol.frame import PROTOCOL_VERSION
 from syncvar.transports.curve import link_keys
 from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
 from syncvar_launcher.hosts.agent_connection import started
-from syncvar_launcher.hosts.pipe_outbox import Outbox
+from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
 from syncvar_launcher.hosts.ssh import AGENT
 from syncvar_launcher.io.output import escape
-from syncvar_launcher.io.signal_watch import Watch
+from syncvar_launcher.io.signal_watch import SignalWatch
 from syncvar_launcher.join.join_handshake import (
     CHUNK,
     DONE,
@@ -81,7 +81,7 @@ def join(chosen: LaunchOptions) -> int:
         _, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(f"--join {host}:{port}: its name is unknown: {error.strerror}") from None
-    with Watch(os.environ) as watch:
+    with SignalWatch(os.environ) as watch:
         host_joins = _Host(chosen, str(address), port, secret, watch)
         try:
             return host_joins.serve()
@@ -93,7 +93,7 @@ class _Host:
     """This host, while it joins and has joined."""
 
     def __init__(
-        self, chosen: LaunchOptions, address: str, port: int, secret: bytes, watch: Watch
+        self, chosen: LaunchOptions, address: str, port: int, secret: bytes, watch: SignalWatch
     ) -> None:
         self._chosen = chosen
         self._watch = watch
@@ -304,7 +304,7 @@ class _Agent:
         self._out, self._err = self._process.stdout.fileno(), self._process.stderr.fileno()
         for descriptor in (self._process.stdin.fileno(), self._out, self._err):
             os.set_blocking(descriptor, False)
-        self._box = Outbox(self._process.stdin.fileno())
+        self._box = PipeOutbox(self._process.stdin.fileno())
         self._open = {self._out: OUTPUT, self._err: WORDS}
 
     def sources(self) -> list[int]:

@@ -16,17 +16,17 @@ from syncvar_launcher.hosts.host_checks import why_unfit, why_unlike
 from syncvar_launcher.hosts.network_proof import interfaces
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.join.join_key import join_secret, make_key_file
-from syncvar_launcher.join.listener import Door
+from syncvar_launcher.join.listener import Listener
 from syncvar_launcher.options.hostfile import Host
 from syncvar_launcher.options.join_options import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar_launcher.join.listener import Joined, Way
+    from syncvar_launcher.join.listener import JoinedHost, AgentPipe
     from syncvar_launcher.options.option_table import LaunchOptions
 
-__all__ = ["Party", "join_command", "listen_address"]
+__all__ = ["JoinGroup", "join_command", "listen_address"]
 
 _ANSWER_S = 30.0
 _BEAT_S = 5.0
@@ -64,7 +64,7 @@ def join_command(address: str, port: int | str, options: LaunchOptions) -> str:
     return f"syncvar-launch --join {bracketed(address)}:{port} --key-file {shlex.quote(str(options.key_file))}"
 
 
-class Party:
+class JoinGroup:
     """The hosts that join one job.
 
     Args:
@@ -93,7 +93,7 @@ class Party:
         self._options, self._ask = options, ask
         self._say: Callable[[str], None] = lambda sentence: say(escape(sentence))
         self._limit_s = options.runtime.rendezvous_timeout_s
-        self._ways: dict[str, Way] = {}  # by the name of the host
+        self._ways: dict[str, AgentPipe] = {}  # by the name of the host
         self._addresses: dict[str, str] = {}
         self._reasons: list[str] = []
         address, port = listen_address(options.listen)
@@ -101,7 +101,7 @@ class Party:
         if make_key_file(options.key_file) and not called_by:
             say(f"made {options.key_file}; copy it to hosts that do not share this folder")
         self._address = address
-        self._door = Door(address, port, join_secret(options.key_file), options.host_count or _MOST)
+        self._door = Listener(address, port, join_secret(options.key_file), options.host_count or _MOST)
         self.place = f"{bracketed(address)}:{self._door.port}"
         self._command = join_command(address, self._door.port, options)
 
@@ -222,7 +222,7 @@ class Party:
             self._dismiss(one, "the job has enough hosts without it")
         return came
 
-    def _met(self, joined: Joined) -> RemoteHost | None:
+    def _met(self, joined: JoinedHost) -> RemoteHost | None:
         """Ask a host that has come what it is; None where its greeting says enough."""
         hello = joined.hello
         name = self._free_name(hello.name)

@@ -22,7 +22,7 @@ from syncvar.core.errors import ConfigError, WireError
 from syncvar.core.network import bracketed, tcp_endpoint
 from syncvar.transports.curve import Gate, link_keys
 from syncvar.transports.zeromq_sockets import bound_messages, events_of, monitor_of, set_family
-from syncvar_launcher.hosts.pipe_outbox import Outbox
+from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
 from syncvar_launcher.join.join_handshake import (
     CHUNK,
     DONE,
@@ -42,7 +42,7 @@ from syncvar_launcher.join.join_handshake import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Door", "Joined", "Way"]
+__all__ = ["Listener", "JoinedHost", "AgentPipe"]
 
 _PING_S = 0.25  # who is gone is noticed by what cannot be sent to it
 _RETRY_S = 0.005
@@ -54,7 +54,7 @@ _LOST = 255  # the status of a way that broke, as ssh has it
 _OTHER_KEY = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 
 
-class Joined(NamedTuple):
+class JoinedHost(NamedTuple):
     """A host that has joined.
 
     Args:
@@ -65,10 +65,10 @@ class Joined(NamedTuple):
 
     hello: Hello
     address: str
-    way: Way
+    way: AgentPipe
 
 
-class Way:
+class AgentPipe:
     """The way to the agent of a host that has joined, with the face of the process that would lead there.
 
     Args:
@@ -80,8 +80,8 @@ class Way:
     def __init__(
         self,
         refuse: Callable[[str], None],
-        again: Callable[[], Way | None],
-        kill: Callable[[Way], None],
+        again: Callable[[], AgentPipe | None],
+        kill: Callable[[AgentPipe], None],
     ) -> None:
         self.refuse = refuse
         self.again = again
@@ -128,18 +128,18 @@ class _Guest:
         self.identity = identity
         self.name = name
         self.unsent: deque[bytes] = deque()
-        self.way: Way | None = None
+        self.way: AgentPipe | None = None
         self._source = -1
-        self._boxes: list[tuple[int, Outbox]] = []
+        self._boxes: list[tuple[int, PipeOutbox]] = []
         self._status: int | None = None
 
-    def begin(self, way: Way) -> None:
+    def begin(self, way: AgentPipe) -> None:
         """Take the way to a new agent."""
         self.end(_LOST)
         self.let_go()
         self.way, self._status = way, None
         self._source, *sinks = way.inner
-        self._boxes = [(descriptor, Outbox(descriptor)) for descriptor in sinks]
+        self._boxes = [(descriptor, PipeOutbox(descriptor)) for descriptor in sinks]
 
     def sources(self) -> list[int]:
         return [self._source] if self._source >= 0 and not self.unsent else []
@@ -199,7 +199,7 @@ class _Guest:
             self._source = -1
 
 
-class Door:
+class Listener:
     """Listens for hosts that join. One thread, ended by `close`.
 
     Args:
@@ -218,7 +218,7 @@ class Door:
     def __init__(self, address: str, port: int, secret: bytes, places: int) -> None:
         self._places = places
         self._guests: dict[bytes, _Guest] = {}
-        self._arrived: deque[Joined] = deque()
+        self._arrived: deque[JoinedHost] = deque()
         self._said: deque[str] = deque()
         self._wanted: deque[Callable[[], None]] = deque()
         self._told: dict[str, float] = {}
@@ -272,7 +272,7 @@ class Door:
         """Return the descriptor to poll for reading: there is something to take."""
         return self._news[0]
 
-    def take(self) -> list[Joined]:
+    def take(self) -> list[JoinedHost]:
         """Return the hosts that have joined since the last call."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._news[0], 4096)
@@ -397,33 +397,33 @@ class Door:
             )
             return
         guest = self._guests[identity] = _Guest(identity, name)
-        self._arrived.append(Joined(hello, address, self._begun(guest)))
+        self._arrived.append(JoinedHost(hello, address, self._begun(guest)))
         self._tell()
 
-    def _begun(self, guest: _Guest) -> Way:
+    def _begun(self, guest: _Guest) -> AgentPipe:
         """Return the way to a new agent of a host. Called by the thread, or by who waits for it."""
 
         def refuse(reason: str) -> None:
             self._do(lambda: self._dismiss(guest, reason))
 
-        def again() -> Way | None:
+        def again() -> AgentPipe | None:
             if guest.identity not in self._guests:
                 return None
-            way = Way(refuse, again, kill)
+            way = AgentPipe(refuse, again, kill)
             self._do(lambda: begin(way))
             return way
 
-        def kill(way: Way) -> None:
+        def kill(way: AgentPipe) -> None:
             self._do(lambda: self._end_agent(guest, way))
 
-        def begin(way: Way) -> None:
+        def begin(way: AgentPipe) -> None:
             guest.begin(way)
             if guest.identity in self._guests:
                 self._send(guest, START)
             else:
                 guest.let_go()
 
-        way = Way(refuse, again, kill)
+        way = AgentPipe(refuse, again, kill)
         begin(way)
         return way
 
@@ -439,7 +439,7 @@ class Door:
                 [identity, REFUSED + reason.encode("utf-8", "replace")], zmq.NOBLOCK
             )
 
-    def _end_agent(self, guest: _Guest, way: Way) -> None:
+    def _end_agent(self, guest: _Guest, way: AgentPipe) -> None:
         if guest.way is way:
             guest.let_go()
             self._send(guest, END_INPUT)

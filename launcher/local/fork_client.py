@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["ForkServer", "Forked", "Refusal", "ServerEnded", "started_ahead"]
+__all__ = ["ForkServer", "ForkedWorker", "ForkUnsupported", "ServerEnded", "started_ahead"]
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _ANSWER_MAX = 4096
@@ -82,7 +82,7 @@ class ServerEnded(Exception):
         super().__init__(self.sentence)
 
 
-class Refusal(NamedTuple):
+class ForkUnsupported(NamedTuple):
     """Why workers are better not forked from a server.
 
     Args:
@@ -96,7 +96,7 @@ class Refusal(NamedTuple):
     status: int | None = None
 
 
-class Forked:
+class ForkedWorker:
     """A process that was forked for us, and is our child since `ForkServer.close`; as much of a Popen as is needed.
 
     Args:
@@ -207,26 +207,26 @@ class ForkServer:
         """Return the descriptor to poll for reading: the server is ready, or has ended."""
         return self._end.fileno()
 
-    def refusal(self) -> Refusal | None:
+    def refusal(self) -> ForkUnsupported | None:
         """Return, after its descriptor could be read, why workers are better not forked; None where nothing speaks against it."""
         data = b""
         with contextlib.suppress(ConnectionResetError):  # it has not even read its order
             data = self._answered(self._end.recv, _ANSWER_MAX)
         if not data:
             status = self._process.wait()
-            return Refusal(
+            return ForkUnsupported(
                 f"{_SERVER} {_ended(status)} before it was ready", is_certain=True, status=status
             )
         answer = _unpacked(data)
         why = answer["cannot"] or answer["doubt"]
-        return Refusal(why, is_certain=bool(answer["cannot"])) if why else None
+        return ForkUnsupported(why, is_certain=bool(answer["cannot"])) if why else None
 
     def fork(
         self,
         environ: Mapping[str, str],
         cores: Sequence[int] | None,
         descriptors: Mapping[str, int],
-    ) -> Forked:
+    ) -> ForkedWorker:
         """Fork a worker, which begins after `release` and `close`.
 
         Args:
@@ -259,7 +259,7 @@ class ForkServer:
         answer = _unpacked(data)
         if "pid" not in answer:
             raise OSError(answer["errno"], os.strerror(answer["errno"]))
-        return Forked(answer["pid"])
+        return ForkedWorker(answer["pid"])
 
     def describe(self) -> str:
         """Return the server and the state of its process in words."""

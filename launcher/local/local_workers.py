@@ -35,16 +35,16 @@ from syncvar_launcher.local.process_sessions import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from syncvar_launcher.local.fork_client import Forked, ForkServer
+    from syncvar_launcher.local.fork_client import ForkedWorker, ForkServer
 
-__all__ = ["Agent", "Ended", "Event", "Gone", "Output", "Spoke", "Started", "Worker"]
+__all__ = ["LocalWorkers", "WorkerExited", "Event", "WorkerUnreachable", "WorkerOutput", "WorkerStatus", "WorkerStarted", "WorkerProcess"]
 
 _CHUNK = 65536
 _RECORD_MAX = 1 << 20
 _tgkill = getattr(libc, "tgkill", None)  # not in every libc
 
 
-class Output(NamedTuple):
+class WorkerOutput(NamedTuple):
     """A worker wrote something; empty bytes mean that the stream has ended."""
 
     rank: int
@@ -52,14 +52,14 @@ class Output(NamedTuple):
     data: bytes
 
 
-class Spoke(NamedTuple):
+class WorkerStatus(NamedTuple):
     """A worker's bootstrap said something about its end."""
 
     rank: int
     record: dict[str, str | int]
 
 
-class Ended(NamedTuple):
+class WorkerExited(NamedTuple):
     """A worker's process ended, with its exit code or minus the signal, and what is known beyond that."""
 
     rank: int
@@ -67,14 +67,14 @@ class Ended(NamedTuple):
     beyond: str = ""
 
 
-class Started(NamedTuple):
+class WorkerStarted(NamedTuple):
     """A worker's process has been started on its host."""
 
     rank: int
     pid: int
 
 
-class Gone(NamedTuple):
+class WorkerUnreachable(NamedTuple):
     """A worker is out of reach for good, with its whole host, or cannot be started there; with the exit code that this stands for."""
 
     rank: int
@@ -89,7 +89,7 @@ class Spared(NamedTuple):
     ranks: list[int]
 
 
-Event = Output | Spoke | Started | Ended | Gone | Spared
+Event = WorkerOutput | WorkerStatus | WorkerStarted | WorkerExited | WorkerUnreachable | Spared
 
 _HARMLESS = (signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)  # they end no process
 
@@ -98,11 +98,11 @@ _ROLES: tuple[_Role, ...] = ("pidfd", "out", "err", "word")
 
 
 @dataclass(slots=True)
-class Worker:
+class WorkerProcess:
     """One worker's process and descriptors (-1 when closed)."""
 
     rank: int
-    process: subprocess.Popen[bytes] | Forked
+    process: subprocess.Popen[bytes] | ForkedWorker
     started: int
     pidfd: int
     out: int
@@ -115,7 +115,7 @@ class Worker:
     )
 
 
-class Agent:
+class LocalWorkers:
     """The workers of this host.
 
     Args:
@@ -126,10 +126,10 @@ class Agent:
 
     def __init__(self, directory: Path, lock: int, server: ForkServer | None = None) -> None:
         self._server = server
-        self.workers: dict[int, Worker] = {}
+        self.workers: dict[int, WorkerProcess] = {}
         self._pid = os.getpid()
         self._memory = OutOfMemory(time.monotonic())
-        self._owner: dict[int, tuple[Worker, _Role]] = {}
+        self._owner: dict[int, tuple[WorkerProcess, _Role]] = {}
         read, self._guardian_pipe = os.pipe2(os.O_CLOEXEC)
         try:
             # Run by path and isolated (-I -S): it must start in milliseconds, whatever site-packages hold.
@@ -189,7 +189,7 @@ class Agent:
         out, err = source, -1
         streams = {"stdin": stdin}
         inherited = {**(named or {}), "SYNCVAR_STATUS_FD": word_end}
-        process: subprocess.Popen[bytes] | Forked
+        process: subprocess.Popen[bytes] | ForkedWorker
         try:
             if outputs is not None:
                 streams |= {"stdout": outputs[0], "stderr": outputs[1]}
@@ -222,7 +222,7 @@ class Agent:
                 os.close(descriptor)
         started = start_time(process.pid)
         self._tell_guardian(f"+{process.pid} {started}\n")
-        worker = Worker(rank, process, started, os.pidfd_open(process.pid), out, err, word)
+        worker = WorkerProcess(rank, process, started, os.pidfd_open(process.pid), out, err, word)
         self.workers[rank] = worker
         for descriptor, role in zip((worker.pidfd, out, err, word), _ROLES, strict=True):
             if descriptor >= 0:
@@ -372,7 +372,7 @@ class Agent:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _reap(self, worker: Worker) -> Iterator[Event]:
+    def _reap(self, worker: WorkerProcess) -> Iterator[Event]:
         status = worker.process.poll()
         if status is None:
             return
@@ -382,14 +382,14 @@ class Agent:
             yield from self._listen(worker)
         if worker.status is None:
             worker.status = status
-            yield Ended(
+            yield WorkerExited(
                 worker.rank, status, self._memory.ended(worker.rank, status, time.monotonic())
             )  # first, because the other ranks may be waiting for this one
             # What the worker started in its session ends with it.
             kill_sessions({worker.process.pid: worker.started})
             self._tell_guardian(f"-{worker.process.pid}\n")
 
-    def _listen(self, worker: Worker) -> Iterator[Event]:
+    def _listen(self, worker: WorkerProcess) -> Iterator[Event]:
         while True:
             try:
                 data = os.read(worker.word, _CHUNK)
@@ -413,13 +413,13 @@ class Agent:
                 ):
                     if record.get("event") == "takes_notice":
                         worker.takes_notice = bool(record.get("on"))
-                    yield Spoke(worker.rank, record)
+                    yield WorkerStatus(worker.rank, record)
         except (ValueError, msgpack.UnpackException):
             end = len(worker.said)
         del worker.said[:end]
 
     def _read(
-        self, worker: Worker, descriptor: int, stream: Literal["out", "err"], *, last: bool = False
+        self, worker: WorkerProcess, descriptor: int, stream: Literal["out", "err"], *, last: bool = False
     ) -> Iterator[Event]:
         while True:
             try:
@@ -430,7 +430,7 @@ class Agent:
                 data = b""
             if not data:
                 self._drop(descriptor)
-            yield Output(worker.rank, stream, data)
+            yield WorkerOutput(worker.rank, stream, data)
             if not data or not last:
                 return
 

@@ -28,9 +28,9 @@ from syncvar.core.stack_dump import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from syncvar_launcher.local.local_workers import Agent
+    from syncvar_launcher.local.local_workers import LocalWorkers
 
-__all__ = ["ENDED", "NOT_STARTED", "Asked", "Stacks"]
+__all__ = ["ENDED", "NOT_STARTED", "StackRequest", "StackCollector"]
 
 ENDED, NOT_STARTED = "its process has ended", "its process has not been started"
 
@@ -42,7 +42,7 @@ _INSIST_TICKS = 5  # of processor time that it has used meanwhile, if it does no
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class StackRequest:
     """A request to one rank.
 
     Args:
@@ -64,7 +64,7 @@ class Asked:
     insisted: bool = False
 
 
-class Stacks:
+class StackCollector:
     """What asks ranks where they stand.
 
     Args:
@@ -78,13 +78,13 @@ class Stacks:
     """
 
     def __init__(
-        self, agent: Agent, directory: Callable[[int], str], folder: str, *, is_command: bool
+        self, agent: LocalWorkers, directory: Callable[[int], str], folder: str, *, is_command: bool
     ) -> None:
         self._agent = agent
         self._directory = directory
         self._folder = folder
         self._is_command = is_command
-        self._noted: dict[int, Asked] = {}
+        self._noted: dict[int, StackRequest] = {}
         self.places: dict[int, str] = {}
 
     # -- at the end of a job -----------------------------------------------------------------------
@@ -119,28 +119,28 @@ class Stacks:
 
     # -- at any time -------------------------------------------------------------------------------
 
-    def ask(self, rank: int, *, all_threads: bool = False) -> Asked:
+    def ask(self, rank: int, *, all_threads: bool = False) -> StackRequest:
         """Ask a rank; its answer comes a little later."""
         worker = self._agent.workers.get(rank)
         if worker is None or worker.status is not None:
-            return Asked(rank, -1, NOT_STARTED if worker is None else ENDED)
+            return StackRequest(rank, -1, NOT_STARTED if worker is None else ENDED)
         pid, number = worker.process.pid, ALL_THREADS if all_threads else MAIN_THREAD
         status = _status(pid)
         if status.get("State", "").startswith(("T", "t")):
-            return Asked(rank, -1, STOPPED)
+            return StackRequest(rank, -1, STOPPED)
         if self._is_command:
-            return Asked(rank, -1, "it is no Python program of ours (--no-python)")
+            return StackRequest(rank, -1, "it is no Python program of ours (--no-python)")
         path = stack_path(self._directory(rank), rank)
         start = _size_if_held(pid, path) if _has(status, "SigCgt", number) else -1
         if start < 0:
-            return Asked(
+            return StackRequest(
                 rank, -1, "it shows no stack: its script has not begun, or has taken the means away"
             )
-        asked = Asked(rank, start, "", all_threads, time.monotonic(), _main_thread(pid)[1])
+        asked = StackRequest(rank, start, "", all_threads, time.monotonic(), _main_thread(pid)[1])
         self._agent.send([rank], number)
         return asked
 
-    def answer(self, asked: Asked, *, is_last: bool = False) -> list[Thread] | None:
+    def answer(self, asked: StackRequest, *, is_last: bool = False) -> list[Thread] | None:
         """Return what a rank has answered; None where it has not (yet), empty where it was not asked.
 
         Args:
@@ -164,7 +164,7 @@ class Stacks:
             threads = threads[:1]
         return threads if threads and (is_whole or worker.status is not None) else None
 
-    def _insist(self, asked: Asked, pid: int) -> None:
+    def _insist(self, asked: StackRequest, pid: int) -> None:
         """Ask the fault handler of a rank that does not come to answer, once it is sure to be in a call that does not return.
 
         It sleeps though it has been sent a signal, or it has computed for a while without a step of the program.
@@ -186,12 +186,12 @@ class Stacks:
         worker = self._agent.workers.get(rank)
         return -1 if worker is None else worker.process.pid
 
-    def line(self, asked: Asked) -> str:
+    def line(self, asked: StackRequest) -> str:
         """Return an answer in one line: where the main thread stands, or why that is not known."""
         threads = self.answer(asked)
         return asked.instead if not threads else where(threads[0].frames, self._folder)
 
-    def _text(self, asked: Asked) -> str:
+    def _text(self, asked: StackRequest) -> str:
         path = stack_path(self._directory(asked.rank), asked.rank)
         with contextlib.suppress(OSError), open(path, "rb") as file:
             file.seek(asked.start)

@@ -10,7 +10,7 @@ from syncvar_launcher.local.worker_command import worker_command
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["METHODS", "ON_HOSTS", "Beginning", "plan_beginning"]
+__all__ = ["METHODS", "ON_HOSTS", "StartMethod", "plan_beginning"]
 
 METHODS = ("auto", "spawn", "fork")
 ON_HOSTS = {
@@ -24,7 +24,7 @@ _SCRIPT_MAX = 4 << 20
 SHOW_IMPORTS = ("PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE")
 
 
-class Beginning(NamedTuple):
+class StartMethod(NamedTuple):
     """How the workers of a host begin.
 
     Args:
@@ -48,7 +48,7 @@ class Beginning(NamedTuple):
 
 def plan_beginning(
     method: str, kind: str, target: str, workers: int, cwd: str, environ: Mapping[str, str]
-) -> Beginning:
+) -> StartMethod:
     """Decide how the workers of a host begin.
 
     Args:
@@ -67,21 +67,21 @@ def plan_beginning(
         fresh processes: --start-method spawn
     """
     if method != "auto":
-        return Beginning(method == "fork", f"--start-method {method}")
+        return StartMethod(method == "fork", f"--start-method {method}")
     if kind == "command":
-        return Beginning(is_forked=False, reason=f"{target} is a program of its own")
+        return StartMethod(is_forked=False, reason=f"{target} is a program of its own")
     if workers == 1:
-        return Beginning(is_forked=False, reason="one worker shares what it imports with nobody")
+        return StartMethod(is_forked=False, reason="one worker shares what it imports with nobody")
     for name in SHOW_IMPORTS:
         if environ.get(name):
-            return Beginning(is_forked=False, reason=f"{name} shows what each worker imports")
+            return StartMethod(is_forked=False, reason=f"{name} shows what each worker imports")
     found = _named_in(kind, target, cwd)
     if found:
-        return Beginning(
+        return StartMethod(
             is_forked=False,
             reason=f"{target} names {', '.join(found)}, which NumPy reads only when it is imported",
         )
-    return Beginning(
+    return StartMethod(
         is_forked=True,
         reason="from one process that has imported NumPy and syncvar",
         may_change=True,

@@ -121,7 +121,7 @@ class Hosts(NamedTuple):
     notices: tuple[str, ...]
 
 
-class _Place(NamedTuple):
+class _TextPosition(NamedTuple):
     """Where a piece of text stands."""
 
     source: str
@@ -129,7 +129,7 @@ class _Place(NamedTuple):
     column: int
     text: str
 
-    def moved(self, columns: int) -> _Place:
+    def moved(self, columns: int) -> _TextPosition:
         return self._replace(column=self.column + columns)
 
     def fail(self, reason: str) -> NoReturn:
@@ -159,11 +159,11 @@ def parse_hostfile(content: bytes, source: str) -> Hosts:
         number = content.count(b"\n", 0, error.start) + 1
         reason = f"byte {error.start} is not UTF-8 text: is this a host file?"
         raise HostfileError(source, number, 1, "", reason) from None
-    named: list[tuple[Host, _Place]] = []
-    removed: list[tuple[str, _Place]] = []
+    named: list[tuple[Host, _TextPosition]] = []
+    removed: list[tuple[str, _TextPosition]] = []
     for line_number, (line, shown) in enumerate(_without_comments(text), 1):
         tokens = [
-            (found[0], _Place(source, line_number, found.start() + 1, shown))
+            (found[0], _TextPosition(source, line_number, found.start() + 1, shown))
             for found in _TOKEN.finditer(line)
         ]
         if tokens:
@@ -185,10 +185,10 @@ def parse_hosts(value: str, option: str = "-H") -> Hosts:
         >>> [(one.name, one.slots) for one in parse_hosts("n[1-2]:4").hosts]
         [('n1', 4), ('n2', 4)]
     """
-    named: list[tuple[Host, _Place]] = []
-    removed: list[tuple[str, _Place]] = []
+    named: list[tuple[Host, _TextPosition]] = []
+    removed: list[tuple[str, _TextPosition]] = []
     for word, column in _between_commas(value):
-        place = _Place(option, 0, column + 1, value)
+        place = _TextPosition(option, 0, column + 1, value)
         if not word.strip():
             place.fail("a host is missing between the commas; write for instance a:2,b:2")
         if word != word.strip() or _TOKEN.fullmatch(word) is None:
@@ -292,9 +292,9 @@ def _between_commas(value: str) -> Iterator[tuple[str, int]]:
 
 
 def _line(
-    tokens: list[tuple[str, _Place]],
-    named: list[tuple[Host, _Place]],
-    removed: list[tuple[str, _Place]],
+    tokens: list[tuple[str, _TextPosition]],
+    named: list[tuple[Host, _TextPosition]],
+    removed: list[tuple[str, _TextPosition]],
 ) -> None:
     """Add what one line, or one word of an option, names."""
     first, place = tokens[0]
@@ -330,7 +330,7 @@ def _line(
         place.fail(f"these are more than {_MOST} hosts")
 
 
-def _host(word: str, place: _Place) -> tuple[list[str], str | None, int | None]:
+def _host(word: str, place: _TextPosition) -> tuple[list[str], str | None, int | None]:
     """Return the names, the user and the count of `[user@]name[:count]`."""
     user, at, rest = word.rpartition("@")
     if at:
@@ -362,7 +362,7 @@ def _host(word: str, place: _Place) -> tuple[list[str], str | None, int | None]:
     return names, user or None, count
 
 
-def _names(name: str, place: _Place) -> list[str]:
+def _names(name: str, place: _TextPosition) -> list[str]:
     """Return the names that one with ranges stands for, each of them checked."""
     try:
         found = [one for _, one in zip(range(_MOST + 1), expanded(name), strict=False)]
@@ -386,7 +386,7 @@ def _names(name: str, place: _Place) -> list[str]:
     return found
 
 
-def _address(literal: str, place: _Place) -> str:
+def _address(literal: str, place: _TextPosition) -> str:
     scope = literal.partition("%")[2]
     if scope and not _SCOPE.fullmatch(
         scope
@@ -400,7 +400,7 @@ def _address(literal: str, place: _Place) -> str:
         place.moved(1).fail(f"{literal!r} is no IPv6 address")
 
 
-def _option(word: str, place: _Place) -> tuple[str, str | int]:
+def _option(word: str, place: _TextPosition) -> tuple[str, str | int]:
     """Return the field and the value of `key=value`."""
     key, equals, value = word.partition("=")
     if not equals:
@@ -438,7 +438,7 @@ def _option(word: str, place: _Place) -> tuple[str, str | int]:
     return key, value
 
 
-def _number(text: str, what: str, place: _Place, low: int, high: int) -> int:
+def _number(text: str, what: str, place: _TextPosition, low: int, high: int) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or not low <= int(text) <= high:
         place.fail(f"{what} is a whole number from {low} to {high}, not {text!r}")
     return int(text)
@@ -464,7 +464,7 @@ def _numbers(inside: str) -> Iterator[str]:
 
 
 def _joined(
-    named: list[tuple[Host, _Place]], removed: list[tuple[str, _Place]], source: str
+    named: list[tuple[Host, _TextPosition]], removed: list[tuple[str, _TextPosition]], source: str
 ) -> Hosts:
     """Return each host once: counts add up, and what was removed is gone."""
     hosts: dict[str, Host] = {}
@@ -506,7 +506,7 @@ def _names_in(value: str, option: str, known: Iterable[str]) -> set[str]:
     known = set(known)
     names: set[str] = set()
     for word, column in _between_commas(value):
-        names.update(_names(word, _Place(option, 0, column + 1, value)))
+        names.update(_names(word, _TextPosition(option, 0, column + 1, value)))
     for name in sorted(names - known):
         hint = nearest(name, known) or f"; these are {', '.join(sorted(known))}"
         raise ConfigError(f"{option} names {name}, which is not among the hosts{hint}")

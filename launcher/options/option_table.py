@@ -645,14 +645,14 @@ class _Parser(argparse.ArgumentParser):
             else:
                 action = "append" if option.kind == "variables" else "store"
                 self.add_argument(
-                    *option.flags, dest=option.key, action=action, type=_Reader(option)
+                    *option.flags, dest=option.key, action=action, type=_ArgumentType(option)
                 )
 
     def error(self, message: str) -> NoReturn:
         self.exit(exit_codes.USAGE, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
 
 
-class _Reader:
+class _ArgumentType:
     """The type of an argument, for argparse."""
 
     def __init__(self, option: _Option) -> None:

@@ -17,7 +17,7 @@ from syncvar.core.errors import HostUnreachable
 from syncvar.core.network import address_towards_any, bracketed
 from syncvar_launcher.hosts.network_proof import allowed, interfaces
 from syncvar_launcher.hosts.ssh import words_for
-from syncvar_launcher.join.join_rendezvous import Party
+from syncvar_launcher.join.join_rendezvous import JoinGroup
 from syncvar_launcher.local.child_processes import child_of
 from syncvar_launcher.options.worker_environment import inherited
 
@@ -92,7 +92,7 @@ class Calling:
         joined = options._replace(
             listen=bracketed(address), host_count=len(options.hosts), key_file=self._key
         )
-        self.party = Party(joined, say, ask, self._program, self._why_ended)
+        self.party = JoinGroup(joined, say, ask, self._program, self._why_ended)
         environ = inherited(os.environ, is_clear=False)
         try:
             for host in options.hosts:

@@ -10,8 +10,8 @@ import pytest
 from syncvar.cli.stacks import stacks_text
 from syncvar.core.stack_dump import StackFrame, Thread
 from syncvar_launcher.job import status_socket
-from syncvar_launcher.job.status_socket import ANSWER_S, SOCKET, Inquiries
-from syncvar_launcher.local.stack_requests import Asked
+from syncvar_launcher.job.status_socket import ANSWER_S, SOCKET, StatusSocket
+from syncvar_launcher.local.stack_requests import StackRequest
 
 JOB = {
     "name": "1a2b3c4d",
@@ -33,7 +33,7 @@ class Stacks:
 
     def ask(self, rank, *, all_threads=False):
         self.asked.append((rank, all_threads))
-        return Asked(rank, 0)
+        return StackRequest(rank, 0)
 
     def answer(self, asked, *, is_last=False):
         return [Thread("", True, self.frames)] if asked.rank == 0 else None
@@ -54,7 +54,7 @@ def ends():
 def server(tmp_path, ends):
     """The launcher's end, and a function that connects to it and sends."""
     stacks = Stacks()
-    with_sockets = Inquiries(
+    with_sockets = StatusSocket(
         tmp_path, lambda: JOB, stacks, lambda rank: "not waiting in any call", range(2)
     )
 

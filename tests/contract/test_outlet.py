@@ -10,7 +10,7 @@ import stat
 import pytest
 
 from syncvar_launcher.io import nonblocking_writer as outlet_module
-from syncvar_launcher.io.nonblocking_writer import QUEUE_NBYTES, Outlet, Outlets
+from syncvar_launcher.io.nonblocking_writer import QUEUE_NBYTES, NonblockingWriter, Outlets
 
 INFINITE = float("inf")
 
@@ -36,7 +36,7 @@ def ends(kind, folder):
 
 @contextlib.contextmanager
 def opened(descriptor):
-    one = Outlet(descriptor)
+    one = NonblockingWriter(descriptor)
     try:
         yield one
     finally:

@@ -37,8 +37,8 @@ def chosen(folder, *arguments):
 
 def test_no_answer_is_awaited_of_an_agent_that_is_gone(gone, monkeypatch, tmp_path):
     monkeypatch.setattr(provision, "polled", refuse)
-    job = provision.Fleet(chosen(tmp_path), print)
-    job.sites = [provision.Site(gone, "node1", 2, "127.0.0.1", {})]
+    job = provision.Cluster(chosen(tmp_path), print)
+    job.sites = [provision.HostSlot(gone, "node1", 2, "127.0.0.1", {})]
     with pytest.raises(HostUnreachable, match="node1"):
         job.free_port()
 

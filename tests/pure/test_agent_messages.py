@@ -9,8 +9,8 @@ from syncvar.core.errors import WireError
 from syncvar_launcher.hosts.agent_protocol import (
     GREETING,
     MESSAGE_NBYTES_MAX,
-    OneRank,
-    Order,
+    RankSpec,
+    StartRequest,
     Reader,
     checked_facts,
     checked_list,
@@ -115,8 +115,8 @@ def test_any_bytes_are_understood_or_refused(data):
 
 
 def test_an_order_is_read():
-    order = Order.read(ORDER)
-    assert order.ranks == [OneRank(3, {"B": "2"}, [0, 1], False, None)]
+    order = StartRequest.read(ORDER)
+    assert order.ranks == [RankSpec(3, {"B": "2"}, [0, 1], False, None)]
     assert order._replace(ranks=ORDER["ranks"])._asdict() == ORDER
 
 
@@ -150,7 +150,7 @@ def test_an_order_is_read():
 )
 def test_an_order_that_is_none_is_refused(change):
     with pytest.raises(WireError):
-        Order.read({**ORDER, **change})
+        StartRequest.read({**ORDER, **change})
 
 
 def test_facts_of_a_host_are_taken_as_they_are_told():

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts.agent_protocol import Order, Reader, pack
-from syncvar_launcher.hosts.provision import Site
-from syncvar_launcher.hosts.remote_workers import Agents
+from syncvar_launcher.hosts.agent_protocol import StartRequest, Reader, pack
+from syncvar_launcher.hosts.provision import HostSlot
+from syncvar_launcher.hosts.remote_workers import RemoteWorkers
 from syncvar_launcher.job.job import Job
 from syncvar_launcher.local.shm_service import why_no_arena
 from syncvar_launcher.options import option_table as options_module
@@ -80,17 +80,17 @@ class Told:
 
     def send(self, kind, **fields):
         (message,) = Reader().feed(pack(kind, **fields))
-        self.orders.append(Order.read(message["start"]))
+        self.orders.append(StartRequest.read(message["start"]))
 
 
 def test_hosts_of_other_processors_are_told_to_make_no_arena(tmp_path):
     facts = {"cores": [0, 1], "cpu_count": 2, "core_count": 2}
     sites = [
-        Site(Told(), name, 2, "10.0.0.1", {**facts, "processor": name})
+        HostSlot(Told(), name, 2, "10.0.0.1", {**facts, "processor": name})
         for name in ("x86_64", "aarch64")
     ]
     fleet = SimpleNamespace(sites=sites, secret=b"s" * 32)
-    agents = Agents(
+    agents = RemoteWorkers(
         fleet, Job(chosen("-n", "4"), [], {}, fleet), None, tmp_path, "tcp://10.0.0.1:1", 0, 0
     )
     agents.begin()

@@ -10,7 +10,7 @@ import pytest
 
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.hosts.placement import Room, placed
+from syncvar_launcher.hosts.placement import HostCapacity, placed
 from syncvar_launcher.options import option_table as options_module
 from syncvar_launcher.options.forwarded_signals import forwarded
 from syncvar_launcher.options.option_table import (
@@ -701,7 +701,7 @@ def test_a_host_without_a_number_has_one_slot_in_a_list_and_its_cores_in_a_file(
     assert [(one.name, one.slots) for one in of_file] == [("a", None), ("b", 2)]
     of_list = run("-H", "a,b:2,c,c", "-n", "2", "-m", "x").hosts
     assert [(one.name, one.slots) for one in of_list] == [("a", 1), ("b", 2), ("c", 2)]
-    rooms = [Room(one.name, one.slots) for one in run("-H", "a,b", "-n", "2", "-m", "x").hosts]
+    rooms = [HostCapacity(one.name, one.slots) for one in run("-H", "a,b", "-n", "2", "-m", "x").hosts]
     assert placed(rooms, 2) == (1, 1)
     with pytest.raises(ConfigError, match="name:N in -H"):
         placed(rooms, 3)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from syncvar_launcher.hosts.pipe_outbox import Outbox
+from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def pipe():
 
 
 def test_a_full_pipe_takes_the_rest_later_and_in_order(pipe):
-    box = Outbox(pipe["sink"])
+    box = PipeOutbox(pipe["sink"])
     assert box.descriptors() == []
     parts = [bytes([index]) * 50_000 for index in range(8)]
     for part in parts:
@@ -36,7 +36,7 @@ def test_a_full_pipe_takes_the_rest_later_and_in_order(pipe):
 
 
 def test_where_nobody_reads_any_more_it_says_so_and_forgets(pipe):
-    box = Outbox(pipe["sink"])
+    box = PipeOutbox(pipe["sink"])
     os.close(pipe.pop("source"))
     box.add(b"x")
     assert not box.flush()

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts.placement import MAP_BY, Room, placed
+from syncvar_launcher.hosts.placement import MAP_BY, HostCapacity, placed
 
 
 def rooms(*sizes):
     return [
-        Room(f"n{index}", *(size if isinstance(size, tuple) else (size,)))
+        HostCapacity(f"n{index}", *(size if isinstance(size, tuple) else (size,)))
         for index, size in enumerate(sizes)
     ]
 

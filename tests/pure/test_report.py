@@ -3,9 +3,9 @@ import pytest
 from syncvar.core import exit_codes
 from syncvar.core.rank_text import rank_spans, ranks_of
 from syncvar_launcher.job.failure_report import (
-    Failure,
-    Other,
-    Raised,
+    FailureReport,
+    SecondaryFailure,
+    WorkerTraceback,
     describe_exit,
     exit_code_of,
     failure_block,
@@ -16,7 +16,7 @@ from syncvar_launcher.job.failure_report import (
 
 
 def test_block_with_traceback_others_and_commands():
-    failure = Failure(
+    failure = FailureReport(
         rank=2,
         status=1,
         host="b",
@@ -26,7 +26,7 @@ def test_block_with_traceback_others_and_commands():
         last_lines=("not shown",),
     )
     waiting = "waiting in all_reduce #12 at train.py:40"
-    others = [Other(3, waiting), Other(0, waiting), Other(1, waiting), Other(4, "computing")]
+    others = [SecondaryFailure(3, waiting), SecondaryFailure(0, waiting), SecondaryFailure(1, waiting), SecondaryFailure(4, "computing")]
     assert failure_block(failure, others, arguments=["-n", "5", "train.py"]) == (
         "syncvar: rank 2 on b exited with status 1 after 3.2 s in all_reduce #12 at train.py:40\n"
         "evidence: traceback of rank 2\n"
@@ -43,7 +43,7 @@ def test_block_with_traceback_others_and_commands():
 
 
 def test_block_shows_the_last_lines_where_there_is_no_traceback():
-    text = failure_block(Failure(rank=0, status=-11, last_lines=[f"line {i}" for i in range(50)]))
+    text = failure_block(FailureReport(rank=0, status=-11, last_lines=[f"line {i}" for i in range(50)]))
     assert text.startswith(
         "syncvar: rank 0 was killed by signal 11 (SIGSEGV)\nevidence: last 40 lines of rank 0\n"
     )
@@ -52,13 +52,13 @@ def test_block_shows_the_last_lines_where_there_is_no_traceback():
 
 
 def test_lines_that_stand_above_are_not_repeated():
-    text = failure_block(Failure(rank=0, status=3, last_lines=["a", "b"], stands_above=True))
+    text = failure_block(FailureReport(rank=0, status=3, last_lines=["a", "b"], stands_above=True))
     assert text == "syncvar: rank 0 exited with status 3\nevidence: last 2 lines of rank 0, above\n"
 
 
 def test_block_names_the_whole_output_and_does_not_repeat_options():
     text = failure_block(
-        Failure(rank=1, status=3), arguments=["--debug", "0", "a.py"], log_dir="logs"
+        FailureReport(rank=1, status=3), arguments=["--debug", "0", "a.py"], log_dir="logs"
     )
     assert text == (
         "syncvar: rank 1 exited with status 3\nevidence: rank 1 wrote nothing\n"
@@ -68,7 +68,7 @@ def test_block_names_the_whole_output_and_does_not_repeat_options():
 
 def test_block_names_the_flight_records():
     text = failure_block(
-        Failure(rank=1, status=3), records="flight records in a\n (syncvar explain 12345678)"
+        FailureReport(rank=1, status=3), records="flight records in a\n (syncvar explain 12345678)"
     )
     assert text.endswith("\nevidence: flight records in a\\x0a (syncvar explain 12345678)\n")
 
@@ -77,7 +77,7 @@ def test_block_names_the_flight_records():
 def test_a_rank_that_misses_the_variables_of_torch_is_offered_them(arguments):
     message = "ValueError: environment variable MASTER_ADDR expected, but not set"
     traceback = f'Traceback (most recent call last):\n  File "ddp.py", line 3\n{message}\n'
-    for failure in (Failure(1, 1, traceback=traceback), Failure(1, 1, last_lines=[message])):
+    for failure in (FailureReport(1, 1, traceback=traceback), FailureReport(1, 1, last_lines=[message])):
         _, _, offered = failure_block(failure, arguments=arguments).partition("try:\n")
         is_offered = offered.startswith("  syncvar-launch --torch-env -n 2 ddp.py\n")
         assert is_offered is ("--torch-env" not in arguments)
@@ -85,26 +85,26 @@ def test_a_rank_that_misses_the_variables_of_torch_is_offered_them(arguments):
 
 def test_block_of_the_job_as_a_whole():
     text = failure_block(
-        Failure(rank=-1, status=None, reason="ranks 3, 4 did not come within 300 s")
+        FailureReport(rank=-1, status=None, reason="ranks 3, 4 did not come within 300 s")
     )
     assert text == "syncvar: the job failed: ranks 3, 4 did not come within 300 s\n"
 
 
 def test_reason_stands_beside_the_status():
-    text = failure_block(Failure(rank=0, status=0, reason="left before shutdown"))
+    text = failure_block(FailureReport(rank=0, status=0, reason="left before shutdown"))
     assert text.startswith("syncvar: rank 0 exited with status 0: left before shutdown\n")
 
 
 def test_hints_go_before_our_own_commands():
-    text = failure_block(Failure(rank=0, status=-9), arguments=["a.py"], hints=["dmesg | tail"])
+    text = failure_block(FailureReport(rank=0, status=-9), arguments=["a.py"], hints=["dmesg | tail"])
     assert text.endswith("try:\n  dmesg | tail\n  syncvar-launch --debug 0 a.py\n")
 
 
 def test_text_of_ranks_is_escaped_and_makes_no_new_lines():
-    failure = Failure(
+    failure = FailureReport(
         rank=0, status=1, host="h\x1b[2J", traceback="E: a\x0cb\u202ec\r\n\x1b]0;t\x07", call="x\ny"
     )
-    text = failure_block(failure, [Other(1, "a\nb\x9bc")], hints=["h\x1b"])
+    text = failure_block(failure, [SecondaryFailure(1, "a\nb\x9bc")], hints=["h\x1b"])
     assert "\x1b" not in text
     assert r"on h\x1b[2J" in text
     assert r"a\x0cb\u202ec\x0d" in text
@@ -115,11 +115,11 @@ def test_text_of_ranks_is_escaped_and_makes_no_new_lines():
 
 def test_long_traceback_keeps_its_head_and_its_end():
     lines = [f"frame {i}" for i in range(1000)]
-    text = failure_block(Failure(rank=0, status=1, traceback="\n".join(lines)))
+    text = failure_block(FailureReport(rank=0, status=1, traceback="\n".join(lines)))
     assert "  frame 5\n    (960 lines left out; -v shows them)\n  frame 966\n" in text
     assert text.endswith("  frame 999\n")
     assert text.count("\n") == 43
-    whole = failure_block(Failure(rank=0, status=1, traceback="\n".join(lines)), is_whole=True)
+    whole = failure_block(FailureReport(rank=0, status=1, traceback="\n".join(lines)), is_whole=True)
     assert whole.count("\n") == 1002
 
 
@@ -129,9 +129,9 @@ def trace(line, message):
 
 def block(*texts, own=(), others=True):
     """Return the block of ranks that raised; the first one is the first failure."""
-    raised = [Raised(rank, text, rank not in own) for rank, text in enumerate(texts)]
-    others = [Other(rank, "elsewhere") for rank in range(1, len(texts))] if others else []
-    return failure_block(Failure(rank=0, status=1, traceback=texts[0]), others, raised=raised)
+    raised = [WorkerTraceback(rank, text, rank not in own) for rank, text in enumerate(texts)]
+    others = [SecondaryFailure(rank, "elsewhere") for rank in range(1, len(texts))] if others else []
+    return failure_block(FailureReport(rank=0, status=1, traceback=texts[0]), others, raised=raised)
 
 
 def test_equal_tracebacks_are_shown_once():
@@ -186,14 +186,14 @@ def test_errors_of_others_are_shown_but_those_that_follow_from_the_first():
 
 
 def test_errors_are_shown_after_a_failure_that_is_none():
-    raised = [Raised(rank, trace(7, "ValueError: while ending")) for rank in (0, 2)]
+    raised = [WorkerTraceback(rank, trace(7, "ValueError: while ending")) for rank in (0, 2)]
     text = failure_block(
-        Failure(rank=-1, status=None, reason="the limit"), [Other(1, "there")], raised=raised
+        FailureReport(rank=-1, status=None, reason="the limit"), [SecondaryFailure(1, "there")], raised=raised
     )
     assert "evidence: traceback of ranks 0, 2\n" in text
-    text = failure_block(Failure(rank=1, status=-9, last_lines=["x"]), raised=raised)
+    text = failure_block(FailureReport(rank=1, status=-9, last_lines=["x"]), raised=raised)
     assert "evidence: last line of rank 1\n  x\nevidence: traceback of ranks 0, 2\n" in text
-    text = interrupted_block("SIGINT", [Other(1, "there")], raised)
+    text = interrupted_block("SIGINT", [SecondaryFailure(1, "there")], raised)
     assert text.endswith(
         "rank 1: there\nevidence: traceback of ranks 0, 2\n  Traceback (most recent call last):\n"
         '    File "a.py", line 7, in <module>\n      f()\n  ValueError: while ending\n'
@@ -210,14 +210,14 @@ def test_last_words_and_syntax_errors_are_told_once():
 
 def test_many_different_others_are_summed_up():
     text = failure_block(
-        Failure(rank=0, status=1), [Other(rank, f"at line {rank}") for rank in range(1, 65)]
+        FailureReport(rank=0, status=1), [SecondaryFailure(rank, f"at line {rank}") for rank in range(1, 65)]
     )
     assert "  rank 7: at line 7\n  ranks 8-64: elsewhere\n" in text
 
 
 def test_blocks_use_no_exclamation_marks():
     text = failure_block(
-        Failure(rank=0, status=1), [Other(1, "computing")], arguments=["a.py"], log_dir="logs"
+        FailureReport(rank=0, status=1), [SecondaryFailure(1, "computing")], arguments=["a.py"], log_dir="logs"
     )
     assert "!" not in text
 
@@ -289,4 +289,4 @@ def test_secrets_on_the_command_line_are_masked_in_what_to_try():
         "a.py",
         "KEY=1",
     ]
-    assert "abc" not in failure_block(Failure(rank=0, status=1), arguments=arguments)
+    assert "abc" not in failure_block(FailureReport(rank=0, status=1), arguments=arguments)

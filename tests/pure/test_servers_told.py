@@ -13,7 +13,7 @@ from syncvar.core.process_ids import (
 )
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.protocol.server_directory import ServerTable
-from syncvar_launcher.job.failure_report import Failure, Other, failure_block
+from syncvar_launcher.job.failure_report import FailureReport, SecondaryFailure, failure_block
 
 
 def serve(server, job="job", generation=2, host_index=0):
@@ -116,9 +116,9 @@ def test_processes_are_called_what_they_are():
 
 
 def test_the_failure_block_names_a_server():
-    others = [Other(0, "computing"), Other(SERVER_0, "serving"), Other(SERVER_0 + 2, "serving")]
+    others = [SecondaryFailure(0, "computing"), SecondaryFailure(SERVER_0, "serving"), SecondaryFailure(SERVER_0 + 2, "serving")]
     text = failure_block(
-        Failure(SERVER_0 + 1, -9, "b", elapsed_s=1.0),
+        FailureReport(SERVER_0 + 1, -9, "b", elapsed_s=1.0),
         others,
         arguments=["-n", "1", "a.py"],
         log_dir="logs",

@@ -7,10 +7,10 @@ import pytest
 from syncvar.core.process_ids import SERVER_0
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.job.supervisor import (
-    Announce,
-    DoWithout,
+    NotifyPeerLost,
+    DropServer,
     Kill,
-    Restart,
+    RestartServer,
     Supervisor,
     Terminate,
 )
@@ -104,7 +104,7 @@ def test_a_plain_end_has_the_code_that_shells_give_it(status):
 def test_the_others_are_told_once_of_each_failure():
     one = supervisor()
     (told,) = one.failed(1, OWN, 1.0)
-    assert told == Announce(1, "uncaught ValueError: mine")
+    assert told == NotifyPeerLost(1, "uncaught ValueError: mine")
     assert one.exited(1, 1, 1.1, joined=True) == []
     assert one.silent(1, "silent", 1.2) == []
 
@@ -253,7 +253,7 @@ def test_who_stops_alone_is_the_cause_and_the_others_get_time_to_follow():
 def test_who_exits_with_75_in_the_middle_of_the_job_is_lost():
     one = supervisor()
     assert one.failed(1, STOP, 100.0) == []
-    assert one.exited(1, 75, 100.1, joined=True) == [Announce(1, "exited with status 75")]
+    assert one.exited(1, 75, 100.1, joined=True) == [NotifyPeerLost(1, "exited with status 75")]
     assert one.tick(102.1) == [Terminate((0, 2))]
     one.failed(0, LOST, 102.2)
     end(one, 0, 2)
@@ -489,27 +489,27 @@ def test_a_server_whose_copy_is_there_is_done_without_and_the_next_may_be_one_to
         one = with_servers(mirrors)
         for place, server in enumerate(order):
             (action,) = one.exited(SERVER_0 + server, -9, 1.0, joined=False)
-            assert isinstance(action, DoWithout if place < fatal else Announce), (mirrors, order)
+            assert isinstance(action, DropServer if place < fatal else NotifyPeerLost), (mirrors, order)
         assert one.outcome().exit_code == 137
 
 
 def test_new_copies_count_where_servers_are_lost_one_after_the_other():
     one = with_servers(TRIPLE)
-    assert [type(action) for action in one.exited(SERVER_0, -9, 1.0, joined=False)] == [DoWithout]
+    assert [type(action) for action in one.exited(SERVER_0, -9, 1.0, joined=False)] == [DropServer]
     one.copied(2, 0)
     one.copied(1, 2)
     assert [type(action) for action in one.exited(SERVER_0 + 1, -9, 2.0, joined=False)] == [
-        DoWithout
+        DropServer
     ]
     assert [type(action) for action in one.exited(SERVER_0 + 2, -9, 3.0, joined=False)] == [
-        Announce
+        NotifyPeerLost
     ]
 
 
 def test_a_server_that_is_stopped_is_ended_before_its_copy_takes_its_place():
     one = with_servers(PAIR)
     assert one.silent(SERVER_0, "its process is stopped", 1.0) == [
-        DoWithout(SERVER_0, "its process is stopped"),
+        DropServer(SERVER_0, "its process is stopped"),
         Kill((SERVER_0,)),
     ]
     assert one.silent(SERVER_0, "its process is stopped", 2.0) == []
@@ -520,7 +520,7 @@ def test_a_server_that_is_stopped_is_ended_before_its_copy_takes_its_place():
 def test_a_server_that_fails_by_an_exception_is_done_without_too():
     one = with_servers(PAIR)
     (action,) = one.failed(SERVER_0, OWN, 1.0)
-    assert action == DoWithout(SERVER_0, "uncaught ValueError: mine")
+    assert action == DropServer(SERVER_0, "uncaught ValueError: mine")
     assert one.exited(SERVER_0, 1, 1.0, joined=False) == []
 
 
@@ -537,7 +537,7 @@ def test_a_worker_that_nobody_waits_for_is_started_again_alone():
         assert again.rank == 1
         assert again.reason == ("signal 9" if how == "signal" else "uncaught ValueError: mine")
         assert isinstance(
-            one.exited(1, -9, 3.0, joined=False)[0], Announce
+            one.exited(1, -9, 3.0, joined=False)[0], NotifyPeerLost
         )  # so often, and not once more
         assert one.outcome().cause.rank == 1
 
@@ -558,9 +558,9 @@ def test_a_worker_whose_failure_would_come_again_is_not_started_again_alone():
         1.0,
         joined=False,
     )
-    assert isinstance(action, Announce)
+    assert isinstance(action, NotifyPeerLost)
     two = with_servers(((),), restarts=3)
-    assert isinstance(two.exited(1, 2, 1.0, joined=False)[0], Announce)  # wrong arguments
+    assert isinstance(two.exited(1, 2, 1.0, joined=False)[0], NotifyPeerLost)  # wrong arguments
 
 
 @pytest.mark.parametrize(
@@ -573,7 +573,7 @@ def test_a_worker_is_not_started_again_alone_where_that_does_not_help(why):
     if "ending" in why:
         one.signalled(15, 0.5)
     one.exited(1, -9, 1.0, joined="joined" in why)
-    assert not any(isinstance(action, Restart) for action in one.tick(5.0))
+    assert not any(isinstance(action, RestartServer) for action in one.tick(5.0))
     assert 1 in one.causes
 
 
@@ -581,7 +581,7 @@ def test_a_failure_forgets_who_was_to_be_started_again():
     one = with_servers(((),), workers=3, restarts=3)
     one.exited(1, -9, 1.0, joined=False)
     one.exited(2, 3, 1.1, joined=True)
-    assert not any(isinstance(action, Restart) for action in one.tick(2.5))
+    assert not any(isinstance(action, RestartServer) for action in one.tick(2.5))
     one.exited(0, 70, 3.0, joined=False)
     one.exited(SERVER_0, 0, 3.0, joined=False)
     assert one.is_over
@@ -599,9 +599,9 @@ def test_workers_are_told_to_end_before_servers_which_may_have_to_save_for_them(
 
 def test_servers_of_a_host_that_is_gone_with_all_ranks_are_not_replaced():
     one = Supervisor(1, CONFIG, False, 0.0, mirrors=((1,), (0,)))
-    assert not any(isinstance(action, DoWithout) for action in one.gone(0, "its host is gone", 1.0))
+    assert not any(isinstance(action, DropServer) for action in one.gone(0, "its host is gone", 1.0))
     assert not any(
-        isinstance(action, DoWithout)
+        isinstance(action, DropServer)
         for server in (SERVER_0, SERVER_0 + 1)
         for action in one.gone(server, "its host is gone", 1.0)
     )
