@@ -222,7 +222,9 @@ def work(arguments: argparse.Namespace) -> None:
     config = RuntimeConfig.from_mapping(os.environ).consistent()
     servers = Servers(WorkerSession(environment, config, os.environ))
     # The same process once more, without shared memory, in place of the other rank.
-    over = Servers(WorkerSession(environment._replace(rank=1), config.replaced(transport="zmq"), os.environ))
+    over = Servers(
+        WorkerSession(environment._replace(rank=1), config.replaced(transport="zmq"), os.environ)
+    )
     found: dict[str, Any] = {"throughput": throughput(servers, over)}
     if not arguments.throughput:
         found |= {
@@ -243,7 +245,9 @@ def lag(arguments: argparse.Namespace) -> None:
     """Step for a while, as one of several workers of which the last is ten times slower where that is asked for."""
     environment = RankEnvironment.from_mapping(os.environ)
     assert environment is not None
-    edge = WorkerSession(environment, RuntimeConfig.from_mapping(os.environ).consistent(), os.environ)
+    edge = WorkerSession(
+        environment, RuntimeConfig.from_mapping(os.environ).consistent(), os.environ
+    )
     bound = None if arguments.staleness < 0 else arguments.staleness
     value = np.zeros(1000, np.float32)
     asking = RequestBuilder()

@@ -21,8 +21,8 @@ from syncvar_launcher.hosts.agent_protocol import (
     GREETING,
     Message,
     RankSpec,
-    StartRequest,
     Reader,
+    StartRequest,
     checked_list,
     pack,
 )
@@ -32,7 +32,7 @@ from syncvar_launcher.hosts.network_proof import Listeners, reachable
 from syncvar_launcher.hosts.pipe_outbox import PipeOutbox
 from syncvar_launcher.hosts.staged_copy import HostCopy
 from syncvar_launcher.job.resource_limits import OF_LIMITS, LimitTooLow
-from syncvar_launcher.local.local_workers import WorkerExited, Event, WorkerOutput, WorkerStatus
+from syncvar_launcher.local.local_workers import Event, WorkerExited, WorkerOutput, WorkerStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable

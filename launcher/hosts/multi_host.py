@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from syncvar.core.rank_text import rank_list
 from syncvar_launcher.hosts.placement import HostCapacity, placed
-from syncvar_launcher.hosts.provision import Cluster
+from syncvar_launcher.hosts.provision import JobHosts
 from syncvar_launcher.hosts.staging import collected
 from syncvar_launcher.io import output
 from syncvar_launcher.io.output import escape
@@ -48,7 +48,7 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     _check_files(chosen)
     # In the background reading a terminal fails, and does not stop us and with us all ranks.
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-    with contextlib.closing(Cluster(chosen, _say)) as fleet:
+    with contextlib.closing(JobHosts(chosen, _say)) as fleet:
         fleet.open(_import_the_rest)
         workers = sum(one.workers for one in fleet.sites)
         output.shown_ranks(chosen.output, workers)
@@ -88,7 +88,7 @@ def dry_run(chosen: LaunchOptions) -> str:
     if chosen.listen is not None:
         return _dry_run_joined(chosen)
     rows = [("host", "slots", "named in", "reached by")]
-    with contextlib.closing(Cluster(chosen, _say)) as fleet:
+    with contextlib.closing(JobHosts(chosen, _say)) as fleet:
         for host in chosen.hosts:
             slots = "as many as cores" if host.slots is None else str(host.slots)
             slots += f", at most {host.max_slots}" if host.max_slots is not None else ""
@@ -170,7 +170,9 @@ def _dry_run_joined(chosen: LaunchOptions) -> str:
     )
 
 
-def _spans(rooms: Sequence[HostCapacity], sizes: Sequence[int]) -> Iterator[tuple[HostCapacity, int, int]]:
+def _spans(
+    rooms: Sequence[HostCapacity], sizes: Sequence[int]
+) -> Iterator[tuple[HostCapacity, int, int]]:
     first = 0
     for one, size in zip(rooms, sizes, strict=True):
         if size:

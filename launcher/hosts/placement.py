@@ -28,7 +28,9 @@ class HostCapacity(NamedTuple):
     max_slots: int | None = None
 
 
-def placed(rooms: Sequence[HostCapacity], workers: int | None, map_by: str = "slot") -> tuple[int, ...]:
+def placed(
+    rooms: Sequence[HostCapacity], workers: int | None, map_by: str = "slot"
+) -> tuple[int, ...]:
     """Return the number of workers of each host; 0 for one that is not needed.
 
     Ranks are numbered host by host in either way, so that those of one host are neighbours.
@@ -42,7 +44,7 @@ def placed(rooms: Sequence[HostCapacity], workers: int | None, map_by: str = "sl
         ConfigError: There is no place for so many.
 
     Example:
-        >>> two = [Room("a", 4), Room("b", 4)]
+        >>> two = [HostCapacity("a", 4), HostCapacity("b", 4)]
         >>> placed(two, 5), placed(two, 5, "host")
         ((4, 1), (3, 2))
     """

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from syncvar_launcher.options.option_table import LaunchOptions
     from syncvar_launcher.schedulers.start_on_hosts import Calling
 
-__all__ = ["Cluster", "HostSlot", "is_here"]
+__all__ = ["HostSlot", "JobHosts", "is_here"]
 
 _LOGINS_AT_ONCE = 16
 _LOGIN_S = 30.0
@@ -78,7 +78,7 @@ def is_here(host: Host, own: Sequence[Interface]) -> bool:
     return False
 
 
-class Cluster:
+class JobHosts:
     """The hosts of one job.
 
     Args:
@@ -144,7 +144,9 @@ class Cluster:
             self._check(self._remotes)
             self._put_together()
         rooms = [
-            HostCapacity(one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots)
+            HostCapacity(
+                one.host.name, one.host.slots or one.facts["core_count"], one.host.max_slots
+            )
             for one in self._remotes
         ]
         workers = self._options.workers or None

@@ -21,7 +21,15 @@ from syncvar_launcher.hosts.call_transfer import call_parts, forget_results, kee
 from syncvar_launcher.hosts.staging import place_there
 from syncvar_launcher.io.output import escape
 from syncvar_launcher.io.terminal import Input
-from syncvar_launcher.local.local_workers import WorkerExited, Event, WorkerUnreachable, WorkerOutput, Spared, WorkerStatus, WorkerStarted
+from syncvar_launcher.local.local_workers import (
+    Event,
+    Spared,
+    WorkerExited,
+    WorkerOutput,
+    WorkerStarted,
+    WorkerStatus,
+    WorkerUnreachable,
+)
 from syncvar_launcher.local.shm_service import why_no_arena
 from syncvar_launcher.local.stack_requests import ENDED, NOT_STARTED, StackRequest
 from syncvar_launcher.options.worker_environment import carried
@@ -31,7 +39,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from syncvar_launcher.hosts.agent_protocol import Message
-    from syncvar_launcher.hosts.provision import Cluster, HostSlot
+    from syncvar_launcher.hosts.provision import HostSlot, JobHosts
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.local.local_workers import LocalWorkers
 
@@ -84,7 +92,7 @@ class RemoteWorkers:
 
     def __init__(
         self,
-        fleet: Cluster,
+        fleet: JobHosts,
         job: Job,
         here: LocalWorkers,
         folder: Path,
@@ -506,7 +514,9 @@ class RemoteWorkers:
             code = message["code"] if 0 < message["code"] <= _CODE_MAX else INTERNAL
             for each in self._running_on(site):
                 self._running.discard(each)
-                yield WorkerUnreachable(each, escape(f"it cannot be started: {message['reason']}"), code)
+                yield WorkerUnreachable(
+                    each, escape(f"it cannot be started: {message['reason']}"), code
+                )
 
     def _keep(self, name: str, data: bytes, site: HostSlot) -> None:
         """Write a flight record, or the totals of calls, that a rank or server has left on its host."""

@@ -49,24 +49,24 @@ from syncvar_launcher.job.start_progress import StartProgress
 from syncvar_launcher.job.status_socket import StatusSocket
 from syncvar_launcher.job.supervisor import (
     Action,
-    NotifyPeerLost,
-    FailureCause,
     DropServer,
+    FailureCause,
     JobOutcome,
+    NotifyPeerLost,
     RestartServer,
     Supervisor,
     Terminate,
 )
 from syncvar_launcher.local.fork_client import ForkUnsupported, ServerEnded
 from syncvar_launcher.local.local_workers import (
-    LocalWorkers,
-    WorkerExited,
     Event,
-    WorkerUnreachable,
-    WorkerOutput,
+    LocalWorkers,
     Spared,
-    WorkerStatus,
+    WorkerExited,
+    WorkerOutput,
     WorkerStarted,
+    WorkerStatus,
+    WorkerUnreachable,
 )
 from syncvar_launcher.local.secret_fd import KEY_FD, KEY_FILE, secret_descriptor, write_secret
 from syncvar_launcher.local.shm_service import Sharing, sharing_of
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
 
     from syncvar.bootstrap.job_directory import JobDirectory
-    from syncvar_launcher.hosts.provision import Cluster
+    from syncvar_launcher.hosts.provision import JobHosts
     from syncvar_launcher.io.output import OutputForwarder, Stream
     from syncvar_launcher.io.signal_watch import SignalWatch
     from syncvar_launcher.job.event_log import EventLog
@@ -215,7 +215,7 @@ class Attempt:
         self.sharing: Sharing | RemoteWorkers = sharing
         self.stacks: StackCollector | RemoteWorkers = stacks
 
-    def _prepare_there(self, job: Job, fleet: Cluster, directory: JobDirectory) -> None:
+    def _prepare_there(self, job: Job, fleet: JobHosts, directory: JobDirectory) -> None:
         """Make what the ranks of other hosts need: a place to meet; their agents make the rest."""
         keys = None
         if job.config.encryption != "off":

@@ -128,7 +128,7 @@ def failure_block(
         Lines, each ended.
 
     Example:
-        >>> print(failure_block(Failure(rank=2, status=-9, host="b"), [Other(0, "computing"), Other(1, "computing")],
+        >>> print(failure_block(FailureReport(rank=2, status=-9, host="b"), [SecondaryFailure(0, "computing"), SecondaryFailure(1, "computing")],
         ...                     arguments=["-n", "3", "a.py"]), end="")
         syncvar: rank 2 on b was killed by signal 9 (SIGKILL)
         evidence: rank 2 wrote nothing
@@ -163,14 +163,18 @@ def failure_sentence(failure: FailureReport) -> str:
     """Say in one sentence what failed, as the first line of the block does.
 
     Example:
-        >>> failure_sentence(Failure(rank=2, status=-9, elapsed_s=1.25))
+        >>> failure_sentence(FailureReport(rank=2, status=-9, elapsed_s=1.25))
         'rank 2 was killed by signal 9 (SIGKILL) after 1.2 s'
     """
     return _what(failure).removeprefix("syncvar: ")
 
 
 def interrupted_block(
-    name: str, places: Sequence[SecondaryFailure], raised: Sequence[WorkerTraceback] = (), *, is_whole: bool = False
+    name: str,
+    places: Sequence[SecondaryFailure],
+    raised: Sequence[WorkerTraceback] = (),
+    *,
+    is_whole: bool = False,
 ) -> str:
     """Say that somebody has ended the job, and where its ranks were then.
 
@@ -181,7 +185,7 @@ def interrupted_block(
         is_whole: No lines of a traceback are left out.
 
     Example:
-        >>> print(interrupted_block("SIGINT", [Other(0, "in user code, a.py:3")]), end="")
+        >>> print(interrupted_block("SIGINT", [SecondaryFailure(0, "in user code, a.py:3")]), end="")
         syncvar: interrupted by SIGINT; all ranks have ended
         where they were:
           rank 0: in user code, a.py:3
@@ -222,7 +226,7 @@ def spared_block(number: int, places: Sequence[SecondaryFailure], launcher: int)
         launcher: The process of the launcher.
 
     Example:
-        >>> print(spared_block(10, [Other(0, "computing"), Other(1, "computing")], 4711), end="")
+        >>> print(spared_block(10, [SecondaryFailure(0, "computing"), SecondaryFailure(1, "computing")], 4711), end="")
         syncvar: SIGUSR1 would end ranks 0, 1, which have no handler for it: they do not get it. What they do:
           ranks 0, 1: computing
         syncvar: `syncvar stacks 4711` shows where they are in the script
@@ -285,10 +289,13 @@ def _what(failure: FailureReport) -> str:
     return text + (f": {escape(failure.reason)}" if failure.reason else "")
 
 
-def _evidence(failure: FailureReport, alike: Sequence[WorkerTraceback], is_whole: bool) -> list[str]:
+def _evidence(
+    failure: FailureReport, alike: Sequence[WorkerTraceback], is_whole: bool
+) -> list[str]:
     if failure.traceback.strip():
         return _traceback(
-            alike or [WorkerTraceback(failure.rank, failure.traceback)], _limit(_EVIDENCE_LINES, is_whole)
+            alike or [WorkerTraceback(failure.rank, failure.traceback)],
+            _limit(_EVIDENCE_LINES, is_whole),
         )
     if failure.last_lines:
         lines = list(failure.last_lines[-_EVIDENCE_LINES:])
@@ -303,7 +310,9 @@ def _evidence(failure: FailureReport, alike: Sequence[WorkerTraceback], is_whole
     return [f"evidence: {title}{who}", *_shown(lines)]
 
 
-def _groups(raised: Sequence[WorkerTraceback], failure: FailureReport) -> tuple[list[WorkerTraceback], list[list[WorkerTraceback]]]:
+def _groups(
+    raised: Sequence[WorkerTraceback], failure: FailureReport
+) -> tuple[list[WorkerTraceback], list[list[WorkerTraceback]]]:
     """Return the exceptions of the first one's traceback, the first one itself leading, and the others of their own."""
     first = [WorkerTraceback(failure.rank, failure.traceback)] if failure.traceback.strip() else []
     groups = _grouped([*first, *(one for one in raised if one.rank != failure.rank)])
@@ -389,7 +398,10 @@ def _others(others: Sequence[SecondaryFailure]) -> list[str]:
 
 
 def _commands(
-    failure: FailureReport, arguments: Sequence[str], log_dir: str, remedies: Sequence[Sequence[str]]
+    failure: FailureReport,
+    arguments: Sequence[str],
+    log_dir: str,
+    remedies: Sequence[Sequence[str]],
 ) -> list[str]:
     if not arguments:
         return []

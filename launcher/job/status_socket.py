@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from syncvar_launcher.hosts.remote_workers import RemoteWorkers
-    from syncvar_launcher.local.stack_requests import StackRequest, StackCollector
+    from syncvar_launcher.local.stack_requests import StackCollector, StackRequest
 
 __all__ = ["ANSWER_S", "SOCKET", "StatusSocket"]
 

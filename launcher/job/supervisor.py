@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Action",
-    "NotifyPeerLost",
-    "FailureCause",
     "DropServer",
-    "Kill",
+    "FailureCause",
     "JobOutcome",
+    "Kill",
+    "NotifyPeerLost",
     "RestartServer",
     "Supervisor",
     "Terminate",
@@ -287,7 +287,9 @@ class Supervisor:
             # It left in order and asks to be run again. The others are expected to do the same.
             weight = Severity.CONSEQUENCE if self._terminated else Severity.DISAGREEMENT
             self.stopped.add(rank)
-            self.causes[rank] = FailureCause(rank, weight, status, status, describe_exit(status), at=now)
+            self.causes[rank] = FailureCause(
+                rank, weight, status, status, describe_exit(status), at=now
+            )
             self._end_at(now + self.config.preempt_grace_s)
             return []
         if status == 0:

@@ -23,7 +23,7 @@ from syncvar_launcher.options.join_options import place_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar_launcher.join.listener import JoinedHost, AgentPipe
+    from syncvar_launcher.join.listener import AgentPipe, JoinedHost
     from syncvar_launcher.options.option_table import LaunchOptions
 
 __all__ = ["JoinGroup", "join_command", "listen_address"]
@@ -101,7 +101,9 @@ class JoinGroup:
         if make_key_file(options.key_file) and not called_by:
             say(f"made {options.key_file}; copy it to hosts that do not share this folder")
         self._address = address
-        self._door = Listener(address, port, join_secret(options.key_file), options.host_count or _MOST)
+        self._door = Listener(
+            address, port, join_secret(options.key_file), options.host_count or _MOST
+        )
         self.place = f"{bracketed(address)}:{self._door.port}"
         self._command = join_command(address, self._door.port, options)
 

@@ -42,7 +42,7 @@ from syncvar_launcher.join.join_handshake import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Listener", "JoinedHost", "AgentPipe"]
+__all__ = ["AgentPipe", "JoinedHost", "Listener"]
 
 _PING_S = 0.25  # who is gone is noticed by what cannot be sent to it
 _RETRY_S = 0.005

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["ForkServer", "ForkedWorker", "ForkUnsupported", "ServerEnded", "started_ahead"]
+__all__ = ["ForkServer", "ForkUnsupported", "ForkedWorker", "ServerEnded", "started_ahead"]
 
 _FORK_FD = "SYNCVAR_FORK_FD"
 _ANSWER_MAX = 4096

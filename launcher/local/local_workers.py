@@ -37,7 +37,16 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.local.fork_client import ForkedWorker, ForkServer
 
-__all__ = ["LocalWorkers", "WorkerExited", "Event", "WorkerUnreachable", "WorkerOutput", "WorkerStatus", "WorkerStarted", "WorkerProcess"]
+__all__ = [
+    "Event",
+    "LocalWorkers",
+    "WorkerExited",
+    "WorkerOutput",
+    "WorkerProcess",
+    "WorkerStarted",
+    "WorkerStatus",
+    "WorkerUnreachable",
+]
 
 _CHUNK = 65536
 _RECORD_MAX = 1 << 20
@@ -419,7 +428,12 @@ class LocalWorkers:
         del worker.said[:end]
 
     def _read(
-        self, worker: WorkerProcess, descriptor: int, stream: Literal["out", "err"], *, last: bool = False
+        self,
+        worker: WorkerProcess,
+        descriptor: int,
+        stream: Literal["out", "err"],
+        *,
+        last: bool = False,
     ) -> Iterator[Event]:
         while True:
             try:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.local.local_workers import LocalWorkers
 
-__all__ = ["ENDED", "NOT_STARTED", "StackRequest", "StackCollector"]
+__all__ = ["ENDED", "NOT_STARTED", "StackCollector", "StackRequest"]
 
 ENDED, NOT_STARTED = "its process has ended", "its process has not been started"
 

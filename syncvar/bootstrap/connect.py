@@ -96,7 +96,9 @@ def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool)
     )
 
 
-def _told(config: RuntimeConfig, environ: Mapping[str, str]) -> tuple[LaunchInfo | None, MpiCards | None]:
+def _told(
+    config: RuntimeConfig, environ: Mapping[str, str]
+) -> tuple[LaunchInfo | None, MpiCards | None]:
     """Return who this process is by what MPI or another launcher says, and the cards of MPI; nothing where it is alone."""
     if config.uses_mpi:
         from syncvar.bootstrap.mpi_rendezvous import join

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.launch_env.base import LaunchInfo
 
-__all__ = ["KeyValueStore", "FolderStore", "ProcessManager", "shared_folder"]
+__all__ = ["FolderStore", "KeyValueStore", "ProcessManager", "shared_folder"]
 
 _VARIABLE = "SYNCVAR_MEETING_DIR"
 _WHAT = "folder in which the ranks meet"

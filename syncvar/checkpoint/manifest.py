@@ -21,9 +21,9 @@ __all__ = [
     "DIGEST_BYTES",
     "FORMAT",
     "MANIFEST_BYTES_MAX",
-    "ManifestEntry",
     "Label",
     "Manifest",
+    "ManifestEntry",
     "Piece",
     "ShardFile",
     "Stored",
@@ -127,7 +127,7 @@ class ManifestEntry:
 
         Example:
             >>> copies = {number: Stored("bool", (number,), ()) for number in range(2)}
-            >>> entry = Entry("variable", "NONE NONE", 2, None, copies)
+            >>> entry = ManifestEntry("variable", "NONE NONE", 2, None, copies)
             >>> [entry.choose("v", replica, 3, "cycle", own=True) is copies[replica % 2] for replica in range(3)]
             [True, True, True]
             >>> entry.choose("v", 2, 3, "same_rank_or_initial", own=True) is None

@@ -40,7 +40,7 @@ def best_of(kept: Sequence[RetainedCheckpoint], best: str | None) -> RetainedChe
         best: "min", "max" or None.
 
     Example:
-        >>> best_of([Kept(1, 0.5), Kept(2, float("nan")), Kept(3, 0.7)], "min").step
+        >>> best_of([RetainedCheckpoint(1, 0.5), RetainedCheckpoint(2, float("nan")), RetainedCheckpoint(3, 0.7)], "min").step
         1
     """
     if best is None:
@@ -54,7 +54,9 @@ def best_of(kept: Sequence[RetainedCheckpoint], best: str | None) -> RetainedChe
     return max(rated, key=lambda pair: (pair[0], pair[1].place))[1] if rated else None
 
 
-def superfluous(kept: Sequence[RetainedCheckpoint], keep: int | None, best: str | None) -> list[RetainedCheckpoint]:
+def superfluous(
+    kept: Sequence[RetainedCheckpoint], keep: int | None, best: str | None
+) -> list[RetainedCheckpoint]:
     """Return the checkpoints to remove, oldest first: all but the `keep` latest saves and the best.
 
     One that is not whole does not count; it is removed when it is older than all that stay.
@@ -65,7 +67,7 @@ def superfluous(kept: Sequence[RetainedCheckpoint], keep: int | None, best: str 
         best: "min", "max" or None.
 
     Example:
-        >>> saves = [Kept(1, 0.1), Kept(2, 0.5), Kept(3, 0.4), Kept(4, 0.3)]
+        >>> saves = [RetainedCheckpoint(1, 0.1), RetainedCheckpoint(2, 0.5), RetainedCheckpoint(3, 0.4), RetainedCheckpoint(4, 0.3)]
         >>> [one.step for one in superfluous(saves, 2, "min")]
         [2]
     """

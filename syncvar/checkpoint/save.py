@@ -213,7 +213,9 @@ class Saving:
                 return [[], {}]
             return self._write_shard(folder, parts)
 
-    def _write_shard(self, folder: CheckpointFolder, parts: list[tuple[str, int, int]]) -> list[Any]:
+    def _write_shard(
+        self, folder: CheckpointFolder, parts: list[tuple[str, int, int]]
+    ) -> list[Any]:
         arrays, described = [], []
         for key, start, stop in parts:
             array = self._arrays[key]

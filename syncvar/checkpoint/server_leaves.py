@@ -202,7 +202,10 @@ class OnServers:
     """
 
     def __init__(
-        self, found: Iterable[ServerVariableLeaf], steppers: Iterable[ServerOptimizerLeaf], keys: dict[int, str]
+        self,
+        found: Iterable[ServerVariableLeaf],
+        steppers: Iterable[ServerOptimizerLeaf],
+        keys: dict[int, str],
     ) -> None:
         variables = dict(found)
         self._variables = {
@@ -353,7 +356,9 @@ def taken_alone(
     Returns:
         (value by the identity of its variable, slots by the identity of their optimizer, under the keys of `tracked()`).
     """
-    steppers = [(one, ServerOptimizerLeaf("", one)) for one in optimizers if one.elsewhere is not None]
+    steppers = [
+        (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.elsewhere is not None
+    ]
     steppers = [(one, leaf) for one, leaf in steppers if leaf.can_be_there]
     found = {id(one): one for one in variables}
     for one, _ in steppers:
@@ -423,7 +428,9 @@ def sorted_out(
     """
     variables = [one for one in found if isinstance(one, ServerVariableLeaf)]
     steppers = [one for one in found if isinstance(one, ServerOptimizerLeaf)]
-    leaves: list[Leaf] = [one for one in found if not isinstance(one, ServerVariableLeaf | ServerOptimizerLeaf)]
+    leaves: list[Leaf] = [
+        one for one in found if not isinstance(one, ServerVariableLeaf | ServerOptimizerLeaf)
+    ]
     keys: dict[int, str] = {}
     local: dict[str, Variable] = {}
     for one in found:

@@ -69,7 +69,9 @@ class StepFolders:
                 self._read[step] = signature, self._look_at(step)
             kept = self._read[step][1]
             if kept is None:
-                kept = RetainedCheckpoint(step, None, found[-1].number if found else 0, is_whole=False)
+                kept = RetainedCheckpoint(
+                    step, None, found[-1].number if found else 0, is_whole=False
+                )
             found.append(kept)
         return sorted(found, key=lambda one: one.place)
 

@@ -26,9 +26,9 @@ from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
 from syncvar.variables.exact_split import share_of
 from syncvar.variables.in_place_update import are_parts, replace_copy
 from syncvar.variables.policy import (
+    AccessKind,
     CallContext,
     Effect,
-    AccessKind,
     Travel,
     VariableSynchronization,
     decide,

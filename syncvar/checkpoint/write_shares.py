@@ -28,7 +28,7 @@ def shares(values: Sequence[tuple[str, int, int]], ranks: Sequence[int]) -> list
 
     Example:
         >>> shares([("a", 3, 4), ("b", 5, 4)], [0, 1])
-        [Part(key='a', rank=0, start=0, stop=3), Part(key='b', rank=0, start=0, stop=1), Part(key='b', rank=1, start=1, stop=5)]
+        [ElementRange(key='a', rank=0, start=0, stop=3), ElementRange(key='b', rank=0, start=0, stop=1), ElementRange(key='b', rank=1, start=1, stop=5)]
     """
     total = sum(count * itemsize for _, count, itemsize in values)
     bounds = [total * index // len(ranks) for index in range(len(ranks) + 1)]

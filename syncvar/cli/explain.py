@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.cli.record_files import (
-    LostRank,
     FlightRecord,
+    LostRank,
     calls_of,
     duration,
     lost_ranks,
@@ -305,7 +305,10 @@ def _told(records: Sequence[FlightRecord], one: Divergence, zero: int) -> list[s
 
 
 def _describe_cycle(
-    records: Sequence[FlightRecord], cycle: Mapping[int, Divergence], names: Mapping[int, str], zero: int
+    records: Sequence[FlightRecord],
+    cycle: Mapping[int, Divergence],
+    names: Mapping[int, str],
+    zero: int,
 ) -> list[str]:
     ranks = list(cycle)
     after = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.shm_rounds import publications
 from syncvar.runtime.programs.block_transfer import cells_of_blocks, fits_slots, is_worth_reading
-from syncvar.runtime.programs.compile_reduce import ResultPlacement, BufferPlacement, lower_reduce, lower_small
+from syncvar.runtime.programs.compile_reduce import (
+    BufferPlacement,
+    ResultPlacement,
+    lower_reduce,
+    lower_small,
+)
 from syncvar.runtime.programs.compile_rounds import lower_rounds
 from syncvar.runtime.programs.compile_transfer import Move, TransferPath, lower_move
 from syncvar.runtime.programs.instructions import program_text

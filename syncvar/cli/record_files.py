@@ -243,9 +243,9 @@ def lost_ranks(detail: str) -> dict[int, LostRank]:
 
     Example:
         >>> lost_ranks("PeerLost: rank 1 on box was lost: finished (it ended before barrier (call 3))")
-        {1: Lost(words='ended (exit 0)', did_end=True)}
+        {1: LostRank(words='ended (exit 0)', did_end=True)}
         >>> lost_ranks("PeerLost: rank 1 was lost: signal 9")
-        {1: Lost(words='killed by signal 9', did_end=False)}
+        {1: LostRank(words='killed by signal 9', did_end=False)}
     """
     found = _LOST.match(detail)
     if found is None:

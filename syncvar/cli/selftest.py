@@ -117,7 +117,7 @@ def outcome_lines(paths: Mapping[str, Sequence[SelfTestResult]]) -> tuple[list[s
         paths: For each data path the outcomes there.
 
     Example:
-        >>> lines, is_good = outcome_lines({"zmq": [Outcome("barrier", "nobody leaves early", 20, 0.1)]})
+        >>> lines, is_good = outcome_lines({"zmq": [SelfTestResult("barrier", "nobody leaves early", 20, 0.1)]})
         >>> lines, is_good
         (['barrier            OK    nobody leaves early; 20 calls over zmq'], True)
     """

@@ -232,7 +232,12 @@ def _unchanged(one: Collective, case: Case, x: Any) -> Any:
 
 
 def _judge(
-    outcome: SelfTestResult, what: str, call: Callable[[], Any], target: Any, case: Case, one: Collective
+    outcome: SelfTestResult,
+    what: str,
+    call: Callable[[], Any],
+    target: Any,
+    case: Case,
+    one: Collective,
 ) -> None:
     outcome.calls += 1
     try:

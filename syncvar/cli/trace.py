@@ -122,7 +122,9 @@ def _us(ns: int, zero: int) -> float:
     return (ns - zero) / 1000
 
 
-def _drawn(record: FlightRecord, event: Event, pid: int, row: int, zero: int) -> list[dict[str, Any]]:
+def _drawn(
+    record: FlightRecord, event: Event, pid: int, row: int, zero: int
+) -> list[dict[str, Any]]:
     name = event.what.split("(", 1)[0]
     at: dict[str, Any] = {"name": name, "pid": pid, "tid": row, "ts": _us(event.began_ns, zero)}
     if event.state == "noted":

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from syncvar.variables.policy import (
+    AccessKind,
     Action,
     CallContext,
     Effect,
-    AccessKind,
     Travel,
     VariableAggregation,
     VariableSynchronization,

@@ -10,7 +10,13 @@ import numpy as np
 from syncvar.collectives.dispatch import entered, make_call, plain_array
 from syncvar.collectives.groups import checked_root
 from syncvar.collectives.stage_builders import exchange, gather_flat, require_same
-from syncvar.collectives.transfer_args import TransferArgs, detail_of, fits_out, moves, result_buffer
+from syncvar.collectives.transfer_args import (
+    TransferArgs,
+    detail_of,
+    fits_out,
+    moves,
+    result_buffer,
+)
 from syncvar.core.array_arguments import checked_integer, deliver
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import TreeDef, arrays_in, describe, fresh, unflatten

@@ -141,7 +141,9 @@ def _request(
         )
         is_alike = all(part.shape == shape for part in mine)
         layout = (
-            TransferLayout(detail_of(dtype, shape), dtype, shape, size - 1, takes, most_takes=size - 1)
+            TransferLayout(
+                detail_of(dtype, shape), dtype, shape, size - 1, takes, most_takes=size - 1
+            )
             if is_alike
             else UNMOVED
         )

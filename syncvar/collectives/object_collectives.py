@@ -290,7 +290,9 @@ def _gathering(
     )
 
 
-def _broadcasting(name: str, communicator: Communicator, packed: list[bytes], root: int) -> TransferArgs:
+def _broadcasting(
+    name: str, communicator: Communicator, packed: list[bytes], root: int
+) -> TransferArgs:
     is_root = communicator.member_rank == root
 
     def general() -> Generator[Stage, None, list[bytes]]:
@@ -308,7 +310,9 @@ def _broadcasting(name: str, communicator: Communicator, packed: list[bytes], ro
     )
 
 
-def _scattering(name: str, communicator: Communicator, packed: list[bytes], root: int) -> TransferArgs:
+def _scattering(
+    name: str, communicator: Communicator, packed: list[bytes], root: int
+) -> TransferArgs:
     size, rank = communicator.size, communicator.member_rank
     is_root = rank == root
 

@@ -73,7 +73,9 @@ def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> P2P
             engine.book.count_by(made.count)
         if engine is not None and communicator.member_rank == source:
             engine.sent.note(identity, pair[1], tag)
-        found = streams[source, dest, tag] = P2PChannel(context, made, end, ARRAY, partial(_begun, tag))
+        found = streams[source, dest, tag] = P2PChannel(
+            context, made, end, ARRAY, partial(_begun, tag)
+        )
     return found
 
 
@@ -93,7 +95,14 @@ def sending_words(name: str, line: P2PChannel, array: NDArray[Any], kind: int, t
 
 
 def to_send(
-    name: str, line: P2PChannel, array: NDArray[Any], kind: int, tag: int, *, waits: bool, copies: bool
+    name: str,
+    line: P2PChannel,
+    array: NDArray[Any],
+    kind: int,
+    tag: int,
+    *,
+    waits: bool,
+    copies: bool,
 ) -> CollectiveSpec:
     """Return the call that sends an array, or an object as bytes; `waits` for a long one, which waits for its receiver."""
     stream = line.stream
@@ -120,7 +129,11 @@ def to_send(
 
 
 def to_receive(
-    name: str, line: P2PChannel, tag: int, landing: Landing, finish: Callable[[int, NDArray[Any]], Any]
+    name: str,
+    line: P2PChannel,
+    tag: int,
+    landing: Landing,
+    finish: Callable[[int, NDArray[Any]], Any],
 ) -> CollectiveSpec:
     """Return the call that receives a message."""
     stream = line.stream

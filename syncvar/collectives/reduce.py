@@ -146,5 +146,10 @@ def _request(
         return ReduceArgs(f"reduce({op}, {len(arrays)} arrays, root {target})", digest, body(), op)
     ((how, digest, what),) = parts
     return ReduceArgs(
-        what, digest, body(), op, ResultPlacement("reduce", target), is_entered=arrays[0].dtype == how.result
+        what,
+        digest,
+        body(),
+        op,
+        ResultPlacement("reduce", target),
+        is_entered=arrays[0].dtype == how.result,
     )

@@ -148,7 +148,9 @@ def _request(
             return outcome(left, work, count, array.shape, into)
         return deliver(np.full(array.shape, neutral, how.result), into)
 
-    return ReduceArgs(what, digest, body(), op, ResultPlacement(name), is_entered=array.dtype == how.result)
+    return ReduceArgs(
+        what, digest, body(), op, ResultPlacement(name), is_entered=array.dtype == how.result
+    )
 
 
 _scan_request, _exscan_request = partial(_request, "scan"), partial(_request, "exscan")

@@ -140,7 +140,9 @@ def _request(
         layout = UNMOVED
     else:
         takes = () if rank == source else ((source, place_of(source, rank)),)
-        layout = TransferLayout(detail_of(like.dtype, like.shape), like.dtype, like.shape, size - 1, takes)
+        layout = TransferLayout(
+            detail_of(like.dtype, like.shape), like.dtype, like.shape, size - 1, takes
+        )
 
     def blocks_of(parts: list[NDArray[Any]], out: Any) -> Blocks:
         made = result_buffer(out, layout.shape, layout.dtype, *parts)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.collectives.groups import Group
-    from syncvar.runtime.communicator import Communicator, CollectiveSpec
+    from syncvar.runtime.communicator import CollectiveSpec, Communicator
     from syncvar.runtime.p2p.channel import P2PChannel
 
 __all__ = ["recv", "recv_object", "send", "send_object", "sendrecv"]

@@ -223,7 +223,9 @@ class _SharedMapping(NamedTuple):
     marks: NDArray[Any]
 
 
-def _allocated(arena: SharedSegment, size: int, head: int, wanted: SharedArraySpec) -> _SharedMapping:
+def _allocated(
+    arena: SharedSegment, size: int, head: int, wanted: SharedArraySpec
+) -> _SharedMapping:
     """Take memory for what is shared and for the words in front of it, and write the content."""
     block = arena.empty(head + max(1, wanted.nbytes), np.uint8)
     offset = arena.locate(block)

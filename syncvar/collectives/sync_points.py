@@ -8,7 +8,7 @@ import numpy as np
 
 from syncvar.collectives.stage_builders import gather_bytes
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runtime.communicator import Communicator, CollectiveSpec, fingerprint
+from syncvar.runtime.communicator import CollectiveSpec, Communicator, fingerprint
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 from syncvar.collectives.dispatch import Cacheable, never
 from syncvar.runtime.communicator import fingerprint
 from syncvar.runtime.persistent.persistent_transfer import prepare_move
-from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, TransferLayout, Movement
+from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, Movement, TransferLayout
 from syncvar.runtime.programs.round_runner import SIDE_BY_SIDE
 from syncvar.runtime.request import Stage
 

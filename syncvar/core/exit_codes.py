@@ -98,7 +98,7 @@ def weight_of(error: str) -> Severity:
 
     Example:
         >>> weight_of("ValueError"), weight_of("PeerLost")
-        (<Weight.OWN: 0>, <Weight.CONSEQUENCE: 2>)
+        (<Severity.OWN: 0>, <Severity.CONSEQUENCE: 2>)
     """
     return _WEIGHTS.get(error, Severity.OWN)
 

@@ -81,7 +81,7 @@ class PyTree(NamedTuple):
         """Return the leaves of a structure that is alike, whose arrays take no memory: what is kept of a call that may be made again.
 
         Example:
-            >>> leaves = Leaves.of(flatten([np.ones((2, 3))])[0], [np.ones((2, 3))]).without_memory()
+            >>> leaves = PyTree.of(flatten([np.ones((2, 3))])[0], [np.ones((2, 3))]).without_memory()
             >>> leaves.arrays[0].shape, leaves.arrays[0].strides
             ((2, 3), (0, 0))
         """

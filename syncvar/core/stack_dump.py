@@ -222,7 +222,7 @@ def dumps_of(text: str) -> list[Thread]:
 
     Example:
         >>> dumps_of('Stack (most recent call first):\n  File "a.py", line 3 in f\n')
-        [Thread(ident='', is_main=True, frames=(Frame(file='a.py', line=3, name='f'),))]
+        [Thread(ident='', is_main=True, frames=(StackFrame(file='a.py', line=3, name='f'),))]
     """
     threads: list[Thread] = []
     frames: list[StackFrame] = []
@@ -257,9 +257,9 @@ def where(frames: Sequence[StackFrame], folder: str) -> str:
         folder: Paths below it are told relative to it.
 
     Example:
-        >>> where([Frame("/a/load.py", 9, "read"), Frame("/a/train.py", 49, "<module>")], "/a")
+        >>> where([StackFrame("/a/load.py", 9, "read"), StackFrame("/a/train.py", 49, "<module>")], "/a")
         'in user code, load.py:9 < train.py:49'
-        >>> where([Frame("/lib/site-packages/numpy/linalg.py", 7, "svd"), Frame("/a/train.py", 49, "<module>")], "/a")
+        >>> where([StackFrame("/lib/site-packages/numpy/linalg.py", 7, "svd"), StackFrame("/a/train.py", 49, "<module>")], "/a")
         'in numpy/linalg.py:7, called at train.py:49'
     """
     kept = shown(frames)

@@ -151,7 +151,9 @@ def inspected(value: Any) -> tuple[Any, int, BatchPolicy]:
     structure, leaves = flatten(value)
     arrays = [as_leaf(leaf) for leaf in leaves]
     rows = _common_length(arrays)
-    kind = BatchPolicy(structure, tuple((_dtype_name(array.dtype), array.shape[1:]) for array in arrays))
+    kind = BatchPolicy(
+        structure, tuple((_dtype_name(array.dtype), array.shape[1:]) for array in arrays)
+    )
     is_batch = all(array is leaf for array, leaf in zip(arrays, leaves, strict=True))
     return value if is_batch else map_leaves(lambda array: array, value), rows, kind
 

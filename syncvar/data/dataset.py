@@ -9,13 +9,13 @@ import numpy as np
 from syncvar.core.errors import ConfigError
 from syncvar.core.lazy_import import ClassWithHints, MigrationHintsMixin, unexpected
 from syncvar.data.indexed_sources import (
+    ArrayRows,
     Indexed,
     IndexedBatches,
     IndexedMap,
     IndexedRepeat,
     IndexedShard,
     IndexedShuffle,
-    ArrayRows,
 )
 from syncvar.data.iterator_state import integer_of, read_state
 from syncvar.data.prefetch import Prefetched

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
+    "ArrayRows",
     "Indexed",
     "IndexedBatches",
     "IndexedMap",
     "IndexedRepeat",
     "IndexedShard",
     "IndexedShuffle",
-    "ArrayRows",
 ]
 
 

@@ -58,7 +58,9 @@ def pull(own: sv.Variable, center: sv.Variable, alpha: float) -> None:
     center.assign_add(difference)
 
 
-def train(data: RegressionData, steps: int = STEPS, period: int = PERIOD, beta: float = BETA) -> EasgdResult:
+def train(
+    data: RegressionData, steps: int = STEPS, period: int = PERIOD, beta: float = BETA
+) -> EasgdResult:
     """Train on this worker's rows; the outcome is the same on every worker.
 
     Raises:

@@ -70,7 +70,10 @@ def spread_of(weights: NDArray[Any]) -> tuple[NDArray[Any], float]:
 
 
 def train(
-    data: RegressionData, rounds: int = ROUNDS, look_every: int = LOOK_EVERY, rate: float = LEARNING_RATE
+    data: RegressionData,
+    rounds: int = ROUNDS,
+    look_every: int = LOOK_EVERY,
+    rate: float = LEARNING_RATE,
 ) -> GossipResult:
     """Train on this worker's rows; the outcome is the same on every worker."""
     rank, workers = sv.rank(), sv.world_size()

@@ -16,8 +16,8 @@ from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.collective_requests import request_of
 from syncvar.variables.policy import (
-    CallContext,
     AccessKind,
+    CallContext,
     VariableAggregation,
     VariableSynchronization,
     decide,

@@ -42,7 +42,13 @@ class RemoteStep:
         self.variables: dict[str, Variable] = {}
 
     def step(
-        self, stepper: RemoteOptimizer, pairs: list[Any], rate: float, reduce: str | None, *, is_plain: bool
+        self,
+        stepper: RemoteOptimizer,
+        pairs: list[Any],
+        rate: float,
+        reduce: str | None,
+        *,
+        is_plain: bool,
     ) -> None:
         """Let servers make a step.
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ITERATIONS",
+    "OptimizerSlots",
     "SavedSlot",
     "SlotSpec",
-    "OptimizerSlots",
     "SlotState",
     "compute_dtype",
     "is_apart",
@@ -127,7 +127,12 @@ class SavedSlot:
     aggregation = VariableAggregation.NONE
 
     def __init__(
-        self, slots: OptimizerSlots, name: str, spec: SlotSpec, beside: Variable | None, strategy: Any
+        self,
+        slots: OptimizerSlots,
+        name: str,
+        spec: SlotSpec,
+        beside: Variable | None,
+        strategy: Any,
     ) -> None:
         self._spec, self._slots, self._slot, self._beside = spec, slots, name, beside
         self._key = _owner_id(beside), name
@@ -417,7 +422,9 @@ class OptimizerSlots:
         Args:
             memo: Of the deep copy.
         """
-        made = OptimizerSlots(self._name, self._initials, counts=self._counts, accumulates=self._accumulates)
+        made = OptimizerSlots(
+            self._name, self._initials, counts=self._counts, accumulates=self._accumulates
+        )
         made.is_waiting_apart = self.is_waiting_apart if self.iterations is None else self.apart
         variables = {id(one): one for one in self.stepped}
         values = {key: one.value for key, one in self.waiting.items()}

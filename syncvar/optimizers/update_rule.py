@@ -15,7 +15,7 @@ from syncvar.optimizers.exact_math import BLOCK
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["RuleWorkspace", "UpdateRule", "SteppedVariable"]
+__all__ = ["RuleWorkspace", "SteppedVariable", "UpdateRule"]
 
 
 class SteppedVariable(Protocol):

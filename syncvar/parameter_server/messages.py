@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 __all__ = [
     "MESSAGE_NBYTES_MAX",
     "Arrays",
+    "Endpoint",
     "Message",
     "OutgoingMessage",
-    "Endpoint",
     "frames_of",
     "message_of",
 ]

@@ -21,7 +21,9 @@ def rule_key_of(told: list[Any]) -> RuleKey:
 def slots_of(operation: dict[str, Any], arrays: Arrays) -> dict[RuleKey, ShardSlots]:
     """Return what optimizers are to keep of a shard that is restored."""
     return {
-        rule_key_of(rule): ShardSlots(steps, {name: arrays[number] for name, number in slots.items()})
+        rule_key_of(rule): ShardSlots(
+            steps, {name: arrays[number] for name, number in slots.items()}
+        )
         for rule, steps, slots in operation["rules"]
     }
 

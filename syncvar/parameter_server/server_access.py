@@ -184,7 +184,12 @@ class ServerAccess:
         return int(min(parts[0], max(1, shape[0])))
 
     def ask(
-        self, asking: RequestBuilder, what: str, *, snapshot: bool = False, timeout: float | None = None
+        self,
+        asking: RequestBuilder,
+        what: str,
+        *,
+        snapshot: bool = False,
+        timeout: float | None = None,
     ) -> Ticket:
         """Make a request and wait for it."""
         self.require_place(what)

@@ -110,7 +110,9 @@ def take(
     return ServerState(made, pushes)
 
 
-def _joined(rule: RuleKey, kept: SavedVariable, told: list[dict[str, Any]], arrays: list[Any]) -> ShardSlots:
+def _joined(
+    rule: RuleKey, kept: SavedVariable, told: list[dict[str, Any]], arrays: list[Any]
+) -> ShardSlots:
     """Return what an optimizer keeps of all parts of a variable; a part that it never stepped has what slots begin with."""
     variable = kept.variable
     steps = max(one["steps"] for one in told)

@@ -75,7 +75,7 @@ def unpack_record(data: bytes) -> InputRecord:
     """Return the record in some bytes.
 
     Example:
-        >>> unpack_record(pack_record(Record(ARRAY, 3, (2, 5)))).shape
+        >>> unpack_record(pack_record(InputRecord(ARRAY, 3, (2, 5)))).shape
         (2, 5)
     """
     kind, dtype, ndim, nbytes, *shape = _RECORD.unpack(data)

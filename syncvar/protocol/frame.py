@@ -86,7 +86,7 @@ def pack_header(
     """Return the bytes of a header.
 
     Example:
-        >>> parse_header(pack_header(Kind.DATA, 3, 0, 1, 7, nbytes=40)).call
+        >>> parse_header(pack_header(FrameType.DATA, 3, 0, 1, 7, nbytes=40)).call
         7
     """
     body = _BODY.pack(

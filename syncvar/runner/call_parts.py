@@ -9,7 +9,7 @@ from syncvar.protocol.object_codec import pack_object, unpack_object
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["End", "CallPart", "EnginePlace", "packed", "parts", "unpacked"]
+__all__ = ["CallPart", "End", "EnginePlace", "packed", "parts", "unpacked"]
 
 
 class EnginePlace(NamedTuple):
@@ -104,7 +104,7 @@ def parts(
         restarts: How often the ranks have been started again before.
 
     Example:
-        >>> two = [Place("a", "x", "10.0.0.1", 5000, 1), Place("b", "y", "10.0.0.2", 6000, 2), Place("a", "x", "10.0.0.1", 5002, 3)]
+        >>> two = [EnginePlace("a", "x", "10.0.0.1", 5000, 1), EnginePlace("b", "y", "10.0.0.2", 6000, 2), EnginePlace("a", "x", "10.0.0.1", 5002, 3)]
         >>> [(one.rank, one.environ["LOCAL_RANK"], one.environ["MASTER_ADDR"]) for one in parts(two, b"", "j", "", {}, [])]
         [(0, '0', '10.0.0.1'), (2, '0', '10.0.0.1'), (1, '1', '10.0.0.1')]
     """

@@ -16,7 +16,7 @@ from syncvar.bootstrap.process import is_initialized, member
 from syncvar.bootstrap.rendezvous import leave
 from syncvar.bootstrap.worker_main import failure_of
 from syncvar.protocol.exception_codec import pack_exception
-from syncvar.runner.call_parts import End, CallPart, EnginePlace, packed, unpacked
+from syncvar.runner.call_parts import CallPart, End, EnginePlace, packed, unpacked
 from syncvar.runner.remote_call import called
 from syncvar.runtime.flight_recorder.recorder import boot_identity
 
@@ -37,7 +37,9 @@ def arrive(address: str) -> bytes:
     """
     spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
     ground = "/".join([boot_identity(), *spaces, str(os.getuid()), str(base_directory(os.environ))])
-    return packed(EnginePlace(ground, socket.gethostname(), address, _held_port(address), os.getpid()))
+    return packed(
+        EnginePlace(ground, socket.gethostname(), address, _held_port(address), os.getpid())
+    )
 
 
 def _held_port(address: str) -> int:

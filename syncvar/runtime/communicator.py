@@ -36,7 +36,15 @@ if TYPE_CHECKING:
 
     PreparedCall = Callable[..., NDArray[Any] | None]
 
-__all__ = ["Communicator", "GroupHosts", "CollectiveSpec", "MembershipRoll", "Work", "begin_epochs", "fingerprint"]
+__all__ = [
+    "CollectiveSpec",
+    "Communicator",
+    "GroupHosts",
+    "MembershipRoll",
+    "Work",
+    "begin_epochs",
+    "fingerprint",
+]
 
 _PREPARED_MAX = 2048
 _EPOCH_CALLS = 10**6

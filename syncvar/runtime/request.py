@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     Steps = Generator[int | "Wait", None, Any]
 
-__all__ = ["BodyError", "Request", "Stage", "RequestState", "Wait"]
+__all__ = ["BodyError", "Request", "RequestState", "Stage", "Wait"]
 
 _START = 1  # what is reached at once: words of a channel begin at 2
 

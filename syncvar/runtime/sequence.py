@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Request
     from syncvar.transports.base import Frame
 
-__all__ = ["EpochRange", "SequenceTracker", "Counting", "SkippedCall", "SkippedRange"]
+__all__ = ["Counting", "EpochRange", "SequenceTracker", "SkippedCall", "SkippedRange"]
 
 _BLOCKS_MAX = 16  # of each group: a peer may be behind by some blocks whose calls failed here
 _SKIPPED_MAX = 1300  # blocks named in one, each by three numbers
@@ -218,7 +218,9 @@ class SequenceTracker:
         found = self._passed.get(group)
         return self._passed.setdefault(group, deque(maxlen=_BLOCKS_MAX)) if found is None else found
 
-    def passed_over(self, groups: Iterable[SkippedRange], reason: str, rank: int) -> list[SkippedRange]:
+    def passed_over(
+        self, groups: Iterable[SkippedRange], reason: str, rank: int
+    ) -> list[SkippedRange]:
         """Look at the blocks that have just been ended, where there are verdicts or calls over links.
 
         Returns:

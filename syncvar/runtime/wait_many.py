@@ -84,7 +84,9 @@ class _FirstEnded:
         self._operations = operations
         self.thread = 0
         path = f"{len(operations)} started calls"
-        self.entry = engine.recorder.begin(CallInfo(self.what, self.call, (), 0, 0, path), self.call)
+        self.entry = engine.recorder.begin(
+            CallInfo(self.what, self.call, (), 0, 0, path), self.call
+        )
 
     @property
     def is_over(self) -> bool:

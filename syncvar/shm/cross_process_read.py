@@ -93,8 +93,8 @@ class ProcessReader:
     Example:
         >>> import os
         >>> import numpy as np
-        >>> spot, here = Spot(), np.zeros(1, np.uint64)
-        >>> Reach([os.getpid()]).read(0, spot.address, here)
+        >>> spot, here = ProbeCell(), np.zeros(1, np.uint64)
+        >>> ProcessReader([os.getpid()]).read(0, spot.address, here)
         True
         >>> int(here[0]) == spot.number
         True

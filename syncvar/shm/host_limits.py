@@ -57,7 +57,7 @@ class MemoryLimits:
         machine: The file with the machine's memory.
 
     Example:
-        >>> Room().shortage(4096) is None
+        >>> MemoryLimits().shortage(4096) is None
         True
     """
 

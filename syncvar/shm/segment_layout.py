@@ -60,7 +60,7 @@ class SegmentLayout:
             must be, or may be.
 
     Example:
-        >>> layout = Layout(16 << 20, 2)
+        >>> layout = SegmentLayout(16 << 20, 2)
         >>> layout.region_bytes >> 20, [layout.region(rank)[0] >> 20 for rank in range(2)]
         (6, [2, 8])
     """

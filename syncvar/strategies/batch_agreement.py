@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["BatchHeader", "BatchDecision", "is_unanimous", "verdict"]
+__all__ = ["BatchDecision", "BatchHeader", "is_unanimous", "verdict"]
 
 _LARGEST = (1 << 64) - 1
 
@@ -85,7 +85,7 @@ def is_unanimous(largest: NDArray[Any]) -> bool:
         largest: The elementwise maximum of all replicas' `BatchHeader.sides`.
 
     Example:
-        >>> one, other = Offer(True, 8, 0, 2, kind=7), Offer(True, 8, 0, 3, kind=7)
+        >>> one, other = BatchHeader(True, 8, 0, 2, kind=7), BatchHeader(True, 8, 0, 3, kind=7)
         >>> is_unanimous(np.maximum(one.sides(is_global=True), other.sides(is_global=True)))
         False
     """
@@ -104,9 +104,9 @@ def verdict(offers: Sequence[BatchHeader], *, is_global: bool) -> BatchDecision:
         is_global: All replicas read the same batches and take their part of each.
 
     Example:
-        >>> batch, end = Offer(True, 8, 0, 2, kind=77), Offer(False, 0, 0, 2, kind=0)
+        >>> batch, end = BatchHeader(True, 8, 0, 2, kind=77), BatchHeader(False, 0, 0, 2, kind=0)
         >>> verdict([end, batch], is_global=False)
-        Verdict(disagreement='', is_over=False, teacher=1, differs=False)
+        BatchDecision(disagreement='', is_over=False, teacher=1, differs=False)
         >>> verdict([end, batch], is_global=True).disagreement
         'the dataset has ended on some replicas and not on others'
     """

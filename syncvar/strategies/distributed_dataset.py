@@ -351,7 +351,8 @@ class DistributedIterator(MigrationHintsMixin):
             )
 
         offers = [
-            BatchHeader.from_record(one) for one in communicator.perform(_NEXT, check, strategy.timeout)
+            BatchHeader.from_record(one)
+            for one in communicator.perform(_NEXT, check, strategy.timeout)
         ]
         decided = verdict(offers, is_global=is_global)
         if decided.disagreement:

@@ -12,7 +12,7 @@ from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageE
 from syncvar.strategies.active_group import LEFT, ActiveGroup, PeerExhausted
 from syncvar.strategies.base import strategies_of
 from syncvar.strategies.library_state import checked_modules, update_modules
-from syncvar.variables.policy import ProcessContext as Where
+from syncvar.variables.policy import CallContext
 from syncvar.variables.resync import catch_up
 from syncvar.variables.scope import current_place
 
@@ -116,7 +116,9 @@ class Uneven:
         self.is_over = ""
         self._communicator: Communicator | None = None
         self._enrolled: dict[int, ActiveGroup] = {}
-        self._rosters: dict[VariableRegistry, Strategy] = {}  # these live as long as the block goes on
+        self._rosters: dict[
+            VariableRegistry, Strategy
+        ] = {}  # these live as long as the block goes on
 
     @property
     def working(self) -> tuple[int, ...]:
@@ -280,7 +282,7 @@ def _refuse_inside(context: ProcessContext) -> None:
             "`with sv.uneven():` is inside another one; one block around the loops is enough, for all groups within its group"
         )
     place = current_place()
-    if place is not None and place.context is not Where.CROSS:
+    if place is not None and place.context is not CallContext.CROSS:
         raise UsageError(
             "`with sv.uneven():` is inside strategy.run; put it around the loop that calls strategy.run"
         )

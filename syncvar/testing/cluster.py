@@ -5,10 +5,10 @@ messages at the same times, so a failure is found again.
 
 Example:
     >>> import numpy as np
-    >>> from syncvar.parameter_server.client.request_builder import Asking
+    >>> from syncvar.parameter_server.client.request_builder import RequestBuilder
     >>> from syncvar.parameter_server.server.shard import Spec
     >>> def program(rank, incarnation):
-    ...     asking = Asking()
+    ...     asking = RequestBuilder()
     ...     asking.create(0, "v", Spec((), "int64", "NONE", (), 0), None, np.zeros((), np.int64))
     ...     asking.push(0, "v", "assign_add", np.asarray(rank + 1))
     ...     yield Ask(asking)
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from syncvar.parameter_server.client.request_builder import RequestBuilder
     from syncvar.parameter_server.client.request_client import Ticket
-    from syncvar.parameter_server.messages import OutgoingMessage, Endpoint
+    from syncvar.parameter_server.messages import Endpoint, OutgoingMessage
 
 __all__ = ["Ask", "Cluster"]
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.groups import Group
 from syncvar.protocol.frame import HEADER_NBYTES, parse_header
-from syncvar.runtime.communicator import Communicator, CollectiveSpec
+from syncvar.runtime.communicator import CollectiveSpec, Communicator
 from syncvar.runtime.request import RequestState
 from syncvar.transports.base import Frame
 
@@ -194,7 +194,9 @@ class _Outlet:
         self.segment_bytes = segment_bytes
         self._world = world
 
-    def post(self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None) -> None:
+    def post(
+        self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None
+    ) -> None:
         world = self._world
         item = _SimulatedFrame(links.call, header, payload)
         if payload is not None:

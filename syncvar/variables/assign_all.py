@@ -9,7 +9,7 @@ from syncvar.collectives.buckets import owns_itself
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.variables.collective_requests import together_request
 from syncvar.variables.flat_bucket import FlatBucket
-from syncvar.variables.policy import Action, Effect, AccessKind, Travel
+from syncvar.variables.policy import AccessKind, Action, Effect, Travel
 from syncvar.variables.shared_copy import written_once
 from syncvar.variables.storage import being_written
 from syncvar.variables.variable import UFUNCS, Variable

@@ -14,7 +14,7 @@ from syncvar.collectives.stage_builders import exchange_bytes, gather_bytes
 from syncvar.core.array_arguments import as_array
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
-from syncvar.runtime.communicator import Communicator, CollectiveSpec, fingerprint
+from syncvar.runtime.communicator import CollectiveSpec, Communicator, fingerprint
 from syncvar.variables.block_digests import BLOCK_BYTES, block_bytes, block_digests
 from syncvar.variables.coercion import digest_of
 from syncvar.variables.variable import Variable

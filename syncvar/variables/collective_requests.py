@@ -187,7 +187,9 @@ def rows_request(
     return CollectiveSpec(request.what, request.digest, body())
 
 
-def _same_request(communicator: Communicator, x: NDArray[Any], what: str, hint: str) -> CollectiveSpec:
+def _same_request(
+    communicator: Communicator, x: NDArray[Any], what: str, hint: str
+) -> CollectiveSpec:
     """Return the request that compares the digests of what all replicas bring; its result is `x`."""
     record = array_record(x, digest_of(x))
 

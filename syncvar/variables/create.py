@@ -20,9 +20,9 @@ from syncvar.variables.array_protocol import ArrayProtocol
 from syncvar.variables.coercion import checked_dtype, digest_of, initial_array
 from syncvar.variables.exact_split import share_of
 from syncvar.variables.policy import (
+    AccessKind,
     Action,
     Effect,
-    AccessKind,
     Travel,
     VariableAggregation,
     VariableSynchronization,
@@ -41,7 +41,14 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.request import Stage
 
-__all__ = ["VariableInit", "VariableSpec", "checked_name", "checked_trainable", "checked_value", "make_on_replicas"]
+__all__ = [
+    "VariableInit",
+    "VariableSpec",
+    "checked_name",
+    "checked_trainable",
+    "checked_value",
+    "make_on_replicas",
+]
 
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 
@@ -99,7 +106,9 @@ class _Checked(NamedTuple):
     action: Action
 
 
-def make_on_replicas(owner: Owner, wish: VariableSpec, *, own: bool = False, stacklevel: int = 1) -> VariableInit:
+def make_on_replicas(
+    owner: Owner, wish: VariableSpec, *, own: bool = False, stacklevel: int = 1
+) -> VariableInit:
     """Check a wish, compare it with the other replicas', and return what this replica's copy starts with.
 
     Collective, except under NONE. A replica whose wish is not in order tells the others.

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["COSTS", "IDLE_RUNS", "Hysteresis", "Decision", "Costs", "SampleWindow", "choose", "period"]
+__all__ = [
+    "COSTS",
+    "IDLE_RUNS",
+    "Costs",
+    "DeferralDecision",
+    "Hysteresis",
+    "SampleWindow",
+    "choose",
+    "period",
+]
 
 IDLE_RUNS = 20  # between two decisions where nothing was incremented
 _MANY = (
@@ -106,7 +115,7 @@ class Hysteresis(NamedTuple):
     left: int = 0
 
 
-class Decision(NamedTuple):
+class DeferralDecision(NamedTuple):
     """The pace of a variable until the next decision, and why."""
 
     is_deferred: bool
@@ -132,7 +141,7 @@ def choose(
     bar: Hysteresis,
     costs: Costs,
     bucket_bytes: int = 1 << 20,
-) -> tuple[list[Decision], Hysteresis]:
+) -> tuple[list[DeferralDecision], Hysteresis]:
     """Return the pace of each variable, and the bar: a pure function of what is the same on all replicas.
 
     Args:
@@ -147,8 +156,8 @@ def choose(
     with its own. Then those that are left together, because they share the sending.
 
     Example:
-        >>> busy, turns = Window(4, False, 400, 4), Window(4, False, 40, 40)  # increments, reads after one
-        >>> [choice.is_deferred for choice in choose([busy, turns], 4, 0, Bar(), COSTS["links", False])[0]]
+        >>> busy, turns = SampleWindow(4, False, 400, 4), SampleWindow(4, False, 40, 40)  # increments, reads after one
+        >>> [choice.is_deferred for choice in choose([busy, turns], 4, 0, Hysteresis(), COSTS["links", False])[0]]
         [True, False]
     """
     alone: list[str] = []  # why it does not pay for each
@@ -193,17 +202,19 @@ def choose(
         estimate += (
             f"; not tried for {bar.left} more decisions, because other calls have sent the queue"
         )
-    shared = Decision(together, f"{because}: {estimate}")
+    shared = DeferralDecision(together, f"{because}: {estimate}")
     choices = []
     for place, one in enumerate(windows):
         if not one.increments:
-            choices.append(Decision(one.is_deferred, "nothing was added"))
+            choices.append(DeferralDecision(one.is_deferred, "nothing was added"))
         elif alone[place]:
             said = (
                 f"{one.increments} increments, {one.breaks} reads or other writes after one{since}"
             )
             choices.append(
-                Decision(is_deferred=False, why=f"{said}: waiting does not pay ({alone[place]})")
+                DeferralDecision(
+                    is_deferred=False, why=f"{said}: waiting does not pay ({alone[place]})"
+                )
             )
         else:
             choices.append(shared)

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OWN_VALUES",
+    "AccessKind",
     "Action",
     "CallContext",
     "Effect",
-    "AccessKind",
     "Travel",
     "VariableAggregation",
     "VariableSynchronization",
@@ -310,7 +310,7 @@ def decide(
     """Return what a call does, and why.
 
     Example:
-        >>> decide(VariableSynchronization.ON_WRITE, VariableAggregation.SUM, Context.REPLICA, Operation.ASSIGN).rule
+        >>> decide(VariableSynchronization.ON_WRITE, VariableAggregation.SUM, CallContext.REPLICA, AccessKind.ASSIGN).rule
         'the sum of what the replicas pass is written to every copy'
     """
     for synchronizations, aggregations, contexts, operations, action in _TABLE:

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["QueuePrefix", "chained", "common_prefix", "first_difference", "pack_told", "unpack_told"]
+__all__ = [
+    "QueuePrefix",
+    "chained",
+    "common_prefix",
+    "first_difference",
+    "pack_told",
+    "unpack_told",
+]
 
 _TOLD = struct.Struct("<QQQQ")
 _MASK = (1 << 64) - 1
@@ -45,8 +52,8 @@ def unpack_told(data: bytes) -> QueuePrefix:
     """Return the record in some bytes.
 
     Example:
-        >>> unpack_told(pack_told(Told(3, 0, 7)))
-        Told(made=3, refused=0, chain=7, block=0)
+        >>> unpack_told(pack_told(QueuePrefix(3, 0, 7)))
+        QueuePrefix(made=3, refused=0, chain=7, block=0)
     """
     return QueuePrefix(*_TOLD.unpack(data))
 
@@ -71,9 +78,9 @@ def common_prefix(sent: int, told: Sequence[QueuePrefix]) -> tuple[int, bool]:
     A refused write is told to all on its own, after those before it.
 
     Example:
-        >>> common_prefix(2, [Told(5, 0, 0), Told(4, 0, 0)])
+        >>> common_prefix(2, [QueuePrefix(5, 0, 0), QueuePrefix(4, 0, 0)])
         (4, False)
-        >>> common_prefix(2, [Told(5, 0, 0), Told(5, 4, 0)]), common_prefix(3, [Told(5, 0, 0), Told(5, 4, 0)])
+        >>> common_prefix(2, [QueuePrefix(5, 0, 0), QueuePrefix(5, 4, 0)]), common_prefix(3, [QueuePrefix(5, 0, 0), QueuePrefix(5, 4, 0)])
         ((3, False), (4, True))
     """
     last = min(one.made for one in told)

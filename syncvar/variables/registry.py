@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
     from syncvar._native import Tally
-    from syncvar.variables.deferral_policy import Decision, Costs
+    from syncvar.variables.deferral_policy import Costs, DeferralDecision
     from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
 
@@ -198,7 +198,9 @@ class VariableRegistry(Watch):
         self._lots_are_of = self._next_due = 0
         self.until = _AT_ONCE
 
-    def pinned(self, entry: RegistryEntry, counts: tuple[int, int, int], *, is_pinned: bool) -> None:
+    def pinned(
+        self, entry: RegistryEntry, counts: tuple[int, int, int], *, is_pinned: bool
+    ) -> None:
         """Take note that a variable is not AUTO's to decide, or is so again, and what was counted until then."""
         if entry.is_pinned and not is_pinned:
             self._expect(self.runs + self._costs.runs)
@@ -511,7 +513,9 @@ class VariableRegistry(Watch):
             [(variable, choice) for (variable, _), choice in zip(pairs, choices, strict=True)],
         )
 
-    def _apply(self, point: ProgramPoint, chosen: Sequence[tuple[Variable, Decision]]) -> None:
+    def _apply(
+        self, point: ProgramPoint, chosen: Sequence[tuple[Variable, DeferralDecision]]
+    ) -> None:
         changes = []
         for variable, choice in chosen:
             if choice.is_deferred == variable.is_deferred:

@@ -159,7 +159,9 @@ def _body(
             first = (block * BLOCK_BYTES + int(places[0])) // size
             begin = first * size - block * BLOCK_BYTES
             values = [one[max(begin, 0) : begin + size] for one in contents]
-    return ReplicaMismatch(*found, others, strangers, count * 2 > communicator.size, first, last, values)
+    return ReplicaMismatch(
+        *found, others, strangers, count * 2 > communicator.size, first, last, values
+    )
 
 
 def _copy(variable: Variable) -> NDArray[Any]:

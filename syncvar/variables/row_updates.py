@@ -101,7 +101,9 @@ def _beyond(indices: Any) -> int | None:
     return indices if isinstance(indices, int) and not -(1 << 63) <= indices < 1 << 64 else None
 
 
-def applied(operation: AccessKind, copy: NDArray[Any], rows: RowSelection, divisor: int = 1) -> NDArray[Any]:
+def applied(
+    operation: AccessKind, copy: NDArray[Any], rows: RowSelection, divisor: int = 1
+) -> NDArray[Any]:
     """Return a new array: `copy` with the rows applied one after another; half types are rounded once.
 
     Args:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Owner",
+    "RemoteOptimizer",
     "ScopeEntry",
     "ScopeStack",
-    "RemoteOptimizer",
     "context_here",
     "context_of",
     "current_owner",

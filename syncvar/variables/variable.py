@@ -46,10 +46,10 @@ from syncvar.variables.persistent_access import (
     unprepared,
 )
 from syncvar.variables.policy import (
+    AccessKind,
     Action,
     CallContext,
     Effect,
-    AccessKind,
     Travel,
     VariableAggregation,
     VariableSynchronization,
@@ -147,7 +147,9 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         aggregation: Any = VariableAggregation.NONE,
         shape: Any = None,
     ) -> None:
-        wish = VariableSpec(initial_value, trainable, name, dtype, synchronization, aggregation, shape)
+        wish = VariableSpec(
+            initial_value, trainable, name, dtype, synchronization, aggregation, shape
+        )
         self._take(make_on_replicas(current_owner(), wish, stacklevel=2))
 
     def _take(self, made: VariableInit) -> None:
@@ -565,7 +567,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
     def _prepared_look(self) -> Look:
         """Return the prepared read of this replica's copy, where reading never sends anything."""
         actions = [
-            decide(self._synchronization, self._aggregation, context, _READ) for context in CallContext
+            decide(self._synchronization, self._aggregation, context, _READ)
+            for context in CallContext
         ]
         is_own = all(action.travel is Travel.NOTHING and action.error is None for action in actions)
         return prepared_look(self._owner, self._storage, self._tally) if is_own else unlooked

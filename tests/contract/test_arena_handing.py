@@ -85,12 +85,12 @@ WORKER = """
 import sys
 import numpy as np
 from syncvar.shm.fd_passing import fetch
-from syncvar.shm.segment import Arena
+from syncvar.shm.segment import SharedSegment
 from syncvar.protocol.object_codec import pack_object
 path, job, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 fd, reason = fetch(path, job, 0, rank, 10)
 assert reason is None, reason
-arena = Arena.attach(fd, rank)
+arena = SharedSegment.attach(fd, rank)
 array = arena.empty((1000,), np.float64)
 array[:] = rank + 1
 words = arena.words

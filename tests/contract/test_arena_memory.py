@@ -249,9 +249,9 @@ def test_another_processor_is_refused(host, monkeypatch):
 def test_an_address_space_that_is_too_small(host):
     made = host.create(1 << 40)
     code = (
-        "import resource, sys; from syncvar.shm.segment import Arena; from syncvar.core.errors import SharedMemoryUnavailable\n"
+        "import resource, sys; from syncvar.shm.segment import SharedSegment; from syncvar.core.errors import SharedMemoryUnavailable\n"
         "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
-        "try:\n    Arena.attach(int(sys.argv[1]), 0)\n"
+        "try:\n    SharedSegment.attach(int(sys.argv[1]), 0)\n"
         "except SharedMemoryUnavailable as error:\n    print(error)\n"
     )
     ended = subprocess.run(

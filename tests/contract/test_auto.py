@@ -489,7 +489,9 @@ def test_in_shared_memory_nothing_waits_and_nothing_is_decided(monkeypatch):
     """An increment is sent there in the time that putting one into the queue takes; whoever pins it is obeyed all the same."""
     monkeypatch.undo()
     agreed = []
-    monkeypatch.setattr("syncvar.variables.registry.VariableRegistry._decide", lambda *_: agreed.append(1))
+    monkeypatch.setattr(
+        "syncvar.variables.registry.VariableRegistry._decide", lambda *_: agreed.append(1)
+    )
 
     def fn():
         strategy = sv.MirroredStrategy()

@@ -25,8 +25,8 @@ from syncvar.core.errors import (
 from syncvar.core.settings import RuntimeConfig
 from syncvar.protocol.coordinator import Coordinator
 from syncvar.runtime.active_requests import StartedCalls
-from syncvar.runtime.communicator import Communicator, CollectiveSpec
-from syncvar.runtime.flight_recorder.call_record import PendingRecord, CallInfo
+from syncvar.runtime.communicator import CollectiveSpec, Communicator
+from syncvar.runtime.flight_recorder.call_record import CallInfo, PendingRecord
 from syncvar.runtime.progress import ProgressEngine
 from syncvar.runtime.request import Request, Stage
 from syncvar.testing import Faults, run_ranks
@@ -498,7 +498,7 @@ import signal, sys, threading, time
 import syncvar as sv
 from syncvar.core.settings import RuntimeConfig
 from syncvar.core.environment import RankEnvironment
-from syncvar.bootstrap.context import Context
+from syncvar.bootstrap.context import ProcessContext
 from syncvar.bootstrap.process import use
 from syncvar.transports.in_memory import MemoryControl, MemoryNetwork, MemoryTransport
 from syncvar.protocol.coordinator import Coordinator
@@ -509,7 +509,7 @@ config = RuntimeConfig(collective_timeout_s=250.0, shutdown_timeout_s=0.5)
 network = MemoryNetwork(2, coordinator=Coordinator(2, "j", config))
 def context(rank):
     me = RankEnvironment(rank, 2, rank, 2, 0, 1, 0, "memory://", "j")
-    return Context(me, config, MemoryTransport(network, rank), MemoryControl(network, rank))
+    return ProcessContext(me, config, MemoryTransport(network, rank), MemoryControl(network, rank))
 seen = []
 def other():
     made = context(1)

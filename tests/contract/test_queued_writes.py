@@ -362,7 +362,7 @@ def test_queues_of_several_groups_are_sent_in_any_order(ranks):
             queue = queue_module.queue_of(strategy)
             queue.add(
                 variable,
-                sv.variables.policy.Operation.ASSIGN_ADD,
+                sv.variables.policy.AccessKind.ASSIGN_ADD,
                 "sum",
                 5,
                 np.float32(1.0).reshape(()),
@@ -528,7 +528,9 @@ def test_a_lost_replica_ends_the_wait(ranks):
     ],
 )
 def test_the_common_prefix(sent, told, expected):
-    assert common_prefix(sent, [QueuePrefix(made, refused, 0) for made, refused in told]) == expected
+    assert (
+        common_prefix(sent, [QueuePrefix(made, refused, 0) for made, refused in told]) == expected
+    )
 
 
 def test_after_a_mismatch_outside_run_nothing_is_crossed(ranks):

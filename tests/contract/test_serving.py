@@ -23,7 +23,7 @@ from syncvar.parameter_server.server.server_main import Serving
 from syncvar.parameter_server.transport.framing import packed, unpacked
 from syncvar.parameter_server.transport.server_links import ServerLinks
 from syncvar.parameter_server.transport.shm_buffers import LEND_NBYTES_MIN, ShmBufferPool
-from syncvar.parameter_server.transport.unix_stream import UnixListener, Pipe
+from syncvar.parameter_server.transport.unix_stream import Pipe, UnixListener
 from syncvar.protocol.control_messages import pack_message, parse_message
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create

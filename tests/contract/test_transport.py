@@ -311,12 +311,12 @@ PEER = """
 import sys, time, zmq
 from syncvar.core.settings import RuntimeConfig
 from syncvar.transports.zeromq_transport import ZeromqTransport
-from syncvar.protocol.frame import Kind, pack_header
+from syncvar.protocol.frame import FrameType, pack_header
 transport = ZeromqTransport(zmq.Context(), 1, sys.argv[1], "job", RuntimeConfig())
 print(transport.address, flush=True)
 transport.open({0: sys.stdin.readline().strip(), 1: transport.address}, 3)
 for number in range(50):
-    transport.send(0, pack_header(Kind.DATA, 1, 3, 0, number, nbytes=1000), memoryview(bytes(1000)))
+    transport.send(0, pack_header(FrameType.DATA, 1, 3, 0, number, nbytes=1000), memoryview(bytes(1000)))
 while True:
     transport.receive()
     transport.wait(0.05)
@@ -464,7 +464,7 @@ ENDS = """
 import sys, tempfile, threading, shutil, zmq
 from syncvar.core.settings import RuntimeConfig
 from syncvar.transports.zeromq_transport import ZeromqTransport
-from syncvar.protocol.frame import Kind, pack_header
+from syncvar.protocol.frame import FrameType, pack_header
 config = RuntimeConfig(heartbeat_interval_s=0.01)
 n = 4
 for number in range(int(sys.argv[1])):
@@ -478,7 +478,7 @@ for number in range(int(sys.argv[1])):
         for call in range(20):
             for peer in range(n):
                 if peer != rank:
-                    world[rank].send(peer, pack_header(Kind.DATA, rank, 1, 0, call))
+                    world[rank].send(peer, pack_header(FrameType.DATA, rank, 1, 0, call))
         while seen[rank] < 20 * (n - 1):
             arrival = world[rank].receive()
             if arrival is None:

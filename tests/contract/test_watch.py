@@ -9,9 +9,9 @@ import time
 
 CLOCK = """
 import os, time
-from syncvar_launcher.io.signal_watch import Watch
+from syncvar_launcher.io.signal_watch import SignalWatch
 
-with Watch(os.environ) as watch:
+with SignalWatch(os.environ) as watch:
     began, ours, begun = time.monotonic(), watch.now(), time.monotonic()
     print("ready", flush=True)
     while not watch.is_to_stop:

@@ -107,7 +107,14 @@ def both(draw):
     from syncvar._native import program, run
     from syncvar.runtime.programs.arithmetic import Arithmetic, folder
     from syncvar.runtime.programs.buffer_location import ADDRESS
-    from syncvar.runtime.programs.instructions import COPY, FOLD, STORE, CompiledProgram, MemoryKind, Memory
+    from syncvar.runtime.programs.instructions import (
+        COPY,
+        FOLD,
+        STORE,
+        CompiledProgram,
+        Memory,
+        MemoryKind,
+    )
     from syncvar.runtime.programs.interpreter import interpret
     from syncvar.runtime.programs.shm_reduce import ReduceBuffers
 

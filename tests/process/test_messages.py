@@ -114,15 +114,15 @@ def test_no_byte_outside_a_message_is_touched(launch, tmp_path):
 LATE = """
 import numpy as np
 import probe, syncvar as sv
-from syncvar.runtime.p2p.channel import Line
+from syncvar.runtime.p2p.channel import P2PChannel
 
 handed = []
-def go_on(*arguments, through=Line._go_on):
+def go_on(*arguments, through=P2PChannel._go_on):
     handed.append(arguments[4])
     probe.open_gate(f"handed-{turn}-{rank}")
     return through(*arguments)
 
-Line._go_on = go_on
+P2PChannel._go_on = go_on
 rank = sv.rank()
 for turn in range(12):
     x = np.full(300_000, turn + 0.5)

@@ -153,7 +153,7 @@ def test_several_ranks_in_one_process_are_refused(engine):
 
 
 def test_a_part_is_not_played_again_by_another_process():
-    from syncvar.runner.call_parts import End, CallPart, packed, unpacked
+    from syncvar.runner.call_parts import CallPart, End, packed, unpacked
     from syncvar.runner.engine_worker import play
 
     end = unpacked(End, play(packed(CallPart(0, {}, b"", [], os.getpid() + 1))))
@@ -164,7 +164,7 @@ def test_a_part_is_not_played_again_by_another_process():
 def test_a_rank_cannot_be_where_one_is_already(engine):
     sv.init()
     try:
-        from syncvar.runner.call_parts import End, CallPart, packed, unpacked
+        from syncvar.runner.call_parts import CallPart, End, packed, unpacked
         from syncvar.runner.engine_worker import play
 
         end = unpacked(End, play(packed(CallPart(0, {}, b"", [], os.getpid()))))

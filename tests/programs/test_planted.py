@@ -12,7 +12,7 @@ import syncvar.variables.create as creation_module
 import syncvar.variables.variable as variable_module
 from syncvar.core.errors import MismatchError
 from syncvar.runtime.communicator import CollectiveSpec
-from syncvar.variables.policy import Effect, AccessKind, Travel
+from syncvar.variables.policy import AccessKind, Effect, Travel
 
 PROGRAMS_MAX = 500
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from syncvar.core.errors import ConfigError
-from syncvar_launcher.hosts.agent_protocol import StartRequest, Reader, pack
+from syncvar_launcher.hosts.agent_protocol import Reader, StartRequest, pack
 from syncvar_launcher.hosts.provision import HostSlot
 from syncvar_launcher.hosts.remote_workers import RemoteWorkers
 from syncvar_launcher.job.job import Job

@@ -16,7 +16,15 @@ from syncvar.checkpoint.file_names import (
     step_name,
     step_of,
 )
-from syncvar.checkpoint.manifest import ManifestEntry, Label, Manifest, Piece, ShardFile, Stored, digest_of
+from syncvar.checkpoint.manifest import (
+    Label,
+    Manifest,
+    ManifestEntry,
+    Piece,
+    ShardFile,
+    Stored,
+    digest_of,
+)
 from syncvar.checkpoint.retention import RetainedCheckpoint, best_of, superfluous
 from syncvar.checkpoint.safetensors_header import (
     CODES,
@@ -178,7 +186,11 @@ def manifest():
         "a/b": ManifestEntry("variable", "NONE NONE", 2, None, copies),
     }
     return Manifest(
-        IDENTITY, 2, Label(7, 0.5, 3), {0: ShardFile(100, DIGEST), 1: ShardFile(90, DIGEST)}, entries
+        IDENTITY,
+        2,
+        Label(7, 0.5, 3),
+        {0: ShardFile(100, DIGEST), 1: ShardFile(90, DIGEST)},
+        entries,
     )
 
 
@@ -440,13 +452,23 @@ def test_the_latest_and_the_best_stay():
 
 
 def test_retention_goes_by_the_number_of_the_save_and_a_damaged_one_does_not_count():
-    saves = [RetainedCheckpoint(90), RetainedCheckpoint(100), RetainedCheckpoint(50, 0.5, 1), RetainedCheckpoint(40, 0.9, 2), RetainedCheckpoint(45, 0.5, 3)]
+    saves = [
+        RetainedCheckpoint(90),
+        RetainedCheckpoint(100),
+        RetainedCheckpoint(50, 0.5, 1),
+        RetainedCheckpoint(40, 0.9, 2),
+        RetainedCheckpoint(45, 0.5, 3),
+    ]
     assert [one.step for one in superfluous(saves, 2, None)] == [90, 100, 50]
     assert [one.step for one in superfluous(saves, 1, "max")] == [90, 100, 50]
     assert best_of(saves, "min").step == 45
     saves[-1] = RetainedCheckpoint(45, None, 3, is_whole=False)
     assert [one.step for one in superfluous(saves, 2, None)] == [90, 100]
-    assert superfluous([*saves, RetainedCheckpoint(60, None, 4)], 1, None) == [RetainedCheckpoint(90), RetainedCheckpoint(100), *saves[2:]]
+    assert superfluous([*saves, RetainedCheckpoint(60, None, 4)], 1, None) == [
+        RetainedCheckpoint(90),
+        RetainedCheckpoint(100),
+        *saves[2:],
+    ]
 
 
 def test_a_manifest_without_a_number_of_the_save_is_of_an_earlier_version():

@@ -9,7 +9,7 @@ import zmq
 
 import syncvar as sv
 from syncvar.bootstrap.launch_env.detection import told_elsewhere
-from syncvar.runner.call_parts import End, CallPart, EnginePlace, packed, parts, unpacked
+from syncvar.runner.call_parts import CallPart, End, EnginePlace, packed, parts, unpacked
 from syncvar.runner.engine_worker import _let_go, arrive
 
 
@@ -70,7 +70,9 @@ def test_the_port_of_a_place_is_kept_for_it():
         assert raised.value.errno == errno.EADDRINUSE
     with zmq.Context() as context, context.socket(zmq.ROUTER) as rank_0:
         rank_0.bind(f"tcp://{place.address}:{place.port}")
-    assert unpacked(EnginePlace, arrive("127.0.0.1")).port != place.port, "the place of another call"
+    assert unpacked(EnginePlace, arrive("127.0.0.1")).port != place.port, (
+        "the place of another call"
+    )
     _let_go()
 
 

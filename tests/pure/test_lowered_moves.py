@@ -8,12 +8,17 @@ from test_lowered_programs import World, perform, tree
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
 from syncvar.algorithms.schedule import Buffer, Recv, RecvReduce, Send
-from syncvar.algorithms.schedule import CopyInstruction as CopyStep
+from syncvar.algorithms.schedule import Copy as CopyStep
 from syncvar.algorithms.shm_rounds import publications
-from syncvar.runtime.programs.compile_reduce import Cells, BufferPlacement, lower_reduce, lower_small
+from syncvar.runtime.programs.compile_reduce import (
+    BufferPlacement,
+    Cells,
+    lower_reduce,
+    lower_small,
+)
 from syncvar.runtime.programs.compile_rounds import lower_rounds
 from syncvar.runtime.programs.compile_transfer import Move, TransferPath, lower_move
-from syncvar.runtime.programs.instructions import Await, CopyInstruction, Combine, MemoryKind
+from syncvar.runtime.programs.instructions import Await, Combine, CopyInstruction, MemoryKind
 
 COUNTS = (1, 2, 3, 5, 7, 12, 16, 25)
 CELL = 3
@@ -147,7 +152,13 @@ def moves(kind, size, count, tell, lag=2):
             makes_first=kind == "converted",
         )
         everyone = len(tell) == size
-        way = TransferPath.LYING if everyone else TransferPath.SLOTS if count <= 2 and not tell else TransferPath.CELLS
+        way = (
+            TransferPath.LYING
+            if everyone
+            else TransferPath.SLOTS
+            if count <= 2 and not tell
+            else TransferPath.CELLS
+        )
         has_told = way == TransferPath.CELLS and rank in tell and mine > 0
         program = lower_move(
             move, way, has_told=has_told, some_told=way == TransferPath.CELLS and bool(tell)
@@ -226,7 +237,8 @@ def test_a_move_that_is_changed_is_found_out(way, change):
         next(
             place
             for place, step in enumerate(steps)
-            if isinstance(step, kind) and (kind is Await or step.target.memory.kind == MemoryKind.TARGET)
+            if isinstance(step, kind)
+            and (kind is Await or step.target.memory.kind == MemoryKind.TARGET)
         )
     ]
     for call in calls:

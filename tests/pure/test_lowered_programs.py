@@ -8,18 +8,18 @@ import pytest
 from syncvar.algorithms.reproducible import tree_order
 from syncvar.runtime.programs.compile_reduce import (
     EVERYWHERE,
+    BufferPlacement,
     Cells,
     ResultPlacement,
-    BufferPlacement,
     lower_reduce,
     lower_small,
 )
 from syncvar.runtime.programs.instructions import (
     Await,
-    CopyInstruction,
     Combine,
-    MemoryKind,
+    CopyInstruction,
     Memory,
+    MemoryKind,
     Publish,
     Span,
     assemble,
@@ -75,7 +75,11 @@ def call(world, rank, number, count, cells, places, in_place, ends):
     def key(memory, of_call=number):
         kind, owner, place = memory
         if kind in (MemoryKind.SOURCE, MemoryKind.TARGET, MemoryKind.SCRATCH):
-            return ("TARGET" if in_place and kind == MemoryKind.SOURCE else kind.name, rank, of_call)
+            return (
+                "TARGET" if in_place and kind == MemoryKind.SOURCE else kind.name,
+                rank,
+                of_call,
+            )
         if kind == MemoryKind.LYING:
             return ("TARGET" if in_place else "SOURCE", owner, of_call)
         if kind == MemoryKind.GOAL:
@@ -180,7 +184,13 @@ def test_every_order_gives_the_tree_of_all_ranks(size, lag, sums_all):
 
 
 @pytest.mark.parametrize(
-    "ends", [ResultPlacement("reduce", 0), ResultPlacement("reduce", 1), ResultPlacement("scan"), ResultPlacement("exscan")]
+    "ends",
+    [
+        ResultPlacement("reduce", 0),
+        ResultPlacement("reduce", 1),
+        ResultPlacement("scan"),
+        ResultPlacement("exscan"),
+    ],
 )
 @pytest.mark.parametrize(
     ("size", "lag", "sums_all"), [(2, 1, False), (2, 4, True), (3, 2, False), (4, 4, False)]
@@ -200,7 +210,9 @@ def test_every_order_gives_each_rank_what_it_ends_with(size, lag, sums_all, ends
         (BufferPlacement(converts=True, makes_first=True), False),
     ]
     for count, (places, in_place) in itertools.product(COUNTS, kinds):
-        other = draw.choice([EVERYWHERE, ResultPlacement("scan"), ResultPlacement("reduce", size - 1)])
+        other = draw.choice(
+            [EVERYWHERE, ResultPlacement("scan"), ResultPlacement("reduce", size - 1)]
+        )
         plan = [
             (count, cells, places, in_place, ends),
             (draw.choice(COUNTS), cells, BufferPlacement(), False, other),
@@ -212,14 +224,19 @@ def test_every_order_gives_each_rank_what_it_ends_with(size, lag, sums_all, ends
         run(size, plan, draw.choice)
 
 
-@pytest.mark.parametrize("ends", [EVERYWHERE, ResultPlacement("reduce", 2), ResultPlacement("scan"), ResultPlacement("exscan")])
+@pytest.mark.parametrize(
+    "ends",
+    [EVERYWHERE, ResultPlacement("reduce", 2), ResultPlacement("scan"), ResultPlacement("exscan")],
+)
 def test_slots_are_combined_by_those_who_end_with_them(ends):
     for rank in range(4):
         opening, steps, *_ = lower_small(rank, 4, 5, ends=ends)
         terms = [Span(Memory(MemoryKind.SLOT, one), 0, 5) for one in ends.terms(rank, 4)]
         target = Span(Memory(MemoryKind.TARGET), 0, 5)
         assert opening == (
-            CopyInstruction(Span(Memory(MemoryKind.SOURCE), 0, 5), Span(Memory(MemoryKind.SLOT, rank), 0, 5)),
+            CopyInstruction(
+                Span(Memory(MemoryKind.SOURCE), 0, 5), Span(Memory(MemoryKind.SLOT, rank), 0, 5)
+            ),
         )
         assert steps == (
             (Combine(tuple(terms), target),)

@@ -8,7 +8,9 @@ import pytest
 from syncvar.protocol.fixed_records import pack_record, unpack_record
 from syncvar.strategies.batch_agreement import BatchHeader, is_unanimous, verdict
 
-BATCH, LONGER, OTHER = (BatchHeader(True, rows, 0, 3, kind) for rows, kind in ((4, 11), (5, 11), (4, 12)))
+BATCH, LONGER, OTHER = (
+    BatchHeader(True, rows, 0, 3, kind) for rows, kind in ((4, 11), (5, 11), (4, 12))
+)
 ENDED, FORGOT, NEVER = (BatchHeader(False, 0, 0, 3, kind) for kind in (11, 12, 0))
 AHEAD, NEXT_EPOCH = BatchHeader(True, 4, 0, 4, 11), BatchHeader(True, 4, 1, 3, 11)
 ALL = [BATCH, LONGER, OTHER, ENDED, FORGOT, NEVER, AHEAD, NEXT_EPOCH]

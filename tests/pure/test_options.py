@@ -701,7 +701,9 @@ def test_a_host_without_a_number_has_one_slot_in_a_list_and_its_cores_in_a_file(
     assert [(one.name, one.slots) for one in of_file] == [("a", None), ("b", 2)]
     of_list = run("-H", "a,b:2,c,c", "-n", "2", "-m", "x").hosts
     assert [(one.name, one.slots) for one in of_list] == [("a", 1), ("b", 2), ("c", 2)]
-    rooms = [HostCapacity(one.name, one.slots) for one in run("-H", "a,b", "-n", "2", "-m", "x").hosts]
+    rooms = [
+        HostCapacity(one.name, one.slots) for one in run("-H", "a,b", "-n", "2", "-m", "x").hosts
+    ]
     assert placed(rooms, 2) == (1, 1)
     with pytest.raises(ConfigError, match="name:N in -H"):
         placed(rooms, 3)

@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncvar.variables.block_digests import BLOCK_BYTES, block_count, block_digests, combined
-from syncvar.variables.deferral_policy import COSTS, IDLE_RUNS, Hysteresis, Costs, SampleWindow, choose, period
+from syncvar.variables.deferral_policy import (
+    COSTS,
+    IDLE_RUNS,
+    Costs,
+    Hysteresis,
+    SampleWindow,
+    choose,
+    period,
+)
 
 LINKS = COSTS["links", False]
 ARENA = Costs(
@@ -40,7 +48,10 @@ def test_many_variables_wait_together_where_each_alone_would_not():
 
 
 def test_a_variable_that_is_read_often_does_not_take_the_others_with_it():
-    assert paces([SampleWindow(4, False, 400, 0), SampleWindow(4, False, 40, 40)])[0] == [True, False]
+    assert paces([SampleWindow(4, False, 400, 0), SampleWindow(4, False, 40, 40)])[0] == [
+        True,
+        False,
+    ]
 
 
 def test_large_variables_fill_the_bucket_and_do_not_wait():

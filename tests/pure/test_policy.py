@@ -7,9 +7,9 @@ import pytest
 from syncvar.core.errors import ConfigError, NoAggregation, UsageError
 from syncvar.variables import policy
 from syncvar.variables.policy import (
+    AccessKind,
     CallContext,
     Effect,
-    AccessKind,
     Travel,
     VariableAggregation,
     VariableSynchronization,

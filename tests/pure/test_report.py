@@ -26,7 +26,12 @@ def test_block_with_traceback_others_and_commands():
         last_lines=("not shown",),
     )
     waiting = "waiting in all_reduce #12 at train.py:40"
-    others = [SecondaryFailure(3, waiting), SecondaryFailure(0, waiting), SecondaryFailure(1, waiting), SecondaryFailure(4, "computing")]
+    others = [
+        SecondaryFailure(3, waiting),
+        SecondaryFailure(0, waiting),
+        SecondaryFailure(1, waiting),
+        SecondaryFailure(4, "computing"),
+    ]
     assert failure_block(failure, others, arguments=["-n", "5", "train.py"]) == (
         "syncvar: rank 2 on b exited with status 1 after 3.2 s in all_reduce #12 at train.py:40\n"
         "evidence: traceback of rank 2\n"
@@ -43,7 +48,9 @@ def test_block_with_traceback_others_and_commands():
 
 
 def test_block_shows_the_last_lines_where_there_is_no_traceback():
-    text = failure_block(FailureReport(rank=0, status=-11, last_lines=[f"line {i}" for i in range(50)]))
+    text = failure_block(
+        FailureReport(rank=0, status=-11, last_lines=[f"line {i}" for i in range(50)])
+    )
     assert text.startswith(
         "syncvar: rank 0 was killed by signal 11 (SIGSEGV)\nevidence: last 40 lines of rank 0\n"
     )
@@ -77,7 +84,10 @@ def test_block_names_the_flight_records():
 def test_a_rank_that_misses_the_variables_of_torch_is_offered_them(arguments):
     message = "ValueError: environment variable MASTER_ADDR expected, but not set"
     traceback = f'Traceback (most recent call last):\n  File "ddp.py", line 3\n{message}\n'
-    for failure in (FailureReport(1, 1, traceback=traceback), FailureReport(1, 1, last_lines=[message])):
+    for failure in (
+        FailureReport(1, 1, traceback=traceback),
+        FailureReport(1, 1, last_lines=[message]),
+    ):
         _, _, offered = failure_block(failure, arguments=arguments).partition("try:\n")
         is_offered = offered.startswith("  syncvar-launch --torch-env -n 2 ddp.py\n")
         assert is_offered is ("--torch-env" not in arguments)
@@ -96,7 +106,9 @@ def test_reason_stands_beside_the_status():
 
 
 def test_hints_go_before_our_own_commands():
-    text = failure_block(FailureReport(rank=0, status=-9), arguments=["a.py"], hints=["dmesg | tail"])
+    text = failure_block(
+        FailureReport(rank=0, status=-9), arguments=["a.py"], hints=["dmesg | tail"]
+    )
     assert text.endswith("try:\n  dmesg | tail\n  syncvar-launch --debug 0 a.py\n")
 
 
@@ -119,7 +131,9 @@ def test_long_traceback_keeps_its_head_and_its_end():
     assert "  frame 5\n    (960 lines left out; -v shows them)\n  frame 966\n" in text
     assert text.endswith("  frame 999\n")
     assert text.count("\n") == 43
-    whole = failure_block(FailureReport(rank=0, status=1, traceback="\n".join(lines)), is_whole=True)
+    whole = failure_block(
+        FailureReport(rank=0, status=1, traceback="\n".join(lines)), is_whole=True
+    )
     assert whole.count("\n") == 1002
 
 
@@ -130,7 +144,9 @@ def trace(line, message):
 def block(*texts, own=(), others=True):
     """Return the block of ranks that raised; the first one is the first failure."""
     raised = [WorkerTraceback(rank, text, rank not in own) for rank, text in enumerate(texts)]
-    others = [SecondaryFailure(rank, "elsewhere") for rank in range(1, len(texts))] if others else []
+    others = (
+        [SecondaryFailure(rank, "elsewhere") for rank in range(1, len(texts))] if others else []
+    )
     return failure_block(FailureReport(rank=0, status=1, traceback=texts[0]), others, raised=raised)
 
 
@@ -188,7 +204,9 @@ def test_errors_of_others_are_shown_but_those_that_follow_from_the_first():
 def test_errors_are_shown_after_a_failure_that_is_none():
     raised = [WorkerTraceback(rank, trace(7, "ValueError: while ending")) for rank in (0, 2)]
     text = failure_block(
-        FailureReport(rank=-1, status=None, reason="the limit"), [SecondaryFailure(1, "there")], raised=raised
+        FailureReport(rank=-1, status=None, reason="the limit"),
+        [SecondaryFailure(1, "there")],
+        raised=raised,
     )
     assert "evidence: traceback of ranks 0, 2\n" in text
     text = failure_block(FailureReport(rank=1, status=-9, last_lines=["x"]), raised=raised)
@@ -210,14 +228,18 @@ def test_last_words_and_syntax_errors_are_told_once():
 
 def test_many_different_others_are_summed_up():
     text = failure_block(
-        FailureReport(rank=0, status=1), [SecondaryFailure(rank, f"at line {rank}") for rank in range(1, 65)]
+        FailureReport(rank=0, status=1),
+        [SecondaryFailure(rank, f"at line {rank}") for rank in range(1, 65)],
     )
     assert "  rank 7: at line 7\n  ranks 8-64: elsewhere\n" in text
 
 
 def test_blocks_use_no_exclamation_marks():
     text = failure_block(
-        FailureReport(rank=0, status=1), [SecondaryFailure(1, "computing")], arguments=["a.py"], log_dir="logs"
+        FailureReport(rank=0, status=1),
+        [SecondaryFailure(1, "computing")],
+        arguments=["a.py"],
+        log_dir="logs",
     )
     assert "!" not in text
 

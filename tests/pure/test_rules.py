@@ -1,7 +1,7 @@
 from syncvar.cli.variable_rules import rules_text
 from syncvar.variables.policy import (
-    CallContext,
     AccessKind,
+    CallContext,
     VariableAggregation,
     VariableSynchronization,
     decide,

@@ -116,7 +116,11 @@ def test_processes_are_called_what_they_are():
 
 
 def test_the_failure_block_names_a_server():
-    others = [SecondaryFailure(0, "computing"), SecondaryFailure(SERVER_0, "serving"), SecondaryFailure(SERVER_0 + 2, "serving")]
+    others = [
+        SecondaryFailure(0, "computing"),
+        SecondaryFailure(SERVER_0, "serving"),
+        SecondaryFailure(SERVER_0 + 2, "serving"),
+    ]
     text = failure_block(
         FailureReport(SERVER_0 + 1, -9, "b", elapsed_s=1.0),
         others,

@@ -7,9 +7,9 @@ import pytest
 from syncvar.core.process_ids import SERVER_0
 from syncvar.core.settings import RuntimeConfig
 from syncvar_launcher.job.supervisor import (
-    NotifyPeerLost,
     DropServer,
     Kill,
+    NotifyPeerLost,
     RestartServer,
     Supervisor,
     Terminate,
@@ -489,7 +489,10 @@ def test_a_server_whose_copy_is_there_is_done_without_and_the_next_may_be_one_to
         one = with_servers(mirrors)
         for place, server in enumerate(order):
             (action,) = one.exited(SERVER_0 + server, -9, 1.0, joined=False)
-            assert isinstance(action, DropServer if place < fatal else NotifyPeerLost), (mirrors, order)
+            assert isinstance(action, DropServer if place < fatal else NotifyPeerLost), (
+                mirrors,
+                order,
+            )
         assert one.outcome().exit_code == 137
 
 
@@ -599,7 +602,9 @@ def test_workers_are_told_to_end_before_servers_which_may_have_to_save_for_them(
 
 def test_servers_of_a_host_that_is_gone_with_all_ranks_are_not_replaced():
     one = Supervisor(1, CONFIG, False, 0.0, mirrors=((1,), (0,)))
-    assert not any(isinstance(action, DropServer) for action in one.gone(0, "its host is gone", 1.0))
+    assert not any(
+        isinstance(action, DropServer) for action in one.gone(0, "its host is gone", 1.0)
+    )
     assert not any(
         isinstance(action, DropServer)
         for server in (SERVER_0, SERVER_0 + 1)

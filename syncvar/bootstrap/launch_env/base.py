@@ -149,7 +149,9 @@ class LaunchEnvironment:
         """Return the first of some variables that is set; empty where none is."""
         return next((name for name in names if name in self.environ), "")
 
-    def _checked(self, rank: int, size: int, local_rank: int, local_size: int, **more: Any) -> LaunchInfo:
+    def _checked(
+        self, rank: int, size: int, local_rank: int, local_size: int, **more: Any
+    ) -> LaunchInfo:
         """Return what is told, with its numbers compared; on one host everything else follows from them."""
         for name, value, limit in (
             (self.rank, rank, size),

@@ -36,7 +36,9 @@ class _Said(NamedTuple):
     world_size: int
 
 
-def told_elsewhere(environ: Mapping[str, str], own: RankEnvironment | None = None) -> LaunchInfo | None:
+def told_elsewhere(
+    environ: Mapping[str, str], own: RankEnvironment | None = None
+) -> LaunchInfo | None:
     """Return what the innermost engine says of this process, or None where none does, or not enough to meet.
 
     Args:
@@ -165,7 +167,9 @@ def _refusal(seen: str, workers: str, remedy: str) -> str:
     )
 
 
-def _compare_with_outer(inner: LaunchEnvironment, told: LaunchInfo, outer: LaunchEnvironment) -> None:
+def _compare_with_outer(
+    inner: LaunchEnvironment, told: LaunchInfo, outer: LaunchEnvironment
+) -> None:
     """Refuse variables that contradict the engine that has started the process, or what has set them.
 
     Each of its processes may have started several ranks, so that it may be fewer. Where they are as many, each is the rank

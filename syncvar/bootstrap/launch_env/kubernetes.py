@@ -58,4 +58,6 @@ class IndexedJob(LaunchEnvironment):
         port = port_of(self.environ.get("MASTER_PORT", str(_PORT)), "MASTER_PORT")
         again = self.environ.get("JOBSET_RESTART_ATTEMPT", "")
         restarts = whole(self.environ, "JOBSET_RESTART_ATTEMPT") if again else 0
-        return LaunchInfo(self.source(), rank, size, 0, 1, rank, size, address, port, again, restarts)
+        return LaunchInfo(
+            self.source(), rank, size, 0, 1, rank, size, address, port, again, restarts
+        )

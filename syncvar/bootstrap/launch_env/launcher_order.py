@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from syncvar.bootstrap.launch_env.base import ADDRESS, FOLDER, MPI, PMI, LaunchEnvironment, LaunchInfo
+from syncvar.bootstrap.launch_env.base import (
+    ADDRESS,
+    FOLDER,
+    MPI,
+    PMI,
+    LaunchEnvironment,
+    LaunchInfo,
+)
 from syncvar.bootstrap.launch_env.kubernetes import IndexedJob
 from syncvar.bootstrap.launch_env.mpi_launchers import Horovod, Hydra, Mvapich, OpenMpi, Pmix
 from syncvar.bootstrap.launch_env.other_schedulers import Flux, Jsrun, Pals, Pbsdsh
@@ -18,8 +25,8 @@ __all__ = [
     "MPI",
     "PMI",
     "LaunchEnvironment",
-    "TfConfig",
     "LaunchInfo",
+    "TfConfig",
     "Torchrun",
 ]
 

@@ -16,7 +16,9 @@ __all__ = ["evenly_placed", "host_of_each", "placed"]
 _NAMED = 8
 
 
-def placed(told: LaunchInfo, hosts: Sequence[Hashable], names: Sequence[str], remedy: str) -> LaunchInfo:
+def placed(
+    told: LaunchInfo, hosts: Sequence[Hashable], names: Sequence[str], remedy: str
+) -> LaunchInfo:
     """Return what is told, with the place of its rank.
 
     Args:

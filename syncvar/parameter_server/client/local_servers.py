@@ -14,7 +14,7 @@ from syncvar.parameter_server.server.server_machine import Server
 
 if TYPE_CHECKING:
     from syncvar.parameter_server.client.request_client import Ticket
-    from syncvar.parameter_server.messages import OutgoingMessage, Endpoint
+    from syncvar.parameter_server.messages import Endpoint, OutgoingMessage
 
 __all__ = ["LocalServers"]
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from syncvar.core.errors import SyncvarError
     from syncvar.parameter_server.client.request_client import Client, ServerPart, Ticket
-    from syncvar.parameter_server.messages import Arrays, Message, OutgoingMessage, Endpoint
+    from syncvar.parameter_server.messages import Arrays, Endpoint, Message, OutgoingMessage
 
 __all__ = ["Session"]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from syncvar.parameter_server.server.shard import RuleKey, ShardSlots, Spec
 
-__all__ = ["RequestBuilder", "Place"]
+__all__ = ["Place", "RequestBuilder"]
 
 Place = tuple[int, int]
 """Where a result is: the server, and which of its operations."""
@@ -25,7 +25,7 @@ class RequestBuilder:
     """A request in the making.
 
     Example:
-        >>> asking = Asking()
+        >>> asking = RequestBuilder()
         >>> asking.pull(1, "weights/0")
         (1, 0)
         >>> sorted(asking.parts())

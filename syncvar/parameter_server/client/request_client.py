@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.parameter_server.messages import Arrays, Message, Endpoint
+    from syncvar.parameter_server.messages import Arrays, Endpoint, Message
 
 __all__ = ["Client", "ServerPart", "Ticket"]
 
@@ -142,7 +142,9 @@ class Client:
 
     # -- asking ------------------------------------------------------------------------------------
 
-    def request(self, parts: Mapping[int, ServerPart], now: float) -> tuple[Ticket, list[OutgoingMessage]]:
+    def request(
+        self, parts: Mapping[int, ServerPart], now: float
+    ) -> tuple[Ticket, list[OutgoingMessage]]:
         """Ask servers; what is pushed to several of them is applied on all or on none.
 
         Args:
@@ -162,7 +164,9 @@ class Client:
         self._waiting.append(ticket)
         return ticket, self._send_waiting(now)
 
-    def snapshot(self, parts: Mapping[int, ServerPart], now: float) -> tuple[Ticket, list[OutgoingMessage]]:
+    def snapshot(
+        self, parts: Mapping[int, ServerPart], now: float
+    ) -> tuple[Ticket, list[OutgoingMessage]]:
         """Read variables as they are at one version of all servers: of each worker the same pushes on every server.
 
         Args:
@@ -188,7 +192,9 @@ class Client:
         ordered = sorted(found.values(), key=lambda ticket: ticket.transaction)
         return [*ordered, *self._waiting]
 
-    def handle(self, sender: Endpoint, message: Message, arrays: Arrays, now: float) -> list[OutgoingMessage]:
+    def handle(
+        self, sender: Endpoint, message: Message, arrays: Arrays, now: float
+    ) -> list[OutgoingMessage]:
         """Take one message of a server; return what is to be sent."""
         server = message["server"]
         if (
@@ -389,7 +395,9 @@ class Client:
         self._snapshot = self._snapshots.popleft()
         return self._begin_cut(self._snapshot, now, peeks=True)
 
-    def _begin_cut(self, ticket: _Snapshot, now: float, *, peeks: bool = False) -> list[OutgoingMessage]:
+    def _begin_cut(
+        self, ticket: _Snapshot, now: float, *, peeks: bool = False
+    ) -> list[OutgoingMessage]:
         """Begin a cut, or begin it anew: under another number, which ends the earlier one on the servers.
 
         At first the servers are only asked for what they have (`peeks`): if that happens to be of one version it was one round trip.

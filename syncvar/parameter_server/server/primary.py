@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import SyncvarError
 from syncvar.parameter_server.messages import OutgoingMessage
-from syncvar.parameter_server.server.replicated_state import ReplicatedState, WorkerRequest, changes, reads
+from syncvar.parameter_server.server.replicated_state import (
+    ReplicatedState,
+    WorkerRequest,
+    changes,
+    reads,
+)
 from syncvar.parameter_server.server.replication import ReplicationStream
 
 if TYPE_CHECKING:
@@ -65,7 +70,9 @@ class PrimaryReplica:
         resend_s: Seconds after which what has no answer is sent again.
     """
 
-    def __init__(self, server: int, ledger: ReplicatedState, mirror: int | None, resend_s: float) -> None:
+    def __init__(
+        self, server: int, ledger: ReplicatedState, mirror: int | None, resend_s: float
+    ) -> None:
         self.server = server
         self.ledger = ledger
         self._copying = ReplicationStream(server, ledger.entries, mirror, resend_s)
@@ -430,7 +437,9 @@ class PrimaryReplica:
         cut = self._cuts.get(key)
         if cut is None:
             self._say(
-                OutgoingMessage(("worker", key[0]), {"kind": "uncut", "server": self.server, "id": key[1]})
+                OutgoingMessage(
+                    ("worker", key[0]), {"kind": "uncut", "server": self.server, "id": key[1]}
+                )
             )
             return
         cut.take = request

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Arrays, Message
     from syncvar.parameter_server.server.shard import Position, Room, Spec
 
-__all__ = ["SHARED", "ReplicatedState", "Reading", "WorkerRequest", "WorkerState", "changes", "reads"]
+__all__ = [
+    "SHARED",
+    "Reading",
+    "ReplicatedState",
+    "WorkerRequest",
+    "WorkerState",
+    "changes",
+    "reads",
+]
 
 _GIVEN_UP_MAX = 256  # others ask about the latest only: a worker has far fewer unanswered requests
 _READS = frozenset(
@@ -151,7 +159,9 @@ class ReplicatedState:
         }
 
     @classmethod
-    def of_state(cls, server: int, workers: int, state: dict[str, Any], room: Room) -> ReplicatedState:
+    def of_state(
+        cls, server: int, workers: int, state: dict[str, Any], room: Room
+    ) -> ReplicatedState:
         """Return the ledger that had this state."""
         made = cls(server, workers)
         made.room, made.entries, made.staleness = room, state["entries"], state["staleness"]

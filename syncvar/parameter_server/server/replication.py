@@ -40,7 +40,9 @@ class ReplicationStream:
         self._server = server
         self._resend_s = self._patience_s = resend_s
         self._seed: OutgoingMessage | None = None
-        self._log: deque[tuple[int, OutgoingMessage]] = deque()  # entries that the mirror has not executed
+        self._log: deque[tuple[int, OutgoingMessage]] = (
+            deque()
+        )  # entries that the mirror has not executed
         self._logged = self._copied = entries
         self._sent_at = 0.0
         self._unsaid: deque[tuple[int, OutgoingMessage]] = deque()

@@ -14,7 +14,7 @@ from syncvar.parameter_server.server.replication import ledger_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.parameter_server.messages import Arrays, Message, Endpoint
+    from syncvar.parameter_server.messages import Arrays, Endpoint, Message
     from syncvar.parameter_server.server.shard import Room
 
 __all__ = ["RESEND_S", "Server"]
@@ -67,7 +67,9 @@ class Server:
         self._gone: set[int] = set()
         self.new_copies: list[int] = []  # of which the others have to be told
         self.primaries = {
-            index: PrimaryReplica(index, ReplicatedState(index, workers), self._mirror_of(index), resend_s)
+            index: PrimaryReplica(
+                index, ReplicatedState(index, workers), self._mirror_of(index), resend_s
+            )
         }
         self.copies = {
             server: ReplicatedState(server, workers)
@@ -90,7 +92,9 @@ class Server:
         ):
             ledger.room = room
 
-    def handle(self, sender: Endpoint, message: Message, arrays: Arrays, now: float) -> list[OutgoingMessage]:
+    def handle(
+        self, sender: Endpoint, message: Message, arrays: Arrays, now: float
+    ) -> list[OutgoingMessage]:
         """Take one message; return what is to be sent.
 
         Args:
@@ -217,13 +221,17 @@ class Server:
             return []  # of one whose place another has taken
         if ledger is None:
             retired = server in self.primaries and server != self.index
-            return [OutgoingMessage(sender, {"kind": "retired", "server": server})] if retired else []
+            return (
+                [OutgoingMessage(sender, {"kind": "retired", "server": server})] if retired else []
+            )
         early = self._early[server]
         if message["index"] > ledger.entries:
             early[message["index"]] = (message["entry"], arrays)
         while ledger.entries + 1 in early:
             ledger.execute(*early.pop(ledger.entries + 1))
-        return [OutgoingMessage(sender, {"kind": "copied", "server": server, "index": ledger.entries})]
+        return [
+            OutgoingMessage(sender, {"kind": "copied", "server": server, "index": ledger.entries})
+        ]
 
     def _seed(self, sender: Endpoint, message: Message, arrays: Arrays) -> list[OutgoingMessage]:
         """Take a whole ledger, of which this server is to hold the copy from now on."""

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping
 
     from syncvar.parameter_server.discovery import ProcessChange
-    from syncvar.parameter_server.messages import OutgoingMessage, Endpoint
+    from syncvar.parameter_server.messages import Endpoint, OutgoingMessage
     from syncvar.parameter_server.transport.server_links import ReceivedMessage, Route
 
 __all__ = ["Serving", "main", "number_of", "party_of"]

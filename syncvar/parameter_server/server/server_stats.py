@@ -56,7 +56,9 @@ class Served:
             tuple[str, int], list[int]
         ] = {}  # what was served, class of sizes -> calls, bytes, ns, refused
 
-    def count(self, message: Message, arrays: Arrays, made: Iterable[OutgoingMessage], ns: int) -> None:
+    def count(
+        self, message: Message, arrays: Arrays, made: Iterable[OutgoingMessage], ns: int
+    ) -> None:
         """Add a message that was handled.
 
         Args:

@@ -46,8 +46,8 @@ def size_of(told: CallInfo, nbytes: int) -> int:
         nbytes: What was recorded.
 
     Example:
-        >>> from syncvar.runtime.flight_recorder.call_record import Told
-        >>> size_of(Told("all_reduce(sum, float32[10, 10])", 0, (0, 1), 0, 0, "arena"), 1200)
+        >>> from syncvar.runtime.flight_recorder.call_record import CallInfo
+        >>> size_of(CallInfo("all_reduce(sum, float32[10, 10])", 0, (0, 1), 0, 0, "arena"), 1200)
         400
     """
     array = _ARRAY.search(told.what)
@@ -137,7 +137,9 @@ class Totals:
             self._others
         )  # those that have not ended are not looked at again with each call
 
-    def _count(self, told: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False) -> None:
+    def _count(
+        self, told: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False
+    ) -> None:
         size = size_of(told, nbytes)
         row = self._rows.setdefault(
             (_call(told.what), told.group, told.members, size_class(max(0, size))), [0, 0, 0, 0]

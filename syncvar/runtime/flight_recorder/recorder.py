@@ -25,9 +25,9 @@ from syncvar.runtime.flight_recorder.call_numbers import CallNumbers
 from syncvar.runtime.flight_recorder.call_record import (
     DETAIL_MAX,
     NOWHERE,
-    PendingRecord,
-    Event,
     CallInfo,
+    Event,
+    PendingRecord,
     error_text,
     event_of,
     told_of,

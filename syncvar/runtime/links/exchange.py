@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.flight_recorder.call_record import PendingRecord
     from syncvar.transports.base import Frame
 
-__all__ = ["LinkExchange", "NullSink", "FrameSink"]
+__all__ = ["FrameSink", "LinkExchange", "NullSink"]
 
 _ROUNDS_PER_STAGE = 1 << 24
 _PIECES, _PIECE_NBYTES_MIN = 16, 128 << 10
@@ -55,7 +55,9 @@ class FrameSink(Protocol):
     generation: int
     segment_bytes: int
 
-    def post(self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None, /) -> None:
+    def post(
+        self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None, /
+    ) -> None:
         """Send a frame as soon as the link's credit allows."""
 
     def consumed(self, peer: int, group: int, nbytes: int, /) -> None:
@@ -69,7 +71,9 @@ class NullSink:
     generation = 0
     segment_bytes = 1 << 20
 
-    def post(self, links: LinkExchange, peer: int, _header: bytes, _payload: memoryview | None) -> None:
+    def post(
+        self, links: LinkExchange, peer: int, _header: bytes, _payload: memoryview | None
+    ) -> None:
         """Refuse to send."""
         raise InternalError(f"call {links.call}: a group of one sent a frame to rank {peer}")
 

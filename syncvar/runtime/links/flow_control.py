@@ -64,7 +64,9 @@ class Flow:
             lambda _: self._credits.clear()
         )  # nothing that waits is sent any more
 
-    def post(self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None) -> None:
+    def post(
+        self, links: LinkExchange, peer: int, header: bytes, payload: memoryview | None
+    ) -> None:
         """Send a frame now, or when the credit allows."""
         credit = self._credits.get((peer, links.group))
         if credit is None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.core.settings import RuntimeConfig
-    from syncvar.runtime.communicator import Communicator, CollectiveSpec
+    from syncvar.runtime.communicator import CollectiveSpec, Communicator
     from syncvar.runtime.p2p.endpoints import Landing
 
 __all__ = ["NOT_YET", "P2PChannel"]
@@ -270,7 +270,12 @@ class P2PChannel:
             stream.busy.release()
 
     def perform(
-        self, name: str, check: Callable[[], CollectiveSpec], timeout: float | None, *, async_op: bool
+        self,
+        name: str,
+        check: Callable[[], CollectiveSpec],
+        timeout: float | None,
+        *,
+        async_op: bool,
     ) -> Any:
         """Make a call on the long way; see `Communicator.perform`."""
         self.number()
@@ -292,7 +297,9 @@ class P2PChannel:
         made.body.close()
         return CallInfo(made.what, stream.identity, stream.members, made.digest, nbytes, WAY)
 
-    def _met(self, request: Callable[[], CollectiveSpec], kind: int, message: NDArray[Any]) -> MessageType:
+    def _met(
+        self, request: Callable[[], CollectiveSpec], kind: int, message: NDArray[Any]
+    ) -> MessageType:
         """Return what messages such as this one have in common."""
         key = message.dtype, message.shape, kind
         found = self._sorts.get(key)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     ]  # of (kind, dtype, shape): where to write a message
     Taken = tuple[int, NDArray[Any]]  # kind, message
 
-__all__ = ["RecvEndpoint", "SendEndpoint", "EndpointTable"]
+__all__ = ["EndpointTable", "RecvEndpoint", "SendEndpoint"]
 
 
 class EndpointTable:
@@ -63,13 +63,16 @@ class EndpointTable:
 
     def outward(self, dest: int) -> SendEndpoint:
         """Return this rank's end of the messages to another one."""
-        return self._outward.get(dest) or self._outward.setdefault(dest, SendEndpoint(self._boxes, dest))
+        return self._outward.get(dest) or self._outward.setdefault(
+            dest, SendEndpoint(self._boxes, dest)
+        )
 
     def inward(self, source: int) -> RecvEndpoint:
         """Return this rank's end of the messages from another one."""
         made = self._inward.get(source)
         return made or self._inward.setdefault(
-            source, RecvEndpoint(self._boxes, source, self._kept_nbytes_max, self._engine.book.following)
+            source,
+            RecvEndpoint(self._boxes, source, self._kept_nbytes_max, self._engine.book.following),
         )
 
 
@@ -375,7 +378,9 @@ class RecvEndpoint:
             self._refuses = False
             self._box.refuse(refuses=False)
 
-    def _opened(self, key: Key, found: _PendingMessage | RingEntry, landing: Landing) -> Taken | None:
+    def _opened(
+        self, key: Key, found: _PendingMessage | RingEntry, landing: Landing
+    ) -> Taken | None:
         if isinstance(found, _PendingMessage):
             self._let_go(found)
             made = landing(found.kind, found.message.dtype, found.message.shape)

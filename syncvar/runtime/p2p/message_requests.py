@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.flight_recorder.call_record import PendingRecord
     from syncvar.runtime.links.exchange import LinkExchange
-    from syncvar.runtime.p2p.endpoints import RecvEndpoint, Key, Landing, SendEndpoint, Taken
+    from syncvar.runtime.p2p.endpoints import Key, Landing, RecvEndpoint, SendEndpoint, Taken
     from syncvar.runtime.request import Steps
 
 __all__ = ["WAY", "Receiving", "Sending"]
@@ -38,7 +38,9 @@ class Sending:
         waits: It is long: it waits for its receiver.
     """
 
-    def __init__(self, outward: SendEndpoint, what: int, array: NDArray[Any], *, waits: bool) -> None:
+    def __init__(
+        self, outward: SendEndpoint, what: int, array: NDArray[Any], *, waits: bool
+    ) -> None:
         self._outward = outward
         self._what = what
         self._array = array

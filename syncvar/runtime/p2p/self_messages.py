@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import SyncvarError, UsageError
-from syncvar.runtime.flight_recorder.call_record import PendingRecord, CallInfo
+from syncvar.runtime.flight_recorder.call_record import CallInfo, PendingRecord
 from syncvar.runtime.request import Request, RequestState
 from syncvar.runtime.work import Work
 

@@ -232,7 +232,9 @@ def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
     counts = [leaves.arrays[place].size for place in places]
     like = as_strided(np.empty(1, how.result), (sum(counts),), (0,))
     parts = [like[:count] for count in counts]
-    vector = ReduceBuffers.of(parts, parts, how.ufunc, how.accumulate, channel.size if how.is_mean else 0)
+    vector = ReduceBuffers.of(
+        parts, parts, how.ufunc, how.accumulate, channel.size if how.is_mean else 0
+    )
     if not (several.are_native and channel.are_native and vector.suits_native):
         return call
     form = (how.result, (sum(counts),))

@@ -19,7 +19,7 @@ from syncvar.runtime.gil_contention import crowd
 from syncvar.runtime.persistent.builder import as_far_as_others_come, preparation_of
 from syncvar.runtime.programs.arithmetic import HALVES, store_parts
 from syncvar.runtime.programs.block_transfer import NOTHING
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, ResultPlacement, BufferPlacement
+from syncvar.runtime.programs.compile_reduce import EVERYWHERE, BufferPlacement, ResultPlacement
 from syncvar.runtime.programs.program_runner import agreed
 from syncvar.runtime.programs.shm_reduce import (
     ReduceBuffers,
@@ -411,7 +411,11 @@ def _joining(flat: PreparedCall, leaves: PyTree) -> PreparedCall:
 
 
 def _long(
-    ground: PersistentCallBuilder, how: Reduction, shape: tuple[int, ...], apply: np.ufunc | None, fate: OutputSpec
+    ground: PersistentCallBuilder,
+    how: Reduction,
+    shape: tuple[int, ...],
+    apply: np.ufunc | None,
+    fate: OutputSpec,
 ) -> PreparedCall:
     _, channel, _, told = ground
     ends, terms, nothing, _ = fate

@@ -12,7 +12,11 @@ from syncvar.core.errors import InternalError, SyncvarError
 from syncvar.core.reduce_ops import quiet
 from syncvar.runtime.flight_recorder.call_record import UNRECORDED
 from syncvar.runtime.gil_contention import crowd
-from syncvar.runtime.persistent.builder import PersistentCallBuilder, as_far_as_others_come, preparation_of
+from syncvar.runtime.persistent.builder import (
+    PersistentCallBuilder,
+    as_far_as_others_come,
+    preparation_of,
+)
 from syncvar.runtime.programs.arithmetic import folder
 from syncvar.runtime.programs.block_transfer import (
     NOTHING,
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.communicator import Communicator, PreparedCall, CollectiveSpec
+    from syncvar.runtime.communicator import CollectiveSpec, Communicator, PreparedCall
     from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
     from syncvar.runtime.request import Stage
     from syncvar.shm.group_channel import Channel

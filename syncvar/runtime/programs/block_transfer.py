@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.runtime.programs.arithmetic import Arithmetic
-from syncvar.runtime.programs.buffer_location import ADDRESS, ShmRef, RemoteRef, place_of
+from syncvar.runtime.programs.buffer_location import ADDRESS, RemoteRef, ShmRef, place_of
 from syncvar.runtime.programs.compile_transfer import Move, TransferPath, move_code
 from syncvar.runtime.programs.program_runner import (
     DISAGREE,
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 __all__ = [
     "NOTHING",
     "Blocks",
-    "TransferLayout",
     "Movement",
+    "TransferLayout",
     "cells_of_blocks",
     "fits_slots",
     "is_worth_reading",
@@ -180,7 +180,12 @@ class TransferLayout(NamedTuple):
         return check if self.detail is None else (check + self.detail) & MASK
 
     def code(
-        self, channel: Channel, blocks: Blocks, way: TransferPath, starts: Starts | None = None, **told: bool
+        self,
+        channel: Channel,
+        blocks: Blocks,
+        way: TransferPath,
+        starts: Starts | None = None,
+        **told: bool,
     ) -> CompiledProgram:
         """Return what a rank does with its blocks, as a program; see `move_code`."""
         folds, own = self.ufunc is not None, blocks.own
@@ -357,7 +362,11 @@ def _put_blocks(channel: Channel, movement: Movement) -> int:
     offer = _tell(channel, layout, flat)
     if flat and not offer:
         open_code(
-            channel, layout.code(channel, blocks, TransferPath.CELLS), layout.how, movement.arrays, side
+            channel,
+            layout.code(channel, blocks, TransferPath.CELLS),
+            layout.how,
+            movement.arrays,
+            side,
         )
         channel.tail = side
     return side << 3 | offer

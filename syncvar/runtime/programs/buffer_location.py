@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from syncvar.shm.group_channel import Channel
 
-__all__ = ["ADDRESS", "UnknownRef", "ShmRef", "RemoteRef", "place_of", "read"]
+__all__ = ["ADDRESS", "RemoteRef", "ShmRef", "UnknownRef", "place_of", "read"]
 
 ADDRESS = 1 << 60  # above every offset, and every address of a program
 

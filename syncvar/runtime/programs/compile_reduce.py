@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from syncvar.algorithms.chunks import even_chunks
 from syncvar.runtime.programs.instructions import (
     Await,
+    Combine,
     CompiledProgram,
     CopyInstruction,
-    Combine,
     Instruction,
-    MemoryKind,
     Memory,
+    MemoryKind,
     Program,
     Publish,
     Span,
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EVERYWHERE",
+    "BufferPlacement",
     "Cells",
     "ResultPlacement",
-    "BufferPlacement",
     "lower_reduce",
     "lower_small",
     "owner_bounds",
@@ -160,7 +160,7 @@ def lower_small(
     Example:
         >>> program = lower_small(0, 2, (2, 3))
         >>> len(program.opening), [type(step).__name__ for step in program.steps]
-        (2, ['Fold', 'Copy', 'Copy'])
+        (2, ['Combine', 'CopyInstruction', 'CopyInstruction'])
     """
     arrays = _Arrays(counts)
     slots = [Span(Memory(MemoryKind.SLOT, one), 0, arrays.count) for one in range(size)]
@@ -210,11 +210,21 @@ class _Arrays:
 
     def copies_into(self, cell: Span, start: int) -> tuple[CopyInstruction, ...]:
         """Return what brings elements of the sources, from one of the vector on, to another memory."""
-        return tuple([CopyInstruction(theirs, ours) for theirs, ours in self._pairs(MemoryKind.SOURCE, cell, start)])
+        return tuple(
+            [
+                CopyInstruction(theirs, ours)
+                for theirs, ours in self._pairs(MemoryKind.SOURCE, cell, start)
+            ]
+        )
 
     def copies_from(self, made: Span, start: int) -> tuple[CopyInstruction, ...]:
         """Return what stores what has been made as the elements of the targets, from one of the vector on."""
-        return tuple([CopyInstruction(ours, theirs) for theirs, ours in self._pairs(MemoryKind.TARGET, made, start)])
+        return tuple(
+            [
+                CopyInstruction(ours, theirs)
+                for theirs, ours in self._pairs(MemoryKind.TARGET, made, start)
+            ]
+        )
 
     def are_many(self, start: int, length: int) -> bool:
         """Return whether elements of the vector are those of so many arrays that these are combined together."""
@@ -322,9 +332,9 @@ def lower_reduce(
             others read is its own target.
 
     Example:
-        >>> program = lower_reduce(0, 2, 5, Cells(4, sums_all=True), Places(), 8)
+        >>> program = lower_reduce(0, 2, 5, Cells(4, sums_all=True), BufferPlacement(), 8)
         >>> len(program.opening), [type(step).__name__ for step in program.steps]
-        (1, ['Copy', 'Fold', 'Publish', 'Await', 'Fold'])
+        (1, ['CopyInstruction', 'Combine', 'Publish', 'Await', 'Combine'])
     """
     return _Lowering(rank, size, _Arrays(counts), cells, places, block, ends).program()
 
@@ -372,7 +382,10 @@ class _Lowering:
             low, high = owner_bounds(self.count, self.size)[self.rank]
             self._into_all(
                 low,
-                [Span(Memory(MemoryKind.LYING, rank), low, high - low) for rank in range(self.size)],
+                [
+                    Span(Memory(MemoryKind.LYING, rank), low, high - low)
+                    for rank in range(self.size)
+                ],
             )
             return Program((), (*self.steps, Publish(), Await()), None)
         opening = tuple(
@@ -396,7 +409,9 @@ class _Lowering:
     def _in_cells(self, rank: int, turn: int, low: int, high: int) -> Span:
         """Return where others find the elements [low, high) of a rank's segment of a turn."""
         if rank in self.places.sources:
-            return Span(Memory(MemoryKind.LYING, rank), turn * self.cells.elements + low, high - low)
+            return Span(
+                Memory(MemoryKind.LYING, rank), turn * self.cells.elements + low, high - low
+            )
         return self._cell(rank, turn, low, high)
 
     def _own_of(self, terms: range) -> int | None:
@@ -508,5 +523,9 @@ class _Lowering:
             parts = tuple(term.cut(low, high) for term in terms)
             targets = [Span(goal, start + low, high - low) for goal in goals]
             made = Span(_SCRATCH, 0, high - low) if self.places.makes_first else targets[0]
-            self.steps.append(Combine(parts, made))  # no term but the first lies where this one goes
-            self.steps += [CopyInstruction(made, target) for target in targets if target is not made]
+            self.steps.append(
+                Combine(parts, made)
+            )  # no term but the first lies where this one goes
+            self.steps += [
+                CopyInstruction(made, target) for target in targets if target is not made
+            ]

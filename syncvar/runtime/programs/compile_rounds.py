@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.algorithms.schedule import Buffer, RecvReduce
-from syncvar.algorithms.schedule import CopyInstruction as CopyStep
+from syncvar.algorithms.schedule import Buffer, Copy, RecvReduce
 from syncvar.runtime.programs.instructions import (
     Await,
-    CopyInstruction,
     Combine,
+    CopyInstruction,
     Instruction,
-    MemoryKind,
     Memory,
+    MemoryKind,
     Program,
     Publish,
     Span,
@@ -48,7 +47,7 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
         >>> from syncvar.algorithms.shm_rounds import publications
         >>> plan = publications(build_all("all_reduce", "owners", 2, count=6), 0)
         >>> [type(step).__name__ for step in lower_rounds(plan, 0, 100).steps]
-        ['Copy', 'Fold', 'Copy', 'Publish', 'Await', 'Copy']
+        ['CopyInstruction', 'Combine', 'CopyInstruction', 'Publish', 'Await', 'CopyInstruction']
     """
     opening: list[CopyInstruction] = []
     steps: list[Instruction] = []
@@ -79,7 +78,7 @@ def lower_rounds(rounds: Sequence[Publication], rank: int, window: int, small: i
             windows += 1
         for step in publication.local:
             source, target = _stretch(step.source), _stretch(step.target)
-            if isinstance(step, CopyStep):
+            if isinstance(step, Copy):
                 steps.append(CopyInstruction(source, target))
             else:
                 steps.append(_combined(source, target, step.source_left))

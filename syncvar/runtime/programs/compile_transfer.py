@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from syncvar.runtime.programs.instructions import (
     Await,
+    Combine,
     CompiledProgram,
     CopyInstruction,
-    Combine,
     Instruction,
-    MemoryKind,
     Memory,
+    MemoryKind,
     Program,
     Publish,
     Span,
@@ -98,12 +98,16 @@ class Move(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def move_code(move: Move, way: TransferPath, *, has_told: bool = False, some_told: bool = False) -> CompiledProgram:
+def move_code(
+    move: Move, way: TransferPath, *, has_told: bool = False, some_told: bool = False
+) -> CompiledProgram:
     """Return what `lower_move` does, made ready for a runner."""
     return assemble(lower_move(move, way, has_told=has_told, some_told=some_told))
 
 
-def lower_move(move: Move, way: TransferPath, *, has_told: bool = False, some_told: bool = False) -> Program:
+def lower_move(
+    move: Move, way: TransferPath, *, has_told: bool = False, some_told: bool = False
+) -> Program:
     """Return a rank's program of moving blocks.
 
     Args:
@@ -114,8 +118,8 @@ def lower_move(move: Move, way: TransferPath, *, has_told: bool = False, some_to
 
     Example:
         >>> move = Move(rank=0, elements=5, cell=3, lag=2, blocks=1, puts=1, takes=((1, 0),))
-        >>> [type(step).__name__ for step in lower_move(move, Way.CELLS).steps]
-        ['Copy', 'Publish', 'Copy', 'Await', 'Copy']
+        >>> [type(step).__name__ for step in lower_move(move, TransferPath.CELLS).steps]
+        ['CopyInstruction', 'Publish', 'CopyInstruction', 'Await', 'CopyInstruction']
     """
     if way != TransferPath.CELLS:
         move = move._replace(cell=move.elements)
@@ -169,7 +173,10 @@ def _put(move: Move, way: TransferPath, turn: int) -> list[CopyInstruction]:
     start, length = turn * move.cell, move.length(turn)
     puts = range(move.puts if length else 0)
     return [
-        CopyInstruction(move.own(MemoryKind.SOURCE, place, start, length), move.part(way, move.rank, place, turn))
+        CopyInstruction(
+            move.own(MemoryKind.SOURCE, place, start, length),
+            move.part(way, move.rank, place, turn),
+        )
         for place in puts
     ]
 

@@ -32,12 +32,12 @@ __all__ = [
     "PUBLISH",
     "STORE",
     "Await",
+    "Combine",
     "CompiledProgram",
     "CopyInstruction",
-    "Combine",
     "Instruction",
-    "MemoryKind",
     "Memory",
+    "MemoryKind",
     "Program",
     "Publish",
     "Span",
@@ -215,8 +215,8 @@ def extents(program: Program) -> dict[Memory, int]:
     """Return of how many elements each memory has to be at least.
 
     Example:
-        >>> x, slot = Memory(Kind.SOURCE), Memory(Kind.SLOT, 1)
-        >>> extents(Program((Copy(Stretch(x, 2, 3), Stretch(slot, 0, 3)),), ()))[x]
+        >>> x, slot = Memory(MemoryKind.SOURCE), Memory(MemoryKind.SLOT, 1)
+        >>> extents(Program((CopyInstruction(Span(x, 2, 3), Span(slot, 0, 3)),), ()))[x]
         5
     """
     found: dict[Memory, int] = {}

@@ -11,7 +11,7 @@ from syncvar._native import program as native_program
 from syncvar.core.errors import InternalError
 from syncvar.runtime.gil_contention import copier, crowd
 from syncvar.runtime.programs.arithmetic import folder, storer
-from syncvar.runtime.programs.buffer_location import UnknownRef, ShmRef, RemoteRef, read
+from syncvar.runtime.programs.buffer_location import RemoteRef, ShmRef, UnknownRef, read
 from syncvar.runtime.programs.instructions import MemoryKind
 from syncvar.runtime.programs.interpreter import interpret, opened
 from syncvar.shm.segment_layout import PAGE_BYTES

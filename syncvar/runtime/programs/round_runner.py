@@ -74,7 +74,10 @@ def prepare_published(plans: Sequence[Schedule], rank: int, root: int | None = N
     reduces = ("all_reduce",) if root is None else ("all_reduce", "reduce", "scan", "exscan")
     if mine.collective in reduces and mine.algorithm in ("direct", "owners"):
         return Published(
-            reduces=True, rounds=(), algorithm=mine.algorithm, ends=ResultPlacement(mine.collective, root or 0)
+            reduces=True,
+            rounds=(),
+            algorithm=mine.algorithm,
+            ends=ResultPlacement(mine.collective, root or 0),
         )
     rounds = publications(plans, rank)
     return Published(reduces=False, rounds=rounds, algorithm=mine.algorithm, codes={})

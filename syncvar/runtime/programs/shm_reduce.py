@@ -26,7 +26,13 @@ import numpy as np
 from syncvar.algorithms.selection import choose
 from syncvar.runtime.programs.arithmetic import Arithmetic
 from syncvar.runtime.programs.buffer_location import ShmRef
-from syncvar.runtime.programs.compile_reduce import EVERYWHERE, Cells, ResultPlacement, BufferPlacement, reduce_code
+from syncvar.runtime.programs.compile_reduce import (
+    EVERYWHERE,
+    BufferPlacement,
+    Cells,
+    ResultPlacement,
+    reduce_code,
+)
 from syncvar.runtime.programs.instructions import MemoryKind
 from syncvar.runtime.programs.program_runner import agreed, native_of, open_code, run_code
 from syncvar.shm.channel_table import SEGMENT_BYTES, WIDE_BYTES
@@ -204,7 +210,10 @@ def _are_known(places: Sequence[int]) -> bool:
 
 
 def reduce_shared(
-    channel: Channel, opening: tuple[int, int] | None, vector: ReduceBuffers, riders: Sequence[ReduceBuffers] = ()
+    channel: Channel,
+    opening: tuple[int, int] | None,
+    vector: ReduceBuffers,
+    riders: Sequence[ReduceBuffers] = (),
 ) -> Generator[int, None, bool]:
     """Combine a vector of all ranks.
 
@@ -287,7 +296,9 @@ def is_alone(array: NDArray[Any]) -> bool:
     return array.nbytes >= _ALONE_BYTES
 
 
-def _reduce_alone(channel: Channel, several: ReduceBuffers) -> Generator[int, None, tuple[int, ...]]:
+def _reduce_alone(
+    channel: Channel, several: ReduceBuffers
+) -> Generator[int, None, tuple[int, ...]]:
     """Reduce long arrays one after another; returns on which side each rank brings its next segment."""
     rank, size = channel.rank, channel.size
     vectors = [several.only([place]) for place in range(len(several.sources))]
@@ -315,7 +326,11 @@ def _reduce_alone(channel: Channel, several: ReduceBuffers) -> Generator[int, No
 
 
 def reduce_published(
-    channel: Channel, check: int, vector: ReduceBuffers, native: Any, riders: Sequence[ReduceBuffers] = ()
+    channel: Channel,
+    check: int,
+    vector: ReduceBuffers,
+    native: Any,
+    riders: Sequence[ReduceBuffers] = (),
 ) -> Iterator[int]:
     """Go on with a call that the C runner has published; teach it what is done with vectors that lie as these do."""
     yield from agreed(channel, check, channel.last)
@@ -482,7 +497,9 @@ def _put_small(channel: Channel, vectors: Sequence[ReduceBuffers]) -> None:
         open_code(channel, code, how, vector[:2], side, (own + start,) * channel.size)
 
 
-def combine_small(channel: Channel, vectors: Sequence[ReduceBuffers], nbytes: int = 0) -> Iterator[int]:
+def combine_small(
+    channel: Channel, vectors: Sequence[ReduceBuffers], nbytes: int = 0
+) -> Iterator[int]:
     """Combine such vectors when all ranks have put theirs.
 
     Args:
