@@ -36,3 +36,58 @@ Inside, arguments have the same names in all these files: `communicator` is the 
 the caller gave; `name` is what the ranks compare and messages tell; `how` is the `Reduction` of an array; `reproducible` sums by the
 tree; `keep` takes copies now, because the caller may change what it gave before the call ends.
 """
+
+from __future__ import annotations
+
+from syncvar.collectives.all_gather import all_gather
+from syncvar.collectives.all_reduce import all_reduce
+from syncvar.collectives.all_to_all import all_to_all
+from syncvar.collectives.barrier import barrier
+from syncvar.collectives.broadcast import broadcast
+from syncvar.collectives.gather import gather
+from syncvar.collectives.groups import Group, new_group
+from syncvar.collectives.mesh import Mesh, mesh
+from syncvar.collectives.object_collectives import (
+    all_gather_object,
+    broadcast_object,
+    gather_object,
+    scatter_object,
+)
+from syncvar.collectives.reduce import reduce
+from syncvar.collectives.reduce_scatter import reduce_scatter
+from syncvar.collectives.scan import exscan, scan
+from syncvar.collectives.scatter import scatter
+from syncvar.collectives.send_recv import recv, recv_object, send, send_object, sendrecv
+from syncvar.collectives.sharded_all_reduce import all_reduce_shards
+from syncvar.collectives.tree_sum import tree_sum
+from syncvar.core.reduce_ops import register_op
+
+__all__ = [
+    "Group",
+    "Mesh",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_shards",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "exscan",
+    "gather",
+    "gather_object",
+    "mesh",
+    "new_group",
+    "recv",
+    "recv_object",
+    "reduce",
+    "reduce_scatter",
+    "register_op",
+    "scan",
+    "scatter",
+    "scatter_object",
+    "send",
+    "send_object",
+    "sendrecv",
+    "tree_sum",
+]
