@@ -168,7 +168,7 @@ def throughput(servers: Servers, over: Servers) -> list[dict[str, Any]]:
 def dense(servers: Servers, over: Servers) -> dict[str, float]:
     """Return the seconds of a pull of 16 MiB, through shared memory and over ZeroMQ."""
     servers.make("dense", np.zeros(_DENSE_NBYTES // 4, np.float32))
-    return medians({"arena": lambda: servers.pull("dense"), "zmq": lambda: over.pull("dense")})
+    return medians({"shm": lambda: servers.pull("dense"), "zmq": lambda: over.pull("dense")})
 
 
 def embedding(servers: Servers, redis_port: int) -> dict[str, float]:
@@ -391,9 +391,9 @@ def show(found: dict[str, Any]) -> None:
         )
     if "dense" not in found:
         return
-    arena, over = found["dense"]["arena"], found["dense"]["zmq"]
+    shm, over = found["dense"]["shm"], found["dense"]["zmq"]
     print(
-        f"\ndense pull of 16 MiB: {1e3 * arena:.2f} ms through shared memory, {1e3 * over:.2f} ms over ZeroMQ: {over / arena:.1f} x"
+        f"\ndense pull of 16 MiB: {1e3 * shm:.2f} ms through shared memory, {1e3 * over:.2f} ms over ZeroMQ: {over / shm:.1f} x"
     )
     print(f"\n{_LOOKUP} rows of {_WIDTH} floats out of {_ROWS}, rows/s")
     for name, rate in found["embedding"].items():

@@ -1,7 +1,7 @@
 """Where each microsecond of a small call goes: `python bench/percall.py`.
 
 Two workers in shared memory make 8-byte all-reduces and writes to an ON_WRITE variable. The whole call is timed; then
-each of its parts by itself, on the very objects that the call uses: finding the prepared call, bringing the value,
+each of its parts by itself, on the very objects that the call uses: finding the persistent call, bringing the value,
 publishing it, comparing, combining, taking it down in the flight recorder. "alone" is the whole call with nobody to wait
 for (its group's other words are its own). What the call takes more than that is waiting: the other worker's turn, the
 way of a cache line between cores, cold caches. The floor is two processes that do nothing but publish a word and wait for
@@ -120,7 +120,7 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
     words, scratch = channel.words, memoryview(bytearray(64 * 8)).cast("Q")
     slots = [channel.small(rank, 0, x.size, x.dtype) for rank in range(channel.size)]
     mine, empty = np.empty_like(slots[0]), communicator.busy
-    told = CallInfo("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "arena small")
+    told = CallInfo("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "shm small")
 
     def find() -> None:
         same = communicator_of(None)
@@ -150,7 +150,7 @@ def parts_of_a_call(x: Any, out: Any, calls: int) -> list[tuple[str, float]]:
         recorder.add((told, 1, begin, monotonic_ns(), get_ident()))
 
     return [
-        ("finding the prepared call", microseconds(find, calls)),
+        ("finding the persistent call", microseconds(find, calls)),
         ("the group's lock", microseconds(lock, calls)),
         ("bringing the value to the slot", microseconds(bring, calls)),
         ("publishing check and word", microseconds(publish, calls)),

@@ -24,7 +24,7 @@ from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.recorder import Recorder
 from syncvar.runtime.persistent import persistent_reduce
 
-_TOLD = CallInfo("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "arena small")
+_TOLD = CallInfo("all_reduce(sum, float64[1])", 0, (0, 1), 1, 8, "shm small")
 
 
 def _short(recorder: Recorder, count: int) -> None:
@@ -36,7 +36,7 @@ def _short(recorder: Recorder, count: int) -> None:
 
 def _long(recorder: Recorder, count: int) -> None:
     for number in range(count):
-        entry = recorder.begin(CallInfo(_TOLD.what, 0, (0, 1), 1, 0, "arena"), number)
+        entry = recorder.begin(CallInfo(_TOLD.what, 0, (0, 1), 1, 0, "shm"), number)
         entry.stage("direct", 8)
         entry.end()
 

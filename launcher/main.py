@@ -138,7 +138,9 @@ def _run(arguments: list[str], ahead: ForkServer | None) -> int:
         here = Path(os.environ.get("PWD", "/"))
     clock.enter("reads its options")
     chosen = _options_of(arguments, here)
-    clock.set_limits(chosen.runtime.roll_call_s, chosen.runtime.rendezvous_timeout_s + _SPARE_S)
+    clock.set_limits(
+        chosen.runtime.missing_report_s, chosen.runtime.rendezvous_timeout_s + _SPARE_S
+    )
     if signal.SIGALRM in forwarded(chosen.forward_signals):
         clock.turn_off()
     if ahead is not None and (chosen.join is not None or chosen.has_hosts or chosen.dry_run):

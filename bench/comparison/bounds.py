@@ -162,7 +162,7 @@ SINGLE = {
     "resnet50": Bound(3, 8),
     "grouped transfers": Bound(10, None, "transfers", at_most=True),
     "grouped zmq": Bound(0.1, None, "x the time of the calls", at_most=True),
-    "grouped arena": Bound(0.3, None, "x the time of the calls", at_most=True),
+    "grouped shared memory": Bound(0.3, None, "x the time of the calls", at_most=True),
     "grouped python": Bound(5, None, "us", at_most=True),
     "everyday run": Bound(5, None, "us", at_most=True),
     "launch mpirun": Bound(0.8, None, "x its time", at_most=True),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["grouped"]
 
 VARIABLES = 1000
-ENVIRONMENTS = {"arena": {}, "zmq": {"SYNCVAR_TRANSPORT": "zmq"}}
+ENVIRONMENTS = {"shm": {}, "zmq": {"SYNCVAR_TRANSPORT": "zmq"}}
 ALONE = "world of one"
 
 

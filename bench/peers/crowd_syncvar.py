@@ -3,7 +3,7 @@
 Each joins, meets the others in a barrier, and makes an all-reduce of 1 MiB, whose every element is looked at. Rank 0
 tells the seconds since its script began, and each worker's own memory: the resident pages of its private mappings
 (Private_Clean + Private_Dirty of /proc/self/smaps, of mappings that are not shared), and its proportional share of
-everything (Pss), in bytes. The pages of the arena are the host's, and are in the second number alone.
+everything (Pss), in bytes. The pages of shared memory are the host's, and are in the second number alone.
 """
 
 from __future__ import annotations

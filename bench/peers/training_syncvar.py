@@ -75,7 +75,7 @@ class ByOptimizer(_Network):
 
 
 class ByAllReduce(_Network):
-    """Gradients in one array of the arena."""
+    """Gradients in one array of shared memory."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)

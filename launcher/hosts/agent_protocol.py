@@ -163,9 +163,9 @@ class StartRequest(NamedTuple):
         environ: Variables of all ranks, beside those of the login.
         start_method: "auto", "spawn" or "fork".
         ranks: Those of this host.
-        arena_bytes: The virtual size of the memory that they share.
+        shm_bytes: The virtual size of the memory that they share.
         core_count: How many cores they may use together.
-        why_no_arena: Why they share none; empty where they do.
+        shm_unavailable_reason: Why they share none; empty where they do.
         hands_over: They will ask for it.
         is_clear: They inherit only an allow-list of the login's variables.
         has_totals: They leave the totals of their calls, for the launcher.
@@ -182,9 +182,9 @@ class StartRequest(NamedTuple):
     environ: dict[str, str]
     start_method: str
     ranks: list[RankSpec]
-    arena_bytes: int
+    shm_bytes: int
     core_count: int
-    why_no_arena: str
+    shm_unavailable_reason: str
     hands_over: bool
     is_clear: bool
     has_totals: bool
@@ -207,9 +207,9 @@ class StartRequest(NamedTuple):
             order.target,
             order.cwd,
             order.start_method,
-            order.why_no_arena,
+            order.shm_unavailable_reason,
         )
-        numbers = (order.generation, order.arena_bytes, order.core_count, order.servers)
+        numbers = (order.generation, order.shm_bytes, order.core_count, order.servers)
         are_texts = all(isinstance(one, str) for one in (*texts, *order.args))
         if not are_texts or not all(type(one) is int and one >= 0 for one in numbers):
             raise WireError("an order to start has a field of another type")

@@ -124,11 +124,11 @@ class HostRanks:
     def _share(order: StartRequest, folder: Path) -> Sharing:
         return Sharing(
             order.job,
-            order.arena_bytes,
+            order.shm_bytes,
             [len(order.ranks) - order.servers],
             [order.core_count],
             [folder],
-            why_not=order.why_no_arena,
+            why_not=order.shm_unavailable_reason,
             generation=order.generation,
             hands_over=order.hands_over,
             servers=[order.servers],

@@ -30,7 +30,7 @@ from syncvar_launcher.local.local_workers import (
     WorkerStatus,
     WorkerUnreachable,
 )
-from syncvar_launcher.local.shm_service import why_no_arena
+from syncvar_launcher.local.shm_service import shm_unavailable_reason
 from syncvar_launcher.local.stack_requests import ENDED, NOT_STARTED, StackRequest
 from syncvar_launcher.options.worker_environment import carried
 
@@ -109,11 +109,11 @@ class RemoteWorkers:
         self._restarts = restarts
         self.workers: dict[int, HostSlot] = {}
         self.places: dict[int, str] = {}
-        self._why_no_arena = [
-            why_no_arena(job.options, job.processor_of(host), site.workers)
+        self._shm_unavailable_reason = [
+            shm_unavailable_reason(job.options, job.processor_of(host), site.workers)
             for host, site in enumerate(fleet.sites)
         ]
-        self.is_complete = self._why_no_arena == [""]
+        self.is_complete = self._shm_unavailable_reason == [""]
         self._running: set[int] = set()
         self._owed: dict[tuple[int, str], int] = {}
         self._allowed: dict[tuple[int, str], int] = {}
@@ -165,9 +165,9 @@ class RemoteWorkers:
                 "generation": self._generation,
                 "secret": self._fleet.secret,
                 "ranks": told,
-                "arena_bytes": config.arena_bytes,
+                "shm_bytes": config.shm_bytes,
                 "core_count": site.facts["core_count"],
-                "why_no_arena": self._why_no_arena[index],
+                "shm_unavailable_reason": self._shm_unavailable_reason[index],
                 "hands_over": config.transport != "zmq",
                 "is_clear": chosen.env_clear,
                 "has_totals": bool(chosen.stats),
@@ -218,7 +218,7 @@ class RemoteWorkers:
 
     def describe(self) -> tuple[str, str]:
         """Return what serves, in few words and as a whole line."""
-        within = "shared memory" if "" in self._why_no_arena else "unix sockets"
+        within = "shared memory" if "" in self._shm_unavailable_reason else "unix sockets"
         hosts, way = len(self._fleet.sites), self._job.config.between_hosts
         between = f" on each host; {way} between {hosts} hosts" if hosts > 1 else ""
         if hosts > 1 and all(site.workers == 1 for site in self._fleet.sites):

@@ -1,6 +1,6 @@
 """One start of all ranks of a job: from the first process to the last one's end, and what is said of it.
 
-With `--max-restarts` a job may need several. Each has its own private directory, and in it its own rendezvous and arenas;
+With `--max-restarts` a job may need several. Each has its own private directory, and in it its own rendezvous and segments;
 what a rank of an earlier start still sends or asks finds nobody, or is refused for its generation.
 """
 
@@ -171,7 +171,7 @@ class Attempt:
         # A program that is not started by our own bootstrap does not say that it has begun.
         telling = self.job.servers if chosen.kind == "command" else self._processes
         self.progress = StartProgress(
-            telling, job.config.roll_call_s, job.config.rendezvous_timeout_s, self.began
+            telling, job.config.missing_report_s, job.config.rendezvous_timeout_s, self.began
         )
         self.busy: dict[int, tuple[float, float]] = {}
         self.ends: dict[

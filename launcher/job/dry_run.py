@@ -53,7 +53,7 @@ def dry_run_text(
         host: Name of the host.
         binding: Why the cores are what they are, in one sentence.
         transport: Which transport, and why, in one line.
-        kernel: What runs prepared calls, and why, likewise.
+        kernel: What runs persistent calls, and why, likewise.
         beginning: How workers begin, and why, likewise.
         servers: For each server its host, those that hold copies of its variables, and its command line.
 

@@ -286,7 +286,7 @@ class Job:
             host=self.host,
             binding=self.binding.reason,
             transport=transport,
-            kernel=_native.told(self.options.runtime.kernel),
+            kernel=_native.told(self.options.runtime.call_runner),
             beginning=f"workers: {self._checked_beginning()}",
             servers=[
                 (self.host_name(one), mirrors, self.server_command(one))

@@ -28,7 +28,7 @@ from syncvar_launcher.job.job_stats import merged, read_totals, table
 from syncvar_launcher.job.lost_files import check_requested_files
 from syncvar_launcher.job.resource_limits import TimePassed
 from syncvar_launcher.job.start_clock import clock
-from syncvar_launcher.local.shm_service import why_no_arena
+from syncvar_launcher.local.shm_service import shm_unavailable_reason
 from syncvar_launcher.options.forwarded_signals import forwarded
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def run(job: Job, server: ForkServer | None) -> int:
     clock.enter("looks at the files that it is to write")
     check_requested_files(chosen, is_local=job.fleet is None)
     for host, size in enumerate(job.hosts.sizes):
-        why_no_arena(
+        shm_unavailable_reason(
             chosen, job.processor_of(host), size
         )  # raises where the settings do not fit together
     with contextlib.closing(_outlets()) as outlets:

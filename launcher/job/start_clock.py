@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["StartClock", "clock", "write_error"]
 
 _TICK_S = 1.0
-_NOTICE_S, _LIMIT_S = 5.0, 300.0  # the defaults of roll_call_s and rendezvous_timeout_s
+_NOTICE_S, _LIMIT_S = 5.0, 300.0  # the defaults of missing_report_s and rendezvous_timeout_s
 _EXIT_CODE = 69  # exits.RENDEZVOUS; this module imports nothing of the package
 
 
@@ -39,7 +39,7 @@ class StartClock:
 
     def read_limits(self, environ: Mapping[str, str]) -> None:
         """Take the limits from the environment, until the launcher has read its options."""
-        notice_s = _seconds(environ, "SYNCVAR_ROLL_CALL_S", _NOTICE_S)
+        notice_s = _seconds(environ, "SYNCVAR_MISSING_REPORT_S", _NOTICE_S)
         self.set_limits(notice_s, _seconds(environ, "SYNCVAR_RENDEZVOUS_TIMEOUT_S", _LIMIT_S))
 
     def set_limits(self, notice_s: float, limit_s: float) -> None:

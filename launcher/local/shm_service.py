@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from syncvar.core.host_topology import divided
 from syncvar.core.process_ids import server_hosts
-from syncvar.shm.fd_passing import Handing, arena_path, servers_arena_path
-from syncvar.shm.segment_file import CreatedArena, create, why_not_here
+from syncvar.shm.fd_passing import Handing, fd_socket_path, servers_fd_socket_path
+from syncvar.shm.segment_file import CreatedSegment, create, why_not_here
 from syncvar.shm.segment_layout import SegmentLayout, bytes_in_words
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.options.option_table import LaunchOptions
 
-__all__ = ["Sharing", "sharing_of", "why_no_arena"]
+__all__ = ["Sharing", "sharing_of", "shm_unavailable_reason"]
 
 
 def sharing_of(
@@ -44,11 +44,11 @@ def sharing_of(
     sizes = divided(options.workers, options.fake_hosts)
     return Sharing(
         job_id,
-        options.runtime.arena_bytes,
+        options.runtime.shm_bytes,
         sizes,
         [max(1, core_count * size // options.workers) for size in sizes],
         directories,
-        why_not=why_no_arena(options, os.uname().machine, sizes[0]),
+        why_not=shm_unavailable_reason(options, os.uname().machine, sizes[0]),
         generation=generation,
         between_hosts=options.runtime.between_hosts,
         hands_over=hands_over and options.runtime.transport != "zmq",
@@ -58,7 +58,7 @@ def sharing_of(
     )
 
 
-def why_no_arena(options: LaunchOptions, machine: str, size: int) -> str:
+def shm_unavailable_reason(options: LaunchOptions, machine: str, size: int) -> str:
     """Return why the ranks of a host share no memory, or an empty text where they are to have some.
 
     Args:
@@ -67,7 +67,7 @@ def why_no_arena(options: LaunchOptions, machine: str, size: int) -> str:
         size: How many ranks the host has.
 
     Raises:
-        ConfigError: `arena_bytes` is too small for so many ranks.
+        ConfigError: `shm_bytes` is too small for so many ranks.
     """
     if options.runtime.transport == "zmq":
         said = {"environment": "SYNCVAR_TRANSPORT=zmq", "file": 'transport = "zmq" in the file'}
@@ -78,8 +78,8 @@ def why_no_arena(options: LaunchOptions, machine: str, size: int) -> str:
         return "there is one rank on this host"
     reason = why_not_here(machine)
     if not reason:
-        SegmentLayout(options.runtime.arena_bytes, size)
-    return f"unix sockets; no arena because {reason}" if reason else ""
+        SegmentLayout(options.runtime.shm_bytes, size)
+    return f"unix sockets; no shared memory because {reason}" if reason else ""
 
 
 class Sharing:
@@ -87,7 +87,7 @@ class Sharing:
 
     Args:
         job_id: The job's identity.
-        arena_bytes: The virtual size of each host's memory.
+        shm_bytes: The virtual size of each host's memory.
         sizes: The ranks of each host here.
         cores: How many cores those of each host may use together.
         directories: The private folder of each host.
@@ -102,7 +102,7 @@ class Sharing:
     def __init__(
         self,
         job_id: str,
-        arena_bytes: int,
+        shm_bytes: int,
         sizes: Sequence[int],
         cores: Sequence[int],
         directories: Sequence[Path],
@@ -115,7 +115,7 @@ class Sharing:
         first_host: int = 0,
     ) -> None:
         self._between_hosts = between_hosts
-        self._arena_bytes = arena_bytes
+        self._shm_bytes = shm_bytes
         self._sizes = sizes
         self._cores = cores
         self._directories = directories
@@ -129,15 +129,13 @@ class Sharing:
             try:
                 for host, size in enumerate(self._sizes):
                     if size > 1:
-                        path = arena_path(str(directories[host]))
+                        path = fd_socket_path(str(directories[host]))
                         self._handings[host] = Handing(
                             path, job_id, size, partial(self.make, host), generation
                         )
             except OSError as error:
                 self.close()
-                self._why_not = (
-                    f"unix sockets; no arena because it cannot be handed over ({error.strerror})"
-                )
+                self._why_not = f"unix sockets; no shared memory because it cannot be handed over ({error.strerror})"
                 self._said.append(f"no shared memory: it cannot be handed over ({error.strerror})")
 
         if hands_over and any(servers) and not why_not_here(os.uname().machine):
@@ -145,34 +143,34 @@ class Sharing:
                 if count:
                     make = partial(self._create, host, count + sizes[host])
                     with contextlib.suppress(OSError):  # then their arrays go through sockets
-                        path = servers_arena_path(str(directories[host]))
+                        path = servers_fd_socket_path(str(directories[host]))
                         self._of_servers.append(
                             Handing(path, job_id, count + sizes[host], make, generation)
                         )
 
     def describe(self) -> tuple[str, str]:
-        """Return what serves, in two words and as a whole line that says why. Makes an arena, to know."""
+        """Return what serves, in two words and as a whole line that says why. Makes shared memory, to know."""
         hosts = len(self._sizes)
         between = (
             f"; {self._between_hosts} on loopback between {hosts} fake hosts" if hosts > 1 else ""
         )
         if self._why_not:
             return f"unix sockets{between}", f"transport zmq: {self._why_not}{between}"
-        arena, reason = (
+        shm, reason = (
             self._handings[0].prepare(self._generation)
             if 0 in self._handings
             else self.make(0, self._generation)
         )
-        if arena is None:
+        if shm is None:
             return (
                 f"unix sockets{between}",
-                f"transport zmq: unix sockets; no arena because {reason}{between}",
+                f"transport zmq: unix sockets; no shared memory because {reason}{between}",
             )
         if not self._handings:
-            arena.close()
-        size = bytes_in_words(self._arena_bytes)
-        line = f"transport arena: shared memory ({arena.how}), {size} virtual; SYNCVAR_TRANSPORT=zmq turns it off{between}"
-        return f"shared memory ({arena.how}){between}", line
+            shm.close()
+        size = bytes_in_words(self._shm_bytes)
+        line = f"transport shared memory: shared memory ({shm.how}), {size} virtual; SYNCVAR_TRANSPORT=zmq turns it off{between}"
+        return f"shared memory ({shm.how}){between}", line
 
     @property
     def is_complete(self) -> bool:
@@ -211,14 +209,14 @@ class Sharing:
         self._handings.clear()
         self._of_servers.clear()
 
-    def make(self, host: int, generation: int) -> tuple[CreatedArena | None, str]:
-        """Make the arena of a host for a generation: (arena, "") or (None, the reason why there is none)."""
+    def make(self, host: int, generation: int) -> tuple[CreatedSegment | None, str]:
+        """Make shared memory of a host for a generation: (shared memory, "") or (None, the reason why there is none)."""
         if self._why_not:
             return None, self._why_not
         return self._create(host, self._sizes[host], generation)
 
-    def _create(self, host: int, size: int, generation: int) -> tuple[CreatedArena | None, str]:
+    def _create(self, host: int, size: int, generation: int) -> tuple[CreatedSegment | None, str]:
         folder = str(self._directories[host])
         return create(
-            self._arena_bytes, size, self._cores[host], generation, folder, self._first_host + host
+            self._shm_bytes, size, self._cores[host], generation, folder, self._first_host + host
         )

@@ -83,7 +83,7 @@ _DEBUGGED: dict[str, Any] = {
     "lost_after_s": math.inf,
     "stall_warning_s": math.inf,
     "collective_timeout_s": math.inf,
-    "check_arena": "on",
+    "check_shm": "on",
 }
 
 

@@ -1,7 +1,7 @@
-"""The optional C runner of prepared calls, and what stands in for it where it has not been built.
+"""The optional C runner of persistent calls, and what stands in for it where it has not been built.
 
 `pip install` builds the module `native` where a C compiler and Python's headers are; without it everything works, with
-Python's own steps. `SYNCVAR_KERNEL=python` or `c` demands one of the two. `native.h` tells which file of C has what.
+Python's own steps. `SYNCVAR_CALL_RUNNER=python` or `c` demands one of the two. `native.h` tells which file of C has what.
 
 The C runner reads arrays and ufuncs by the beginnings of NumPy's own structures, which its C interface has kept since
 version 1. Before it is used for the first time, that is tried out with this NumPy.
@@ -57,10 +57,10 @@ try:
     _missing = ""
 except ModuleNotFoundError:
     _native = None
-    _missing = "syncvar was installed without the C kernel: that takes a C compiler and Python's headers at the time"
+    _missing = "syncvar was installed without the C extension: that takes a C compiler and Python's headers at the time"
 except ImportError as error:
     _native = None
-    _missing = f"the C kernel cannot be loaded: {error}"
+    _missing = f"the C extension cannot be loaded: {error}"
 
 
 _FORM = 19  # as in native.c
@@ -89,7 +89,10 @@ def _differs(native: Any) -> str:
 
 
 if _native is not None and getattr(_native, "FORM", 0) != _FORM:
-    _native, _missing = None, "the C kernel is of another version of syncvar: install syncvar again"
+    _native, _missing = (
+        None,
+        "the C extension is of another version of syncvar: install syncvar again",
+    )
 if _native is not None and (_found := _differs(_native)):
     _native, _missing = None, f"NumPy {np.__version__} is not as it expects: {_found}"
 
@@ -98,7 +101,7 @@ _HOME = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Begun:
-    """A prepared call that has begun, and is waited for later; only the C runner makes them.
+    """A persistent call that has begun, and is waited for later; only the C runner makes them.
 
     Attributes:
         operation: The engine's, once it goes on with the call; None before.
@@ -241,22 +244,24 @@ def which(wanted: str) -> str:
     """
     if wanted == "c" and _native is None:
         raise ConfigError(
-            f"kernel = c, but there is no C kernel: {_missing}; install with a compiler, or leave it to auto"
+            f"call_runner = c, but there is no C extension: {_missing}; install with a compiler, or leave it to auto"
         )
     return "python" if wanted == "python" or _native is None else "c"
 
 
 def told(wanted: str) -> str:
-    """Return in words what runs prepared calls, and why, under a setting.
+    """Return in words what runs persistent calls, and why, under a setting.
 
     Example:
         >>> told("python")
-        'prepared calls run in Python: kernel = python asks for it'
+        'persistent calls run in Python: call_runner = python asks for it'
     """
     if wanted == "python":
-        return "prepared calls run in Python: kernel = python asks for it"
+        return "persistent calls run in Python: call_runner = python asks for it"
     return (
-        "prepared calls run in C" if not _missing else f"prepared calls run in Python: {_missing}"
+        "persistent calls run in C"
+        if not _missing
+        else f"persistent calls run in Python: {_missing}"
     )
 
 
@@ -301,7 +306,7 @@ def run(
         made: What `program` has returned.
         channel: This rank's end of the group's channels.
         arrays: The memories that are arrays; anything for the others.
-        offsets: Where the others lie in the arena, in bytes; with bit 60 the address in the process of the memory's rank; -1 for arrays.
+        offsets: Where the others lie in shared memory, in bytes; with bit 60 the address in the process of the memory's rank; -1 for arrays.
         keeps_lock: Python's lock is kept.
     """
     found: Iterator[int] = _native.Run(made, channel, arrays, offsets, keeps_lock, False)  # type: ignore[union-attr]
@@ -309,7 +314,7 @@ def run(
 
 
 def slot_call(*parts: Any, **objects: Any) -> Any:
-    """Return the C runner of a prepared call, or None where it takes no such call; see `persistent_call.c`, and `Preparation.natively` for the objects."""
+    """Return the C runner of a persistent call, or None where it takes no such call; see `persistent_call.c`, and `Preparation.natively` for the objects."""
     if _native is None:
         return None
     try:
@@ -415,7 +420,7 @@ def entrance(
     positions: int = 1,
     takes_numbers: bool = True,
 ) -> Any:
-    """Return a callable that finds and runs a public function's prepared calls in C, and calls the function for any other.
+    """Return a callable that finds and runs a public function's persistent calls in C, and calls the function for any other.
 
     Args:
         function: What it stands for; its name, documentation and signature are the callable's.
@@ -452,7 +457,7 @@ def remember(function: Any, *what: Any) -> None:
 
     Args:
         function: What `entrance` or `message_entrance` has returned; nothing is done where it is the function itself.
-        what: The argument beside the array, as the caller writes it, what `slot_call` has returned, and its group's prepared calls,
+        what: The argument beside the array, as the caller writes it, what `slot_call` has returned, and its group's persistent calls,
             while they are the same; or what `message_end` has returned, the other rank, and the tag. Nothing is done with what does
             not run in C.
     """
@@ -461,7 +466,7 @@ def remember(function: Any, *what: Any) -> None:
 
 
 def recall(function: Any, call: Any) -> None:
-    """Let an entrance find a prepared call again that it has forgotten for others, since it can remember some hundred.
+    """Let an entrance find a persistent call again that it has forgotten for others, since it can remember some hundred.
 
     Args:
         function: As in `remember`.

@@ -154,6 +154,6 @@ static PyMethodDef begun_methods[] = {
 };
 
 TYPE(Begun, begun, begun_members, Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-     "A prepared call that has begun, and is waited for later.", {Py_tp_getset, begun_getters},
+     "A persistent call that has begun, and is waited for later.", {Py_tp_getset, begun_getters},
      {Py_tp_methods, begun_methods}, {Py_tp_traverse, traverse_held}, {Py_tp_clear, begun_clear},
      {Py_tp_dealloc, dealloc_held})

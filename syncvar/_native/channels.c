@@ -86,19 +86,19 @@ static PyObject *channel_state_bind(PyObject *object, PyObject *arguments) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a channel of 2 to 64 ranks");
         return NULL;
     }
-    const Py_ssize_t entry_bytes = 8 * 16, arena = self->memory.len;
-    good =
-        is_within(8 * self->entry, entry_bytes, arena) && is_within(8 * self->abort_at, 8, arena);
+    const Py_ssize_t entry_bytes = 8 * 16, segment_bytes = self->memory.len;
+    good = is_within(8 * self->entry, entry_bytes, segment_bytes) &&
+           is_within(8 * self->abort_at, 8, segment_bytes);
     for (int field = 0; field < 5; field++)
         good = good && is_within(8 * places[field], 16, entry_bytes);
     good = good && is_within(8 * self->segments_at, 8, entry_bytes);
     for (int other = 0; other < self->size - 1; other++)
-        good = good && is_within(8 * self->others[other], entry_bytes, arena);
+        good = good && is_within(8 * self->others[other], entry_bytes, segment_bytes);
     for (int rank = 0; rank < self->size; rank++)
-        good = good && is_within(self->slots[rank], 2 * self->side_bytes, arena);
+        good = good && is_within(self->slots[rank], 2 * self->side_bytes, segment_bytes);
     if (!good) {
         PyBuffer_Release(&self->memory);
-        PyErr_SetString(PyExc_ValueError, "a channel would use memory outside the arena");
+        PyErr_SetString(PyExc_ValueError, "a channel would use memory outside the shared memory");
         return NULL;
     }
     self->words = self->memory.buf;

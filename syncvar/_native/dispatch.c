@@ -1,4 +1,5 @@
-/* The entrances of public functions: they find and run prepared calls without a step of Python. */
+/* The entrances of public functions: they find and run persistent calls without a step of Python.
+ */
 #include "persistent_call.h"
 
 static int is_float(PyObject *value) { return Py_TYPE(value) == &PyFloat_Type; }
@@ -189,7 +190,7 @@ static PyObject *entrance_call(PyObject *object, PyObject *const *arguments, siz
                : call_function(self->face.function, arguments, given, names);
 }
 
-/* Remember a prepared call, by what it is made of; the one of its place that was remembered first
+/* Remember a persistent call, by what it is made of; the one of its place that was remembered first
  * is forgotten. */
 static void keep_call(Entrance *self, SlotCall *call) {
     const Form *form = &call->brought;
@@ -205,7 +206,7 @@ static void keep_call(Entrance *self, SlotCall *call) {
     remember(&self->face, place, (Remembered *)call);
 }
 
-/* Remember a prepared call: remember(op, call, prepared_calls). */
+/* Remember a persistent call: remember(op, call, prepared_calls). */
 static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
     PyObject *op, *call, *prepared_calls;
     if (!PyArg_ParseTuple(arguments, "OOO", &op, &call, &prepared_calls)) return NULL;
@@ -221,8 +222,8 @@ static PyObject *entrance_remember(PyObject *object, PyObject *arguments) {
     Py_RETURN_NONE;
 }
 
-/* Remember a prepared call again that has been forgotten for others; nothing of one that was never
- * remembered. */
+/* Remember a persistent call again that has been forgotten for others; nothing of one that was
+ * never remembered. */
 static PyObject *entrance_recall(PyObject *object, PyObject *call) {
     if (Py_TYPE(call) == slot_call_type && ((SlotCall *)call)->face == NULL &&
         ((SlotCall *)call)->op != NULL)
@@ -255,14 +256,14 @@ static PyMemberDef entrance_members[] = {
 
 static PyMethodDef entrance_methods[] = {
     {"remember", entrance_remember, METH_VARARGS,
-     "Remember a prepared call: (op, call, prepared_calls)."},
+     "Remember a persistent call: (op, call, prepared_calls)."},
     {"recall", entrance_recall, METH_O,
-     "Remember a prepared call again that has been forgotten for others."},
+     "Remember a persistent call again that has been forgotten for others."},
     FACE_METHODS,
     {NULL},
 };
 
-/* A public function whose prepared calls are found and run without Python's steps; any other call
+/* A public function whose persistent calls are found and run without Python's steps; any other call
  * is the function's. */
 TYPE(Entrance, entrance, entrance_members, Py_TPFLAGS_HAVE_GC | HAS_VECTORCALL,
      NULL, /* `__doc__` is the function's */

@@ -77,8 +77,8 @@ int are_apart(const char *one, const char *other, size_t nbytes) {
  * They are twice as fast as `copy_bytes` where both places lie in this core's caches; but AMD's
  * processors (Zen 3 and 4) take one byte a cycle where the target lies up to 32 bytes after the
  * source by their places in a page: 3 GB/s instead of 50 (measured). NumPy's arrays from 128 KiB on
- * begin 16 bytes into a page, cells of the arena with a page, and of two arrays of whole pages that
- * are made one after the other the second one lies 16 bytes after the first. */
+ * begin 16 bytes into a page, cells of the shared memory with a page, and of two arrays of whole
+ * pages that are made one after the other the second one lies 16 bytes after the first. */
 int is_slow_by_string(const char *target, const char *source) {
     const uintptr_t ahead = ((uintptr_t)target - (uintptr_t)source) % PAGE;
     return 0 < ahead && ahead < LINE;

@@ -86,7 +86,7 @@ static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, prepare_module}, {0, NUL
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     "syncvar._native.native",
-    "Runs prepared calls in shared memory without Python's own steps.",
+    "Runs persistent calls in shared memory without Python's own steps.",
     0,
     functions,
     module_slots,

@@ -1,10 +1,11 @@
-/* What the parts of the C kernel share. Only the limited API of CPython is used: one build serves
- * every version from 3.11 on.
+/* What the parts of the C extension share. Only the limited API of CPython is used: one build
+ * serves every version from 3.11 on.
  *
  * Each part uses those above it: `object_support.c` what objects have in common; `memory_copy.c`,
- * `reduce_kernels.c` what is done with bytes; `channels.c` what ranks tell each other; `program_check.c`,
- * `program_exec.c` programs; `pytree.c`, `persistent_call.c`, `persistent_call_exec.c`, `async_call.c`, `dispatch.c` prepared
- * calls; `variable_access.c` variables; `p2p.c`, `p2p_endpoints.c` messages; `module.c` the module. */
+ * `reduce_kernels.c` what is done with bytes; `channels.c` what ranks tell each other;
+ * `program_check.c`, `program_exec.c` programs; `pytree.c`, `persistent_call.c`,
+ * `persistent_call_exec.c`, `async_call.c`, `dispatch.c` prepared calls; `variable_access.c`
+ * variables; `p2p.c`, `p2p_endpoints.c` messages; `module.c` the module. */
 #ifndef SYNCVAR_NATIVE_H
 #define SYNCVAR_NATIVE_H
 #define Py_LIMITED_API 0x030B0000
@@ -23,8 +24,9 @@
 #define RELAX() ((void)0)
 #endif
 
-#define YIELD_NS 100000 /* so long a rank gives way to others of its cores, before Python goes on  \
-                         */
+#define YIELD_NS                                                                                   \
+    100000 /* so long a rank gives way to others of its cores, before Python goes on               \
+            */
 #define PATIENCE_NS                                                                                \
     1000000 /* so long others are waited for without Python's lock, before Python waits */
 #define LINE 64
@@ -34,10 +36,12 @@
 /* Names of attributes and arguments. */
 #define NAMES(X)                                                                                   \
     X(_beneath)                                                                                    \
-    X(_communicator) X(_ground) X(_references) X(_shown) X(acquire) X(append) X(array) X(async_op) \
-        X(channel) X(co_filename) X(default) X(engine) X(f_lasti) X(group) X(is_alert) X(is_bound) \
-            X(locked) X(out) X(prepared_calls) X(release) X(remove) X(stack) X(tag) X(timeout)     \
-                X(uneven) X(view) X(world)
+    X(_communicator)                                                                               \
+    X(_ground)                                                                                     \
+    X(_references) X(_shown) X(acquire) X(append) X(array) X(async_op) X(channel) X(co_filename)   \
+        X(default) X(engine) X(f_lasti) X(group) X(is_alert) X(is_bound) X(locked) X(out)          \
+            X(prepared_calls) X(release) X(remove) X(stack) X(tag) X(timeout) X(uneven) X(view)    \
+                X(world)
 #define DECLARED(NAME) extern PyObject *name_##NAME;
 NAMES(DECLARED)
 
@@ -59,14 +63,15 @@ int intern_names(void);
         {0, NULL},                                                                                 \
     };                                                                                             \
     PyType_Spec PREFIX##_spec = {                                                                  \
-        "syncvar._native.native." #NAME, sizeof(NAME),        0,                                    \
-        Py_TPFLAGS_DEFAULT | (FLAGS),   PREFIX##_type_slots,                                       \
+        "syncvar._native.native." #NAME, sizeof(NAME),        0,                                   \
+        Py_TPFLAGS_DEFAULT | (FLAGS),    PREFIX##_type_slots,                                      \
     };
 #define TYPES(X)                                                                                   \
     X(admission_state)                                                                             \
-    X(communicator_state) X(tally) X(watch) X(copied) X(channel_state) X(program) X(run)           \
-        X(slot_call) X(begun) X(entrance) X(write) X(look) X(read) X(group) X(count) X(end)        \
-            X(message_entrance)
+    X(communicator_state)                                                                          \
+    X(tally)                                                                                       \
+    X(watch) X(copied) X(channel_state) X(program) X(run) X(slot_call) X(begun) X(entrance)        \
+        X(write) X(look) X(read) X(group) X(count) X(end) X(message_entrance)
 #define DECLARED_TYPE(PREFIX)                                                                      \
     extern PyType_Spec PREFIX##_spec;                                                              \
     extern PyTypeObject *PREFIX##_type;
@@ -334,8 +339,8 @@ typedef struct {
     int size, rank, turn;            /* of the slots that take turns, the last one */
     Patience patience;
     Stores stores;
-    PyObject
-        *begun; /* the call that waits to be ended, see async_call.c; it takes itself out when it goes */
+    PyObject *begun; /* the call that waits to be ended, see async_call.c; it takes itself out when
+                        it goes */
 } ChannelState;
 
 static inline uint64_t seen(const uint64_t *word) {
@@ -371,9 +376,9 @@ typedef struct {
     Py_ssize_t process; /* 0: here */
 } Bound;
 
-/* A program that has been looked at, see syncvar/runtime/programs/instructions.py: COPY and STORE are (source,
- * first, target, first, count), FOLD is (target, first, count, terms, (term, first)...), AWAIT is
- * (back). */
+/* A program that has been looked at, see syncvar/runtime/programs/instructions.py: COPY and STORE
+ * are (source, first, target, first, count), FOLD is (target, first, count, terms, (term,
+ * first)...), AWAIT is (back). */
 typedef struct {
     PyObject_HEAD const int64_t *code;
     Py_ssize_t length, opening; /* of the code; so many numbers come before phase 0 is published */

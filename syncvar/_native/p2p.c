@@ -1,6 +1,6 @@
-/* Messages that need no waiting, through a box in the arena: what `runtime/p2p/channel.py` does, for
- * arrays of a dtype and shape that it has met before. Whatever is unusual is left to it, before
- * anything has been changed.
+/* Messages that need no waiting, through a box in the shared memory: what `runtime/p2p/channel.py`
+ * does, for arrays of a dtype and shape that it has met before. Whatever is unusual is left to it,
+ * before anything has been changed.
  *
  * The bytes of an entry are stored before FILLED (release), and read after it (acquire); they have
  * been read before USED is stored (release). A long entry is published piece by piece, so that the
@@ -36,8 +36,8 @@ static uint64_t length_whole(const Sort *sort) {
     return in_lines(data_at(sort->form.ndim, nbytes_of(sort)) + nbytes_of(sort));
 }
 
-/* Return how long an entry is that tells of a long message: where it lies, there and in the arena,
- * and its number follow the shape. */
+/* Return how long an entry is that tells of a long message: where it lies, there and in the shared
+ * memory, and its number follow the shape. */
 static uint64_t length_told(const Sort *sort) {
     return in_lines(8 * (SHAPE + (uint64_t)sort->form.ndim + 3));
 }

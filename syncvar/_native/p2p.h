@@ -1,5 +1,5 @@
-/* Messages through a box in the arena: `p2p.c` sends and receives them, `p2p_endpoints.c` makes the
- * ends and finds them.
+/* Messages through a box in the shared memory: `p2p.c` sends and receives them, `p2p_endpoints.c`
+ * makes the ends and finds them.
  *
  * `shm/message_ring.py` says what lies where in a box. */
 #ifndef SYNCVAR_MESSAGES_H

@@ -1,5 +1,5 @@
-/* Prepared calls whose data go through a channel: what is known of them, that it lies where it may,
- * what they take and give. */
+/* Persistent calls whose data go through a channel: what is known of them, that it lies where it
+ * may, what they take and give. */
 #include "persistent_call.h"
 
 /* -- what they take and give ------------------------------------------------------------------- */
@@ -99,7 +99,7 @@ static PyObject *slot_call_learn(PyObject *object, PyObject *arguments) {
 static PyObject *slot_call_call(PyObject *object, PyObject *arguments, PyObject *keywords) {
     const Py_ssize_t given = PyTuple_Size(arguments);
     if (given < 2 || given > 4 || keywords != NULL) {
-        PyErr_SetString(PyExc_TypeError, "a prepared call takes (x, out, said, timeout)");
+        PyErr_SetString(PyExc_TypeError, "a persistent call takes (x, out, said, timeout)");
         return NULL;
     }
     PyObject *said = given > 2 ? PyTuple_GetItem(arguments, 2) : Py_None,
@@ -181,8 +181,9 @@ static int check_places(const SlotCall *self) {
                self->puts[0].nbytes == brought && self->how.width == sizeof(float) &&
                self->term_count > 0 && are_all_put(self);
     if (!good)
-        PyErr_SetString(PyExc_ValueError,
-                        "a prepared call would use memory outside its arrays or the arena");
+        PyErr_SetString(
+            PyExc_ValueError,
+            "a persistent call would use memory outside its arrays or the shared memory");
     return good;
 }
 
@@ -295,7 +296,7 @@ static PyMethodDef slot_call_methods[] = {
 };
 
 TYPE(SlotCall, slot_call, slot_call_members, Py_TPFLAGS_HAVE_GC,
-     "A prepared call whose data go through the small slots of a channel: call(x, out, said, "
+     "A persistent call whose data go through the small slots of a channel: call(x, out, said, "
      "timeout).",
      {Py_tp_new, slot_call_new}, {Py_tp_call, slot_call_call}, {Py_tp_methods, slot_call_methods},
      {Py_tp_traverse, traverse_held}, {Py_tp_clear, slot_call_clear}, {Py_tp_dealloc, dealloc_held})

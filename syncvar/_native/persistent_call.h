@@ -1,5 +1,6 @@
-/* Prepared calls: `persistent_call.c` makes them, `persistent_call_exec.c` runs them, `pytree.c` has those of several
- * arrays, `async_call.c` those that are waited for later; `dispatch.c` finds them. */
+/* Persistent calls: `persistent_call.c` makes them, `persistent_call_exec.c` runs them, `pytree.c`
+ * has those of several arrays, `async_call.c` those that are waited for later; `dispatch.c` finds
+ * them. */
 #ifndef SYNCVAR_CALLS_H
 #define SYNCVAR_CALLS_H
 #include "native.h"
@@ -15,7 +16,7 @@ typedef struct {
 
 /* What is done with long vectors that lie in some way. */
 typedef struct {
-    uint64_t sources;        /* ranks whose vector lies in the arena, as bits */
+    uint64_t sources;        /* ranks whose vector lies in the shared memory, as bits */
     int into_all, by_owners; /* all targets lie there; a target is its source */
     int last_side;           /* of the cells, see program.py; -1 where none is written */
     Program *program;
@@ -37,7 +38,7 @@ typedef struct {
 /* One of several arrays that are one vector, or one of each kind. */
 typedef struct {
     int ndim, is_alone; /* is_alone: a long one, which is reduced by itself where it lies in the
-                           arena on any rank */
+                           shared memory on any rank */
     int kind;
     Py_ssize_t first, count; /* elements of its kind that come before, and its own */
     intptr_t shape[LEAF_NDIM_MAX];

@@ -1,7 +1,8 @@
-/* The C runner of prepared calls in shared memory: put, publish, await, compare, combine.
+/* The C runner of persistent calls in shared memory: put, publish, await, compare, combine.
  *
- * It does what syncvar/runtime/persistent/persistent_reduce.py says in Python, step by step, for arrays that
- * lie in one piece; whatever is unusual it leaves to that function, before it has changed anything.
+ * It does what syncvar/runtime/persistent/persistent_reduce.py says in Python, step by step, for
+ * arrays that lie in one piece; whatever is unusual it leaves to that function, before it has
+ * changed anything.
  *
  * The interpreter's lock is kept of small calls: they take about a microsecond. What does not come
  * soon goes on in Python.
@@ -179,14 +180,14 @@ static int run_small(const SlotCall *self, const Attempt *attempt, long long cal
     return DONE;
 }
 
-/* Return where memory lies in the arena, or 0. */
+/* Return where memory lies in the shared memory, or 0. */
 static uint64_t offset_of(const ChannelState *channel, const char *memory) {
     const char *start = channel->memory.buf;
     return memory >= start && memory < start + channel->memory.len ? (uint64_t)(memory - start) : 0;
 }
 
 /* Return whether a rank tells that it brings its vector: it tells the side of its cells, and the
- * page, and no place in the arena. */
+ * page, and no place in the shared memory. */
 static int is_brought(uint64_t told) { return told < 2 || told & AT_PAGE; }
 
 /* Find what is done with vectors that lie as all ranks have told; NULL where that is not known yet.

@@ -13,10 +13,11 @@
 
 #define GONE (-((long long)1 << 40))   /* as `_NEVER` in running.py: that process is no more */
 #define UNREAD (-((long long)1 << 41)) /* as in __init__.py: its memory could not be read */
-#define STREAMED_LEAST (32 << 20) /* bytes of the results of all ranks, which caches do not keep   \
-                                   */
-#define READ_AT_ONCE (64 << 10)   /* bytes that are read by way of other memory */
-#define PATIENCE_LOCKED_NS 20000  /* so long others are waited for with Python's lock */
+#define STREAMED_LEAST                                                                             \
+    (32 << 20)                   /* bytes of the results of all ranks, which caches do not keep    \
+                                  */
+#define READ_AT_ONCE (64 << 10)  /* bytes that are read by way of other memory */
+#define PATIENCE_LOCKED_NS 20000 /* so long others are waited for with Python's lock */
 
 /* Read the memory of another process; returns 0, or what ends the run. */
 static long long read_process(Py_ssize_t process, const char *there, char *into,
@@ -123,7 +124,7 @@ Run *new_run(Program *program, ChannelState *channel, PyObject *arrays, int keep
 }
 
 /* Return where a memory of one long vector begins, from what all ranks have told of theirs; NULL
- * where it is not within the arena. */
+ * where it is not within the shared memory. */
 static char *find_memory(const ChannelState *channel, int kind, int rank, int place, int64_t nbytes,
                          const uint64_t *sources, const uint64_t *targets, int tells) {
     uint64_t offset;
@@ -155,7 +156,8 @@ static char *find_memory(const ChannelState *channel, int kind, int rank, int pl
                : NULL;
 }
 
-/* Find where a rank has told with phase 0 that a block lies: in the arena, or in its process. */
+/* Find where a rank has told with phase 0 that a block lies: in the shared memory, or in its
+ * process. */
 static int find_told(const ChannelState *channel, int rank, int place, int64_t nbytes,
                      Bound *found) {
     if (rank < 0 || rank >= channel->size || place < 0 || place >= RANKS_MAX) return 0;
@@ -211,9 +213,9 @@ static int is_opening_bound(const Run *self) {
     return 1;
 }
 
-/* Find one memory: an array, or, where the offset is not -1, a place of the arena or of the process
- * of the memory's rank. Returns how many bytes there are, -1 where it may not be used, with or
- * without an error. */
+/* Find one memory: an array, or, where the offset is not -1, a place of the shared memory or of the
+ * process of the memory's rank. Returns how many bytes there are, -1 where it may not be used, with
+ * or without an error. */
 static Py_ssize_t bind_given(const Run *self, int memory, Py_ssize_t offset, PyObject *given) {
     const Program *program = self->program;
     const ChannelState *channel = self->channel;
@@ -254,8 +256,8 @@ static PyObject *run_next(PyObject *object) {
 }
 
 /* Run(program, channel, arrays, offsets, keeps_lock, opens): memory k is arrays[k] where offsets[k]
- * is -1, else that place of the arena. Its opening has been done; or is done now, and nothing else
- * may be then: arrays[k] is None of what it does not use. */
+ * is -1, else that place of the shared memory. Its opening has been done; or is done now, and
+ * nothing else may be then: arrays[k] is None of what it does not use. */
 static PyObject *run_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *program, *channel, *arrays, *offsets;
     int keeps_lock, opens;

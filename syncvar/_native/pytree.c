@@ -104,7 +104,7 @@ static int read_kinds(SlotCall *self, PyObject *given) {
 }
 
 /* Learn which arrays they are, from ((shape, whether it is reduced alone where it lies in the
- * arena, its kind), ...); nothing of one array. */
+ * shared memory, its kind), ...); nothing of one array. */
 int read_leaves(SlotCall *self, PyObject *kinds, PyObject *given) {
     const Py_ssize_t count = PyTuple_Size(given);
     if (count < 1) return count == 0;
@@ -362,7 +362,7 @@ int lie_leaves_apart(const SlotCall *self, PyObject *brought, PyObject *made) {
     return apart;
 }
 
-/* Return whether one of those that are reduced alone lies in the arena. */
+/* Return whether one of those that are reduced alone lies in the shared memory. */
 int lies_alone(const SlotCall *self, const Span *spans) {
     const ChannelState *channel = self->channel;
     const char *start = channel->memory.buf;

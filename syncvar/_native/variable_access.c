@@ -1,5 +1,5 @@
-/* Prepared writes and reads of variables: what syncvar/variables/persistent_access.py and side_by_side.py
- * look at each time, without a step of Python. */
+/* Prepared writes and reads of variables: what syncvar/variables/persistent_access.py and
+ * side_by_side.py look at each time, without a step of Python. */
 #include "native.h"
 
 /* -- what is known of a variable --------------------------------------------------------------- */
@@ -164,7 +164,7 @@ static int is_in_place(Write *self, int *is_outside) {
     return owner == NULL ? self->is_default : owner == self->owner && context == self->replica;
 }
 
-/* Make a prepared call that applies its result to the copy. */
+/* Make a persistent call that applies its result to the copy. */
 static PyObject *run_prepared(PyObject *call, PyObject *x, PyObject *array, PyObject *timeout) {
     if (Py_TYPE(call) == slot_call_type) return run_slots(call, x, array, Py_None, timeout);
     return PyObject_CallFunctionObjArgs(call, x, array, Py_None, timeout, NULL);

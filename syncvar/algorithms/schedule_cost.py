@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.schedule import Schedule, Step
 
-__all__ = ["ARENA", "LINKS", "CostModel", "predicted_seconds"]
+__all__ = ["LINKS", "SHM", "CostModel", "predicted_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class CostModel:
 LINKS = CostModel(latency=45e-6, per_byte=0.4e-9, per_reduced_byte=0.1e-9, per_copied_byte=0.1e-9)
 """Unix sockets between processes of one host: a message of Python and libzmq, 2.5 GB/s."""
 
-ARENA = CostModel(
+SHM = CostModel(
     latency=10e-6, per_byte=0.1e-9, per_reduced_byte=0.1e-9, per_copied_byte=0.1e-9, shared=True
 )
 """Memory that the ranks of one host share: a wait for all, and copies at 10 GB/s."""

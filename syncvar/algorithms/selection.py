@@ -156,7 +156,7 @@ def choose(
         reproducible: Whether a reduction must sum by the tree T(0, world_size). A scan always sums by trees, and the
             other collectives sum nothing.
         forced: An algorithm that the user demands, or None.
-        shared: All ranks see the same memory (the arena of one host); else frames travel over links.
+        shared: All ranks see the same memory (shared memory of one host); else frames travel over links.
         even: All blocks have the same count, which some algorithms need.
 
     Returns:

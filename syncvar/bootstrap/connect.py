@@ -1,4 +1,4 @@
-"""Connecting: from what tells a process who it is to its context, with the sockets, the arena and the keys that this needs."""
+"""Connecting: from what tells a process who it is to its context, with the sockets, shared memory and the keys that this needs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _wired(
     fabric: Fabric | None,
     keeper: int | None,
 ) -> ProcessContext:
-    """Return the context of a rank that has others, with its control channel, its transport and its host's arena.
+    """Return the context of a rank that has others, with its control channel, its transport and its host's shared memory.
 
     Args:
         environment: Who it is.
@@ -165,10 +165,10 @@ def _wired(
                 keys=keys if outside else None,
             )
         undoing.callback(transport.close, 0)
-        arena = _attach(environment, config, generation)
-        if isinstance(arena, SharedSegment):
-            undoing.callback(arena.close)
-        context = ProcessContext(environment, config, transport, control, generation, arena)
+        shm = _attach(environment, config, generation)
+        if isinstance(shm, SharedSegment):
+            undoing.callback(shm.close)
+        context = ProcessContext(environment, config, transport, control, generation, shm)
         context.is_kept_by_rank = keeper is not None
         context.ends_sockets = zeromq.term
         undoing.pop_all()
@@ -178,12 +178,12 @@ def _wired(
 def _attach(
     environment: RankEnvironment, config: RuntimeConfig, generation: int
 ) -> SharedSegment | str:
-    """Return the arena of this host, or in words why there is none."""
+    """Return shared memory of this host, or in words why there is none."""
     if not config.shares_memory:
         return f"SYNCVAR_TRANSPORT={config.transport} asks for it"
     if environment.local_world_size == 1:
         return "there is one rank on this host"
-    from syncvar.shm.fd_passing import arena_path
+    from syncvar.shm.fd_passing import fd_socket_path
 
-    path = arena_path(environment.socket_directory)
+    path = fd_socket_path(environment.socket_directory)
     return SharedSegment.fetch(path, environment, generation, environment.local_rank, config)

@@ -51,7 +51,7 @@ class ProcessContext:
         transport: Not yet opened; None for a world of one.
         control: Channel to the launcher; None for a world of one.
         generation: Version of the membership.
-        arena: The memory shared with the ranks of this host, or in words why there is none.
+        shm: The memory shared with the ranks of this host, or in words why there is none.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ProcessContext:
         transport: Transport | None = None,
         control: Control | None = None,
         generation: int = 0,
-        arena: SharedSegment | str = "a world of one shares nothing",
+        shm: SharedSegment | str = "a world of one shares nothing",
     ) -> None:
         self.config = config
         me = environment or _ALONE
@@ -102,40 +102,40 @@ class ProcessContext:
             trace=config.trace,
             stats=me.stats_dir,
         )
-        self.arena: SharedSegment | None = None if isinstance(arena, str) else arena
-        self.without_arena = arena if isinstance(arena, str) else ""
+        self.shm: SharedSegment | None = None if isinstance(shm, str) else shm
+        self.without_shm = shm if isinstance(shm, str) else ""
         self._forced = parse_forced(config.algorithm)
         self._channels = (
             None
-            if self.arena is None
+            if self.shm is None
             else Channels(
-                self.arena,
+                self.shm,
                 self.local_ranks,
                 reaches=config.single_copy == "auto",
-                runner=which(config.kernel),
+                runner=which(config.call_runner),
             )
         )
         self.hosts = HostMap((self.world_size,))
-        self._have_arena: frozenset[int] = frozenset()  # hosts whose ranks all see one
+        self._have_shm: frozenset[int] = frozenset()  # hosts whose ranks all see one
         if transport is not None and control is not None:
-            roll = answer_roll_call(me, config, transport, control, generation, self.without_arena)
+            roll = answer_roll_call(me, config, transport, control, generation, self.without_shm)
             self.hosts = HostMap.of_places(roll["places"])
             if self.hosts.ranks(self.host_index) != self.local_ranks:
                 raise RendezvousError(
                     f"rank {self.rank} has {rank_list(self.local_ranks)} on its host, by its environment, and "
                     f"{rank_list(self.hosts.ranks(self.host_index))} by what the others say"
                 )
-            missing = {self.hosts.host_of(rank) for rank in roll["without_arena"]}
-            self._have_arena = frozenset(range(len(self.hosts.sizes))) - missing
+            missing = {self.hosts.host_of(rank) for rank in roll["without_shm"]}
+            self._have_shm = frozenset(range(len(self.hosts.sizes))) - missing
             without = {
-                rank: why for rank, why in roll["without_arena"].items() if rank in self.local_ranks
+                rank: why for rank, why in roll["without_shm"].items() if rank in self.local_ranks
             }
             if (
-                without and self.arena is not None
+                without and self.shm is not None
             ):  # one rank of a host that does not see it is enough
-                self._let_go_of_arena()
-                rank, self.without_arena = next(iter(without.items()))
-                self.without_arena += f" (rank {rank})"
+                self._release_shm()
+                rank, self.without_shm = next(iter(without.items()))
+                self.without_shm += f" (rank {rank})"
             self.engine = ProgressEngine(
                 self.rank,
                 self.world_size,
@@ -144,7 +144,7 @@ class ProcessContext:
                 control,
                 config,
                 roll["hosts"],
-                self.arena,
+                self.shm,
                 self.recorder,
             )
             if self._channels is not None:
@@ -162,15 +162,15 @@ class ProcessContext:
             if self.host_count > 1
             else ""
         )
-        if self.arena is not None:
-            return f"arena: {self.local_world_size} ranks of this host share memory{between}; {told(self.config.kernel)}"
-        return f"{'mpi' if self.config.uses_mpi else 'zmq'}: {self.without_arena}{between}"
+        if self.shm is not None:
+            return f"shared memory: {self.local_world_size} ranks of this host share memory{between}; {told(self.config.call_runner)}"
+        return f"{'mpi' if self.config.uses_mpi else 'zmq'}: {self.without_shm}{between}"
 
-    def _let_go_of_arena(self) -> None:
+    def _release_shm(self) -> None:
         self._channels = None
-        if self.arena is not None:
-            self.arena.close()
-            self.arena = None
+        if self.shm is not None:
+            self.shm.close()
+            self.shm = None
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -208,12 +208,12 @@ class ProcessContext:
             hosts=self._hosts_of(identity, members) if shares else None,
         )
         made.is_pair = not shares
-        made.prepares = self.config.check_finite == "off"  # a prepared call looks at nothing
+        made.prepares = self.config.check_finite == "off"  # a persistent call looks at nothing
         self._communicators.add(made)
         return made
 
     def _hosts_of(self, identity: int, members: tuple[int, ...]) -> GroupHosts | None:
-        """Return the hosts of a group that goes through the arenas of several; the same answer on all its ranks."""
+        """Return the hosts of a group that goes through the segments of several; the same answer on all its ranks."""
         sizes = self.hosts.blocks(members)
         if self.rank not in members or sizes is None or len(sizes) == 1 or max(sizes) == 1:
             return None
@@ -222,7 +222,7 @@ class ProcessContext:
             for host in range(len(self.hosts.sizes))
         ]
         if any(
-            len(ranks) > 1 and host not in self._have_arena for host, ranks in enumerate(on_hosts)
+            len(ranks) > 1 and host not in self._have_shm for host, ranks in enumerate(on_hosts)
         ):
             return None
         mine = on_hosts[self.host_index]
@@ -306,7 +306,7 @@ class ProcessContext:
             if self._control is not None:
                 self._control.close(self.config.shutdown_timeout_s)
             self.ends_sockets()
-            self._let_go_of_arena()
+            self._release_shm()
             self.recorder.closed()
         if error is not None:
             raise error
@@ -332,8 +332,6 @@ class ProcessContext:
         for communicator in self._communicators:
             communicator.disown(failure)
         self.is_forked = True
-        self.arena = (
-            None  # the memory is the parent's; what lies in it is copied when it is written
-        )
+        self.shm = None  # the memory is the parent's; what lies in it is copied when it is written
         self.is_closed = True
         return failure

@@ -39,12 +39,12 @@ def answer_roll_call(
     transport: Transport,
     control: Control,
     generation: int,
-    without_arena: str,
+    without_shm: str,
 ) -> Message:
     """Join the roll call; open the transport when all have come.
 
     Returns:
-        The roll: among others, host and place of each rank, and why those ranks that have no arena have none.
+        The roll: among others, host and place of each rank, and why those ranks that have no shared memory have none.
     """
     control.send(
         pack_message(
@@ -57,7 +57,7 @@ def answer_roll_call(
             host=environment.host,
             about={
                 **likeness(config),
-                "arena": without_arena,
+                "shm": without_shm,
                 "host_index": environment.host_index,
                 "outside": transport.outside,
             },
@@ -73,7 +73,7 @@ def answer_roll_call(
             now = time.monotonic()
             if now > deadline:
                 raise RendezvousError(_no_answer(environment, control, limit_s))
-            if now - began >= config.roll_call_s and not has_said:
+            if now - began >= config.missing_report_s and not has_said:
                 has_said = True
                 _say_that_it_waits(environment, control, now - began)
             transport.wait(min(1.0, deadline - time.monotonic()))

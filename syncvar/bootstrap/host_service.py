@@ -1,4 +1,4 @@
-"""What the first rank of a host serves where syncvar-launch has not started the ranks: the host's arena; rank 0 also keeps the roll."""
+"""What the first rank of a host serves where syncvar-launch has not started the ranks: the host's shared memory; rank 0 also keeps the roll."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import zmq
 from syncvar.bootstrap.rendezvous_server import RendezvousServer
 from syncvar.core.exit_codes import failure_in_words, is_failing
 from syncvar.core.fork_cleanup import register_exit
-from syncvar.shm.fd_passing import Handing, arena_path
+from syncvar.shm.fd_passing import Handing, fd_socket_path
 from syncvar.shm.host_limits import core_quota
-from syncvar.shm.segment_file import CreatedArena, create, why_not_here
+from syncvar.shm.segment_file import CreatedSegment, create, why_not_here
 
 if TYPE_CHECKING:
     from syncvar.bootstrap.job_directory import JobDirectory
@@ -85,7 +85,7 @@ class HostService:
                 self.store = RendezvousServer(endpoint, told.world_size, job_id, config, keys=keys)
             if told.local_world_size > 1 and config.shares_memory:
                 self._handing = Handing(
-                    arena_path(str(directory.path)), job_id, told.local_world_size, self._make
+                    fd_socket_path(str(directory.path)), job_id, told.local_world_size, self._make
                 )
         except BaseException:
             self._close()
@@ -188,14 +188,14 @@ class HostService:
             self._handing.abort(coordinator.roll.generation)
         _warn(store.take_said())
 
-    def _make(self, generation: int) -> tuple[CreatedArena | None, str]:
+    def _make(self, generation: int) -> tuple[CreatedSegment | None, str]:
         reason = why_not_here(os.uname().machine)
         if reason:
             return None, reason
         cores = min(len(os.sched_getaffinity(0)), core_quota() or sys.maxsize)
         size = self._told.local_world_size
         return create(
-            self._config.arena_bytes,
+            self._config.shm_bytes,
             size,
             cores,
             generation,

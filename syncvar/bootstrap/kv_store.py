@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FolderStore", "KeyValueStore", "ProcessManager", "shared_folder"]
 
-_VARIABLE = "SYNCVAR_MEETING_DIR"
+_VARIABLE = "SYNCVAR_RENDEZVOUS_DIR"
 _WHAT = "folder in which the ranks meet"
 _REMEDY = f"set {_VARIABLE} to a folder that all hosts have, and in which you may make one"
 _STALE_S = 7 * 86400.0
@@ -45,7 +45,7 @@ def shared_folder(environ: Mapping[str, str]) -> Path:
     """Return the folder of this user alone that all hosts have, made and checked.
 
     Args:
-        environ: Where SYNCVAR_MEETING_DIR, or HOME, say where it is.
+        environ: Where SYNCVAR_RENDEZVOUS_DIR, or HOME, say where it is.
 
     Raises:
         ConfigError: It is not of this user alone, or cannot be made.
@@ -89,7 +89,7 @@ class FolderStore(KeyValueStore):
     """Cards as files: who reads one waits for it, so that there are no turns.
 
     Args:
-        environ: Where SYNCVAR_MEETING_DIR, or HOME, say which folder all hosts have.
+        environ: Where SYNCVAR_RENDEZVOUS_DIR, or HOME, say which folder all hosts have.
         run: What tells the run from others.
         timeout_s: Longest wait for a card, in seconds.
 

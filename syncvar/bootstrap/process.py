@@ -136,7 +136,7 @@ def current(*, alone: bool = False) -> ProcessContext:
 
 
 def entered_natively(function: Any, **arguments: Any) -> Any:
-    """Return a callable that runs a public function's prepared calls in C where they are of the job of this process; see `entrance`."""
+    """Return a callable that runs a public function's persistent calls in C where they are of the job of this process; see `entrance`."""
     return entrance(function, _state, **arguments)
 
 
@@ -209,7 +209,7 @@ def _join(*, alone: bool) -> ProcessContext:
             raise _state.forked
         if _state.default is not None and not _state.default.is_closed:
             return _state.default
-        # The engine, the arena and the sockets: only a process that joins needs them.
+        # The engine, shared memory and the sockets: only a process that joins needs them.
         from syncvar.bootstrap.connect import connect
 
         _state.default = connect(_state.environ, _state.generations, alone=alone)

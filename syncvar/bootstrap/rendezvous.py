@@ -1,6 +1,6 @@
 """Meeting without syncvar-launch: processes that another launcher or a scheduler has started, by what it tells them.
 
-The first rank of each host hands over the host's arena, and rank 0 keeps the roll, as the launcher would (`host`). On one host
+The first rank of each host hands over the host's shared memory, and rank 0 keeps the roll, as the launcher would (`host`). On one host
 everything goes through unix sockets in a private folder whose name follows from what the ranks are told; between hosts through
 tcp, for which all need the job's secret: one that was given to all, or, where the engine leads to a place for cards that only
 they can read, one that rank 0 draws.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all
-from syncvar.algorithms.schedule_cost import ARENA, LINKS, predicted_seconds
+from syncvar.algorithms.schedule_cost import LINKS, SHM, predicted_seconds
 from syncvar.algorithms.selection import choose
 from syncvar.bootstrap.process import current
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
@@ -46,7 +46,7 @@ class Model:
         self.forced = chosen.algorithm or world.forced(collective.name)
         self.reproducible = bool(chosen.reproducible)
         self.is_shared = world.is_shared
-        self.constants = ARENA if self.is_shared else LINKS
+        self.constants = SHM if self.is_shared else LINKS
         self.is_fitted = False
 
     @staticmethod

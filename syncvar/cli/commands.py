@@ -115,5 +115,5 @@ def _settings() -> None:
     )
     print("SYNCVAR_KEY_FILE = (path): a file that holds it, mode 0600, in place of SYNCVAR_KEY")
     print(
-        "SYNCVAR_MEETING_DIR = (path): a folder that all hosts have, where ranks meet that a scheduler has started; your home without it"
+        "SYNCVAR_RENDEZVOUS_DIR = (path): a folder that all hosts have, where ranks meet that a scheduler has started; your home without it"
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 from syncvar.algorithms.render import plan_text
 from syncvar.algorithms.schedule_checker import traffic
-from syncvar.algorithms.schedule_cost import ARENA, LINKS, predicted_seconds
+from syncvar.algorithms.schedule_cost import LINKS, SHM, predicted_seconds
 from syncvar.algorithms.selection import choose, parse_forced, suited
 from syncvar.cli.bench_table import parse_size
 from syncvar.cli.plan_program import program_lines
@@ -53,8 +53,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--path",
-        choices=("links", "arena"),
-        help="sockets, or shared memory as in a job on one host (arena)",
+        choices=("links", "shm"),
+        help="sockets, or shared memory as in a job on one host (shared memory)",
     )
     parser.add_argument(
         "--algorithm",
@@ -92,8 +92,8 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
         count = -(-parse_size(chosen.bytes) // (itemsize * blocks))
     if count < 0:
         raise ConfigError(f"--count must not be negative, not {count}")
-    path = chosen.path or ("links" if config.transport == "zmq" else "arena")
-    is_shared = path == "arena"
+    path = chosen.path or ("links" if config.transport == "zmq" else "shm")
+    is_shared = path == "shm"
     nbytes = 0 if collective == "barrier" else count * blocks * itemsize
     options: dict[str, Any] = {
         "reproducible": chosen.reproducible,
@@ -111,7 +111,7 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
     reason = choice.reason
     if demanded and not chosen.algorithm:
         reason = f"{demanded}: SYNCVAR_ALGORITHM demands it"
-    model = ARENA if is_shared else LINKS
+    model = SHM if is_shared else LINKS
     plans = {
         algorithm: build_all(collective, algorithm, n, count=count, root=chosen.root)
         for algorithm in ALGORITHMS[collective]
@@ -123,7 +123,7 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
         lines.append(f"else {usual.reason}")
     if chosen.program is not None and not (is_shared and 0 <= chosen.program < n and n > 1):
         raise ConfigError(
-            f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares memory (--path arena), not {chosen.program}"
+            f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares memory (--path shared memory), not {chosen.program}"
         )
     lines += [
         "",
@@ -152,7 +152,7 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
         lines.append(
             "Jobs on one host share memory; --path links shows those over sockets."
             if is_shared
-            else "SYNCVAR_TRANSPORT=zmq: over sockets; --path arena shows jobs that share memory."
+            else "SYNCVAR_TRANSPORT=zmq: over sockets; --path shared memory shows jobs that share memory."
         )
     if any(sums_by_the_tree(collective, algorithm, n) for algorithm in plans):
         lines.append("tree: sums by the fixed tree over the ranks, as reproducible=True demands.")

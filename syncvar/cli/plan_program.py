@@ -73,7 +73,7 @@ def _program(
         if is_direct(count * itemsize, size) or not count:
             return "", lower_small(rank, size, count, ends=ends)
         cells, block = cells_of(size, itemsize, are_native=True)
-        return ", of ordinary arrays, with the C kernel", lower_reduce(
+        return ", of ordinary arrays, with the C extension", lower_reduce(
             rank, size, count, cells, BufferPlacement(), block, ends
         )
     if collective in _MOVED and not is_demanded:
@@ -112,4 +112,4 @@ def _move(
         count * itemsize, most, 1 if collective == "broadcast" else size - 1, are_native=True
     ):
         return ", of blocks that are read where they lie", lower_move(move, TransferPath.LYING)
-    return ", of ordinary arrays, with the C kernel", lower_move(move, TransferPath.CELLS)
+    return ", of ordinary arrays, with the C extension", lower_move(move, TransferPath.CELLS)

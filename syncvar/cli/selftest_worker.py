@@ -38,7 +38,12 @@ _LONG_BYTES = (
     SEGMENT_BYTES + 4096,
 )  # in shared memory each goes another way
 _TURNS = 8
-_PLACES = ("private", "in the arena", "inside something private", "inside something in the arena")
+_PLACES = (
+    "private",
+    "in shared memory",
+    "inside something private",
+    "inside something in shared memory",
+)
 _FAILURES_MAX = 5
 _BARRIERS = 20
 
@@ -178,7 +183,7 @@ def _test_places(one: Collective, outcome: SelfTestResult) -> None:
 
 
 def _placed(where: str, x: Any) -> Any:
-    """Return a copy of an array that lies in private memory, in the arena, or inside something larger."""
+    """Return a copy of an array that lies in private memory, in shared memory, or inside something larger."""
     if x is None:
         return None
     make = np.empty if where.endswith("private") else sv.empty

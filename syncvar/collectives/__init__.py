@@ -7,7 +7,7 @@ another. A file has the public signature, and:
 * `_request`: checks the arguments before anything is sent, and returns the request: the call in words, a fingerprint that all ranks
   must share, and what moves or combines. A `Moving` or a `Reducing` request also knows how its like are prepared.
 
-Everything else that public calls have in common is done by `calls.make_call`: the group, the prepared call, calls that are started,
+Everything else that public calls have in common is done by `calls.make_call`: the group, the persistent call, calls that are started,
 arrays of other libraries (`library_arrays`), errors that tell the others. What requests are made of:
 
 * `moving`: blocks that ranks which share memory take from each other.

@@ -64,7 +64,7 @@ def all_gather(
         MismatchError: The ranks' arrays do not fit together. Else as every collective.
 
     Cost: where the ranks share memory and bring one shape, one copy of each block where it lies (small
-        blocks: one in, one out); with the C kernel below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else a header round of ceil(log2 n) small frames, then n-1 rounds in which each rank sends (n-1)/n of the result.
+        blocks: one in, one out); with the C extension below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else a header round of ceil(log2 n) small frames, then n-1 rounds in which each rank sends (n-1)/n of the result.
     Order: nothing is combined; the bytes are equal on every rank.
 
     Example:

@@ -63,7 +63,7 @@ def all_to_all(
         MismatchError: The dtypes differ. Else as every collective.
 
     Cost: where the ranks share memory and all parts have one shape, one copy of each part where it lies
-        (small parts: one in, one out); with the C kernel below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else an
+        (small parts: one in, one out); with the C extension below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else an
         exchange of the shapes, then n-1 rounds over links, one in shared memory.
 
     Example:

@@ -48,7 +48,7 @@ def barrier(
     work = make_call(barrier, None, _request, _NOTHING, None, group, async_op, timeout, {})
     return (
         None if isinstance(work, np.ndarray) else work
-    )  # a prepared call that Python runs returns an array without elements
+    )  # a persistent call that Python runs returns an array without elements
 
 
 def _request(communicator: Communicator, _x: Any, _out: None, _keep: bool) -> _BarrierCall:

@@ -78,7 +78,7 @@ def broadcast(
         MismatchError: A rank brings another shape or dtype than the root, or names another root. Else as every collective.
 
     Cost: where the ranks share memory and all bring the shape and dtype, one copy where the value lies (small
-        values: one in, one out); with the C kernel below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else a header round of ceil(log2 n) small frames, on which all ranks agree before any value moves; then ceil(log2 n)
+        values: one in, one out); with the C extension below 4 MiB, and without leave to read the other ranks' memory, one in and one out, cell by cell. Else a header round of ceil(log2 n) small frames, on which all ranks agree before any value moves; then ceil(log2 n)
         rounds of the whole value.
     Order: nothing is combined; the bytes are equal on every rank.
 

@@ -1,6 +1,6 @@
 """The frame of every public call, and of every call that is prepared: what all of them do around their own checks and buffers.
 
-`make_call` finds the group and the prepared call by which what is repeated is made; where there is none, it prepares one of the
+`make_call` finds the group and the persistent call by which what is repeated is made; where there is none, it prepares one of the
 call's own request, and what has none is made by the request itself. A request that can be prepared knows how: `Moving` and
 `Reducing` are such.
 """
@@ -47,25 +47,25 @@ class Cacheable(CollectiveSpec):
     __slots__ = ()
 
     is_entered = True
-    """Whether the C runner's entrance may find its prepared call by the dtype of what is brought."""
+    """Whether the C runner's entrance may find its persistent call by the dtype of what is brought."""
 
     def prepared(self, communicator: Communicator, like: Any, make: Make) -> PreparedCall | None:
         """Return what makes calls that are alike, or None where there is no such way at present; `never` where there never is.
 
         Args:
             communicator: The group.
-            like: What this rank brings to such a call, in the form in which prepared calls take it.
+            like: What this rank brings to such a call, in the form in which persistent calls take it.
             make: Of (x, out): the request of such a call.
         """
         raise NotImplementedError
 
 
 def never(*_: Any) -> None:
-    """Do nothing: stands for the prepared call of calls that have none, so that none is looked for again."""
+    """Do nothing: stands for the persistent call of calls that have none, so that none is looked for again."""
 
 
 def entered(**how: Any) -> Callable[[Function], Function]:
-    """Return a decorator that lets the C runner make a public function's prepared calls without a step of Python.
+    """Return a decorator that lets the C runner make a public function's persistent calls without a step of Python.
 
     Args:
         how: As for `syncvar._native.entrance`.
@@ -90,11 +90,11 @@ def make_call(
     foreign: Mapping[str, Any],
     how: tuple[Any, ...] = (),
 ) -> Any:
-    """Make a public call: by its prepared call, or generally.
+    """Make a public call: by its persistent call, or generally.
 
     Args:
         public: The public function.
-        form_of: Of (communicator, x, out, how): what prepared calls take in place of `x`, with a dtype and a shape, or None for a call
+        form_of: Of (communicator, x, out, how): what persistent calls take in place of `x`, with a dtype and a shape, or None for a call
             that has to be made generally, as any in which something is wrong or unusual. None where all calls bring the same.
         make: Checks the arguments: of (communicator, x, out, keep, *how), with `keep` where it takes copies of what the caller may
             change before the call ends. Returns a `CollectiveSpec`, and a `Cacheable` where there is a form.
@@ -159,7 +159,7 @@ def call_prepared(
     public: Any = None,
     how: tuple[Any, ...] = (),
 ) -> Any:
-    """Make a call by its prepared call; None where nothing has been done, because there is none or it does not serve.
+    """Make a call by its persistent call; None where nothing has been done, because there is none or it does not serve.
 
     Args:
         communicator: The group.
@@ -190,7 +190,7 @@ def _ready(
     public: Any,
     how: tuple[Any, ...],
 ) -> PreparedCall | None:
-    """Return the prepared call of a key; the entrance of the public function finds it if all else that it is made with is as usual."""
+    """Return the persistent call of a key; the entrance of the public function finds it if all else that it is made with is as usual."""
     ready = communicator.prepared_calls.get(key)
     if ready is not None:
         if public is not None:
@@ -210,7 +210,7 @@ def _ready(
 
 
 def _begun(ready: PreparedCall, x: Any, out: Any, timeout: float | None) -> Work | None:
-    """Begin a prepared call, to be waited for later; None where nothing has been done, as always where Python runs it."""
+    """Begin a persistent call, to be waited for later; None where nothing has been done, as always where Python runs it."""
     begin = getattr(ready, "begin", None)
     return None if begin is None else begin(x, out, timeout, own_site())
 

@@ -175,7 +175,7 @@ def _call(
     timeout: float | None,
     async_op: bool,
 ) -> Any:
-    """Make a call of objects: by its prepared call, which moves what is small in one phase, or generally.
+    """Make a call of objects: by its persistent call, which moves what is small in one phase, or generally.
 
     Args:
         name: The public call.

@@ -1,7 +1,7 @@
 """The calls of an ordered pair of ranks with one tag, and what each end does for one message.
 
 A message is two stages over a link: a record of fixed length, by which the receiver learns dtype and shape, and the array. Where the
-ranks share an arena it goes through a box instead; see `runtime/p2p/endpoints.py`.
+ranks share shared memory it goes through a box instead; see `runtime/p2p/endpoints.py`.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def run_plan(
 ) -> Generator[Stage, None, Reduction]:
     """Run the plan of a collective on a flat array; returns what is left to do, for `outcome`.
 
-    In shared memory each rank divides a mean where it combines, as in the prepared call that another rank may be making.
+    In shared memory each rank divides a mean where it combines, as in the persistent call that another rank may be making.
     """
     counts = options.pop("counts", work.size)
     if not how.commutes and collective not in ("scan", "exscan"):

@@ -58,7 +58,7 @@ def reduce_scatter(
     Raises:
         ConfigError, MismatchError, PeerLost, DeadlineExceeded: As every collective.
 
-    Cost: n-1 rounds over links; in shared memory pieces in the arena are read there, others go by cells; (n-1)/n of the array sent by each rank.
+    Cost: n-1 rounds over links; in shared memory pieces in shared memory are read there, others go by cells; (n-1)/n of the array sent by each rank.
     Order: lower ranks are left operands; fixed by shape and number of ranks.
 
     Example:

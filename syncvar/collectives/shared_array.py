@@ -62,12 +62,12 @@ def shared_array(
         timeout: Seconds; None means the job's default.
 
     Returns:
-        A C-contiguous array that begins at a multiple of 64 bytes. Its memory goes back to the arena when the last view of it is
+        A C-contiguous array that begins at a multiple of 64 bytes. Its memory goes back to the shm when the last view of it is
         gone on all ranks and the group's first rank makes another such array. It outlives `sv.shutdown()`.
 
     Raises:
         ConfigError: A wrong shape or dtype; or the ranks of the group share no memory: they are on several hosts, or there is no
-            arena, and the text says why.
+            shm, and the text says why.
         MismatchError: The ranks ask for different arrays.
         SharedMemoryFull: There is no room, on any rank.
         PeerLost, DeadlineExceeded: As for `sv.barrier`.
@@ -126,7 +126,7 @@ def memory_in_common(
     check: Callable[[], SharedArraySpec],
     timeout: float | None,
 ) -> NDArray[np.uint8] | SharedMemoryFull:
-    """Return memory that all ranks of a group see, or on all ranks why there is none. Collective; the group shares an arena.
+    """Return memory that all ranks of a group see, or on all ranks why there is none. Collective; the group shares shared memory.
 
     Args:
         context: The job.
@@ -150,9 +150,9 @@ def memory_in_common(
                 each for each in kept if not each.marks.all()
             ]  # what all ranks have let go of
             try:
-                assert context.arena is not None
-                kept.append(_allocated(context.arena, size, head, one))
-                reference = context.arena.refer(kept[-1].offset, kept[-1].block.nbytes).pack()
+                assert context.shm is not None
+                kept.append(_allocated(context.shm, size, head, one))
+                reference = context.shm.refer(kept[-1].offset, kept[-1].block.nbytes).pack()
             except SharedMemoryFull as error:
                 refused.append(error)
         made = broadcast_request(communicator, np.frombuffer(reference, np.uint8), name=name)
@@ -174,18 +174,18 @@ def memory_in_common(
                 f"{what}: rank {first} has no room for {bytes_in_words(nbytes)} of shared memory"
             )
         )
-    arena = context.arena
-    assert arena is not None
-    offset = arena.resolve(SharedMemoryReference.unpack(found))
-    mark = arena.view(offset, size, _WORD)[rank : rank + 1]
-    return np.asarray(_Hold(arena, offset + head, max(1, nbytes), mark))[:nbytes]
+    shm = context.shm
+    assert shm is not None
+    offset = shm.resolve(SharedMemoryReference.unpack(found))
+    mark = shm.view(offset, size, _WORD)[rank : rank + 1]
+    return np.asarray(_Hold(shm, offset + head, max(1, nbytes), mark))[:nbytes]
 
 
 class _Hold:
     """Holds memory in common for this process: as long as it lives, the memory is not given to anybody else.
 
     Args:
-        arena: Where the memory is.
+        shared memory: Where the memory is.
         offset: Where it begins.
         nbytes: Of it.
         mark: This rank's word: 1 says that it has let go.
@@ -193,14 +193,14 @@ class _Hold:
 
     __slots__ = ("__array_interface__", "_ground", "_mark", "_process")
 
-    def __init__(self, arena: SharedSegment, offset: int, nbytes: int, mark: NDArray[Any]) -> None:
+    def __init__(self, shm: SharedSegment, offset: int, nbytes: int, mark: NDArray[Any]) -> None:
         self._mark = mark
-        self._ground = arena.view(offset, nbytes, np.uint8)  # keeps the mapping
+        self._ground = shm.view(offset, nbytes, np.uint8)  # keeps the mapping
         self._process = os.getpid()
         self.__array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (arena.address + offset, False),
+            "data": (shm.address + offset, False),
             "version": 3,
         }
 
@@ -213,7 +213,7 @@ class _SharedMapping(NamedTuple):
     """Memory in common that this process has given.
 
     Args:
-        offset: Where it begins in the arena.
+        offset: Where it begins in shared memory.
         block: It.
         marks: A word of each rank, in front of it.
     """
@@ -223,14 +223,12 @@ class _SharedMapping(NamedTuple):
     marks: NDArray[Any]
 
 
-def _allocated(
-    arena: SharedSegment, size: int, head: int, wanted: SharedArraySpec
-) -> _SharedMapping:
+def _allocated(shm: SharedSegment, size: int, head: int, wanted: SharedArraySpec) -> _SharedMapping:
     """Take memory for what is shared and for the words in front of it, and write the content."""
-    block = arena.empty(head + max(1, wanted.nbytes), np.uint8)
-    offset = arena.locate(block)
+    block = shm.empty(head + max(1, wanted.nbytes), np.uint8)
+    offset = shm.locate(block)
     assert offset is not None
-    marks = arena.view(offset, size, _WORD)
+    marks = shm.view(offset, size, _WORD)
     marks[:] = 0
     block[head : head + wanted.nbytes] = 0 if wanted.content is None else wanted.content
     return _SharedMapping(offset, block, marks)
@@ -247,5 +245,5 @@ def _require_one_host(context: ProcessContext, communicator: Communicator) -> No
             f"ranks of one host, sv.new_group([…]), or use sv.Variable, whose writes travel"
         )
     raise ConfigError(
-        f"shared_array: the ranks {list(communicator.members)} share no memory: {context.without_arena}"
+        f"shared_array: the ranks {list(communicator.members)} share no memory: {context.without_shm}"
     )

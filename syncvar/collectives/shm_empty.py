@@ -19,12 +19,12 @@ __all__ = ["checked_kind", "empty", "zeros"]
 
 
 def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
-    """Return a new array in the host's arena, with any content.
+    """Return a new array in the host's shm, with any content.
 
     Collectives read and write such arrays where they lie: `sv.all_reduce(x, out=x)` of arrays of `sv.empty` on every
-    rank copies nothing. Where there is no arena (one rank on a host, SYNCVAR_TRANSPORT=zmq) it is an ordinary array. Not collective.
+    rank copies nothing. Where there is no shm (one rank on a host, SYNCVAR_TRANSPORT=zmq) it is an ordinary array. Not collective.
 
-    A process that is forked from a rank shares the arena's memory with it: what the child writes into such an array, the
+    A process that is forked from a rank shares shared memory's memory with it: what the child writes into such an array, the
     parent sees, and the other way round; an ordinary array would be the child's own. A child that writes takes `x.copy()` first.
 
     Args:
@@ -32,11 +32,11 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
         dtype: Any dtype whose elements hold no references.
 
     Returns:
-        A C-contiguous array; its memory goes back to the arena when the last view of it is gone. It outlives `sv.shutdown()`.
+        A C-contiguous array; its memory goes back to the shm when the last view of it is gone. It outlives `sv.shutdown()`.
 
     Raises:
         ConfigError: A wrong shape or dtype.
-        SharedMemoryFull: There is no room, in the arena or in private memory; the text names what is in use, and `arena_bytes`.
+        SharedMemoryFull: There is no room, in the shm or in private memory; the text names what is in use, and `shm_bytes`.
 
     Cost: microseconds where freed memory is used again; else pages are asked of the system, 0.2 ms for each MiB.
 
@@ -46,9 +46,9 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
         (2, 3)
     """
     lengths, kind = checked_kind(shape, dtype)
-    arena = current().arena
-    if arena is not None:
-        return arena.empty(lengths, kind)
+    shm = current().shm
+    if shm is not None:
+        return shm.empty(lengths, kind)
     try:
         return np.empty(lengths, kind)
     except (ValueError, MemoryError) as error:
@@ -59,7 +59,7 @@ def empty(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
 
 
 def zeros(shape: Any, dtype: DTypeLike = np.float64) -> NDArray[Any]:
-    """Return a new array of zeros in the host's arena; see `empty`.
+    """Return a new array of zeros in the host's shared memory; see `empty`.
 
     Example:
         >>> import syncvar as sv

@@ -183,7 +183,7 @@ class RuntimeConfig(_Settings):
         "longest wait for a link to open; a rank that has joined has lost_after_s at least",
         default=10.0,
     )
-    roll_call_s: float = _knob(
+    missing_report_s: float = _knob(
         "s", "how often the ranks still missing are named while others wait", 0.05, default=5.0
     )
     heartbeat_interval_s: float = _knob(
@@ -230,7 +230,7 @@ class RuntimeConfig(_Settings):
         1024,
         default=1 << 20,
     )
-    arena_bytes: int = _knob(
+    shm_bytes: int = _knob(
         "B",
         "virtual size of the memory that the processes of one host share",
         16 << 20,
@@ -282,13 +282,13 @@ class RuntimeConfig(_Settings):
         choices=("auto", "off"),
         default="auto",
     )
-    kernel: str = _knob(
+    call_runner: str = _knob(
         "",
-        "what runs prepared calls: the C kernel where there is one, or Python",
+        "what runs persistent calls: the C extension where there is one, or Python",
         choices=("auto", "c", "python"),
         default="auto",
     )
-    check_arena: str = _knob(
+    check_shm: str = _knob(
         "",
         "compare every use of shared memory with what has been given out, to find bugs of this library",
         choices=("off", "on"),

@@ -240,7 +240,7 @@ class BucketPlan:
             if travels:
                 whole = Storage(
                     owner.context, whole
-                ).array  # in the arena, where it is combined in place
+                ).array  # in shared memory, where it is combined in place
             start = 0
             parts = []
             for variable in chosen:

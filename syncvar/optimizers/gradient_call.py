@@ -180,7 +180,7 @@ def combining_request(
 def combined_shortly(
     owner: Owner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
 ) -> bool:
-    """Combine the gradients by the prepared call of their shape; False where there is none, and nothing has been done.
+    """Combine the gradients by the persistent call of their shape; False where there is none, and nothing has been done.
 
     Words and fingerprint change from step to step, as they hold the step and the learning rate; all else is prepared.
     The arguments are those of `combining_request`.

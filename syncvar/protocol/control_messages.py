@@ -83,7 +83,7 @@ _SCHEMA: dict[str, dict[str, Any]] = {
         "addresses": _Texts,
         "hosts": _Texts,
         "places": _Counts,
-        "without_arena": _Texts,
+        "without_shm": _Texts,
     },
     "refused": {"error": str, "reason": str, "missing": _Ranks},
     "abort": {

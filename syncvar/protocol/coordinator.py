@@ -350,14 +350,15 @@ class Coordinator:
             addresses={rank: one.address_for(told) for rank, one in members},
             hosts={rank: one.host for rank, one in members},
             places={rank: one.host_index for rank, one in members},
-            without_arena={
-                rank: one.about["arena"] for rank, one in members if one.about.get("arena")
-            },
+            without_shm={rank: one.about["shm"] for rank, one in members if one.about.get("shm")},
         )
 
     def _new_roll(self, generation: int) -> RollCall:
         return RollCall(
-            self.world_size, generation, self.config.rendezvous_timeout_s, self.config.roll_call_s
+            self.world_size,
+            generation,
+            self.config.rendezvous_timeout_s,
+            self.config.missing_report_s,
         )
 
     def _rendezvous_failed(self, roll: RollCall, reason: str) -> list[Action]:

@@ -132,10 +132,10 @@ class StartedCalls:
                 self._core.under_way.remove(operation)
             if (
                 operation.error is not None
-                and self._core.arena is not None
+                and self._core.shm is not None
                 and operation.is_under_way
             ):
-                self._core.arena.quarantine()  # others may still write what this call began
+                self._core.shm.quarantine()  # others may still write what this call began
         self._flow.go_on(operation.group)
         self._flow.use_up(operation.unused_frames())
         if operation.reported and self._core.failure is None:

@@ -149,10 +149,10 @@ class Communicator(CommunicatorState):
         members: Ranks of the group in the world, in the group's order.
         world_rank: This process.
         engine: None in a world of one.
-        channel: Makes this rank's end of the group's channels, where all members share an arena; else None.
+        channel: Makes this rank's end of the group's channels, where all members share shared memory; else None.
         forced: Algorithms that the job's setting demands, by collective.
         recorder: Takes down what happens; None for the engine's.
-        hosts: Of a group that spans several hosts and has an arena on each; else None.
+        hosts: Of a group that spans several hosts and has shared memory on each; else None.
     """
 
     def __init__(
@@ -440,7 +440,7 @@ class Communicator(CommunicatorState):
         hosts, message = self.hosts, request.message
         channel = hosts.channel if hosts is not None else None if self.size == 1 else self.channel
         is_shared = hosts is None and channel is not None
-        way = "hosts" if hosts is not None else "arena" if is_shared else "links"
+        way = "hosts" if hosts is not None else "shm" if is_shared else "links"
         entry = self.recorder.begin(
             CallInfo(request.what, self.identity, self.members, request.digest, 0, way), call, begin
         )

@@ -73,7 +73,7 @@ class ProgressEngine(Core):
         control: Channel to the launcher.
         config: Deadlines and limits.
         hosts: Host of each rank, for messages.
-        arena: The memory shared with the ranks of this host, if there is any.
+        shm: The memory shared with the ranks of this host, if there is any.
         recorder: Takes down what happens.
 
     Attributes:
@@ -89,11 +89,11 @@ class ProgressEngine(Core):
         control: Control,
         config: RuntimeConfig,
         hosts: dict[int, str],
-        arena: SharedSegment | None = None,
+        shm: SharedSegment | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         recorder = recorder or Recorder(rank, world_size, generation)
-        super().__init__(rank, generation, transport, control, config, hosts, arena, recorder)
+        super().__init__(rank, generation, transport, control, config, hosts, shm, recorder)
         self.flow = Flow(self)
         self.sent = SentMessages()
         self._questions = GetRequests(self)

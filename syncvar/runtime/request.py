@@ -1,7 +1,7 @@
 """A started call: its steps, and where it stands in them.
 
 The steps are a generator. It does as much of the call as it can, and yields what has to be reached before it goes on: a
-word of the group's channel, where the bytes go through the arena, or something else that can say whether it is reached: the
+word of the group's channel, where the bytes go through shared memory, or something else that can say whether it is reached: the
 frames of a round (`links`), an answer in a box (`messages`). `stages` walks through both.
 
 An operation never waits. Whoever has the time drives it: the caller, inline and without the engine's lock, or the engine.
@@ -116,7 +116,7 @@ class Request:
     Args:
         entry: The call, in the flight recorder.
         steps: What it does; None of a call that is over when it is made.
-        channel: This rank's end of the group's channels, where its bytes go through the arena: it waits there for its turn.
+        channel: This rank's end of the group's channels, where its bytes go through shared memory: it waits there for its turn.
         links: What it sends and gets in frames, where it may.
         wait: What has to be reached before its next step.
     """

@@ -1,6 +1,6 @@
-"""The walk through a call's stages: each is run where its plan was made for, in the arena of one host, over links, or both.
+"""The walk through a call's stages: each is run where its plan was made for, in shared memory of one host, over links, or both.
 
-Phase 0 of every call in an arena compares what the ranks are doing; over links every frame has the call's fingerprint.
+Phase 0 of every call in shared memory compares what the ranks are doing; over links every frame has the call's fingerprint.
 Nothing of a rank's data is used, and nothing of its own is changed, before all have said the same.
 
 A call of a group that spans several hosts has stages on the host and stages between hosts, as `syncvar.algorithms.hierarchical`
@@ -99,7 +99,7 @@ def stage_steps(
 def _on_host(
     entry: PendingRecord, stage: Stage, channel: Channel, opening: tuple[int, int] | None
 ) -> Generator[int, None, bool]:
-    """Run a stage in the arena; return whether everybody has read what this rank has put."""
+    """Run a stage in shared memory; return whether everybody has read what this rank has put."""
     if stage.movement is not None:
         if opening is None:
             raise InternalError("blocks are moved side by side in the first stage of a call only")

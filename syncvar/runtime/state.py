@@ -1,6 +1,6 @@
 """What all parts of an engine share: whether calls may begin, whose turn it is to drive, the launcher, and the break of a generation.
 
-Prepared calls and the C runners read `is_quiet`, `queues` and `begun` at every call, so that these are attributes of the
+Persistent calls and the C runners read `is_quiet`, `queues` and `begun` at every call, so that these are attributes of the
 very object that they have.
 
 One thread at a time drives: it holds `lock`, and the transport and the launcher's channel are its own. The others follow
@@ -76,7 +76,7 @@ class Core(AdmissionState):
         control: Channel to the launcher.
         config: Deadlines and limits.
         hosts: Host of each rank, for messages.
-        arena: The memory shared with the ranks of this host, if there is any.
+        shm: The memory shared with the ranks of this host, if there is any.
         recorder: Takes down what happens.
 
     Attributes:
@@ -101,7 +101,7 @@ class Core(AdmissionState):
         control: Control,
         config: RuntimeConfig,
         hosts: dict[int, str],
-        arena: SharedSegment | None,
+        shm: SharedSegment | None,
         recorder: Recorder,
     ) -> None:
         self.rank = rank
@@ -110,7 +110,7 @@ class Core(AdmissionState):
         self.control = control
         self.config = config
         self.hosts = hosts
-        self.arena = arena
+        self.shm = shm
         self.recorder = recorder
         self.book = SequenceTracker(hosts, recorder.numbers)
         self.failure: TransportError | UsageError | None = None
@@ -243,7 +243,7 @@ class Core(AdmissionState):
             UsageError: It does.
         """
         if self.driver == threading.get_ident() or (
-            self.arena is not None and self.arena.is_changing_here
+            self.shm is not None and self.shm.is_changing_here
         ):
             raise UsageError(
                 f"{name} on rank {self.rank}: a signal's handler has interrupted this thread in another call, which cannot go on "
@@ -326,8 +326,8 @@ class Core(AdmissionState):
         self.under_way.clear()
         for let_go in self.when_broken:
             let_go(first)
-        if self.arena is not None:
-            self.arena.quarantine()
+        if self.shm is not None:
+            self.shm.quarantine()
         self.book.early.clear()
         self.hand_over()
         self.recorder.broke(failure)

@@ -1,4 +1,4 @@
-"""Channels: how the ranks of a group that share an arena tell each other how far they are, and where their data lie.
+"""Channels: how the ranks of a group that share shared memory tell each other how far they are, and where their data lie.
 
 A channel belongs to (group, rank). It is an entry in the table at the beginning of the rank's region, written by that
 rank only, and looked at by the others:
@@ -127,25 +127,25 @@ class Channels:
     """The channels of this rank, and how it finds those of others.
 
     Args:
-        arena: The mapped arena.
+        shm: The mapped shared memory.
         ranks: The ranks of the world on this host, in the order of their regions.
         reaches: Read the memory of the others where they and the system allow it.
-        runner: Of prepared calls, "c" or "python".
+        runner: Of persistent calls, "c" or "python".
     """
 
     def __init__(
         self,
-        arena: SharedSegment,
+        shm: SharedSegment,
         ranks: Sequence[int],
         *,
         reaches: bool = True,
         runner: str = "python",
     ) -> None:
-        self.arena = arena
-        self.is_native = runner == "c" and not arena.is_checked
-        self.words = arena.words
+        self.shm = shm
+        self.is_native = runner == "c" and not shm.is_checked
+        self.words = shm.words
         self.places = {rank: place for place, rank in enumerate(ranks)}
-        self._table = arena.table(arena.local_rank) // 8
+        self._table = shm.table(shm.local_rank) // 8
         self._entries = 0
         self._populated = PAGE_BYTES
         self._open: dict[
@@ -162,11 +162,11 @@ class Channels:
             ABORT,
             PHASE,
             DONE,
-            has_own_core=arena.local_world_size <= arena.usable_cores,
+            has_own_core=shm.local_world_size <= shm.usable_cores,
         )
         self.hold = holding_waiter(self.words, ABORT, PHASE, DONE)
-        self.shares_cores = arena.local_world_size > arena.usable_cores
-        arena.populate(self._table * 8, PAGE_BYTES)
+        self.shares_cores = shm.local_world_size > shm.usable_cores
+        shm.populate(self._table * 8, PAGE_BYTES)
         self.words[self._table + _RUNNER] = self.is_native  # before any entry is seen
         if reaches:
             self._spot = ProbeCell()
@@ -177,7 +177,7 @@ class Channels:
 
     def reach(self, regions: Sequence[int]) -> ProcessReader | None:
         """Return how the memory of ranks whose entries are there is read, or None where that of one of them cannot be."""
-        tables = [self.arena.table(region) // 8 for region in regions]
+        tables = [self.shm.table(region) // 8 for region in regions]
         if not all(self.words[table + _PROCESS] for table in tables):
             return None
         made = ProcessReader([self.words[table + _PROCESS] for table in tables])
@@ -189,26 +189,26 @@ class Channels:
 
     def are_native(self, regions: Sequence[int]) -> bool:
         """Return whether programs run in C on all ranks whose entries are there."""
-        return all(self.words[self.arena.table(region) // 8 + _RUNNER] for region in regions)
+        return all(self.words[self.shm.table(region) // 8 + _RUNNER] for region in regions)
 
     def serves(self, members: Sequence[int]) -> bool:
-        """Return whether all ranks of a group share this arena."""
+        """Return whether all ranks of a group share this shared memory."""
         return all(rank in self.places for rank in members)
 
     def patience(self, regions: Sequence[int]) -> tuple[int, bool]:
         """Return how often the C runner looks for ranks, and whether it gives way between looks: of threads of one process neither."""
         own = self.words[self._table + _PROCESS]
         others = [
-            self.arena.table(region) // 8 for region in regions if region != self.arena.local_rank
+            self.shm.table(region) // 8 for region in regions if region != self.shm.local_rank
         ]
         if any(self.words[table + _PROCESS] == own != 0 for table in others):
             return 0, False
         return _LOOKS_SHARED if len(
             others
-        ) >= self.arena.usable_cores else _LOOKS_ALONE, self.shares_cores
+        ) >= self.shm.usable_cores else _LOOKS_ALONE, self.shares_cores
 
     def regions_of(self, members: Sequence[int]) -> tuple[int, ...]:
-        """Return the regions of ranks of the world that share this arena."""
+        """Return the regions of ranks of the world that share this shared memory."""
         return tuple(self.places[member] for member in members)
 
     def take_entry(self, group: int, regions: tuple[int, ...]) -> int:
@@ -230,7 +230,7 @@ class Channels:
         for place in range(_HEADER_WORDS):
             words[entry + place] = 0
         try:
-            words[entry + SMALL] = small or self.arena.allocate(2 * SMALL_BYTES)
+            words[entry + SMALL] = small or self.shm.allocate(2 * SMALL_BYTES)
         except BaseException:
             self._free.append(entry)
             self._open[entry] = (0, ())
@@ -245,12 +245,12 @@ class Channels:
 
     def find(self, region: int, group: int) -> int:
         """Return the entry of another rank's channel of a group (as in its entry), or 0 when there is none yet."""
-        start = self.arena.table(region) // 8
+        start = self.shm.table(region) // 8
         count = self.words[start]
         if not count:
             return 0
         first = start + _HEADER_WORDS
-        groups = self.arena.entries(first, count * _HEADER_WORDS)[_GROUP::_HEADER_WORDS]
+        groups = self.shm.entries(first, count * _HEADER_WORDS)[_GROUP::_HEADER_WORDS]
         found = np.flatnonzero(groups == np.uint64(group))
         return first + int(found[-1]) * _HEADER_WORDS if found.size else 0
 
@@ -262,7 +262,7 @@ class Channels:
             )
         end = (self._entries + 2) * _ENTRY_BYTES
         if end > self._populated:
-            self.arena.populate(self._table * 8 + self._populated, PAGE_BYTES)
+            self.shm.populate(self._table * 8 + self._populated, PAGE_BYTES)
             self._populated += PAGE_BYTES
         self._entries += 1
         entry = self._table + self._entries * _HEADER_WORDS
@@ -281,10 +281,10 @@ class Channels:
                 segments = self.words[entry + SEGMENTS]
                 if segments:
                     self.words[entry + SEGMENTS] = 0
-                    self.arena.release(segments)
+                    self.shm.release(segments)
                 ring = self._rings.pop(entry, 0)
                 if ring:
-                    self.arena.release(ring)
+                    self.shm.release(ring)
                 del self._open[entry]
                 return entry
             self._free.append(entry)
@@ -295,7 +295,7 @@ class Channels:
         if entry not in self._rings:
             self._rings[entry] = 0
             with contextlib.suppress(SharedMemoryFull):
-                self._rings[entry] = self.arena.allocate(RING_SLOTS * SMALL_BYTES)
+                self._rings[entry] = self.shm.allocate(RING_SLOTS * SMALL_BYTES)
         return self._rings[entry]
 
     def _has_let_go(self, region: int, group: int) -> bool:
@@ -305,6 +305,6 @@ class Channels:
 
 def _let_go(words: memoryview, entry: int, free: deque[int], process: int) -> None:
     if os.getpid() == process:  # a forked copy has let go of nothing
-        with contextlib.suppress(ValueError):  # the arena is closed
+        with contextlib.suppress(ValueError):  # shared memory is closed
             words[entry + _CLOSED] = 1
             free.append(entry)

@@ -3,7 +3,7 @@
 Linux lets a process read another one's memory (process_vm_readv(2), since 3.2) under the rules of a debugger: the same
 user and, where Yama restricts debuggers to descendants (ptrace_scope 1), leave by the process that is read. A worker gives
 leave to the process that started it and to that one's descendants: the other workers. Whether it works is tried out, by
-reading a random number of which the other process tells the place; where it does not, data go through the arena.
+reading a random number of which the other process tells the place; where it does not, data go through shared memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Hands the arena's descriptor to the workers of one job, over a socket in the job's private directory.
+"""Hands shared memory's descriptor to the workers of one job, over a socket in the job's private directory.
 
 One message asks, one answers with the descriptor or with the reason why there is none. The server side is part of the
-launcher's loop: it never waits, whoever connects and whatever he sends. There is one arena for each generation; it is
+launcher's loop: it never waits, whoever connects and whatever he sends. There is one shared memory for each generation; it is
 made when the first rank of the generation asks.
 """
 
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.shm.segment_file import CreatedArena
+    from syncvar.shm.segment_file import CreatedSegment
 
-__all__ = ["Handing", "arena_path", "fetch", "servers_arena_path"]
+__all__ = ["Handing", "fd_socket_path", "fetch", "servers_fd_socket_path"]
 
 _REQUEST = struct.Struct("=8s64sQQ")
-_MAGIC = b"ARENA\0\0\1"
+_MAGIC = b"SVSHM\0\0\1"
 _YES, _NO = b"\1", b"\0"
 _ANSWER_MAX = 4096
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
@@ -30,22 +30,22 @@ _FD = struct.Struct("=i")
 _PAUSE_S = 0.005
 
 
-def arena_path(directory: str) -> str:
-    """Return where the arena of a host is handed over.
+def fd_socket_path(directory: str) -> str:
+    """Return where shared memory of a host is handed over.
 
     Args:
         directory: The private folder of the host's sockets.
 
     Example:
-        >>> arena_path("/run/user/1000/syncvar/1a2b3c4d")
-        '/run/user/1000/syncvar/1a2b3c4d/arena'
+        >>> fd_socket_path("/run/user/1000/syncvar/1a2b3c4d")
+        '/run/user/1000/syncvar/1a2b3c4d/shm'
     """
-    return f"{directory}/arena"
+    return f"{directory}/shm"
 
 
-def servers_arena_path(directory: str) -> str:
+def servers_fd_socket_path(directory: str) -> str:
     """Return where that of a host's servers and workers is handed over, which is another one."""
-    return f"{directory}/servers-arena"
+    return f"{directory}/servers-shm"
 
 
 class Handing:
@@ -55,7 +55,7 @@ class Handing:
         path: Where to listen.
         job_id: Who asks must name this job.
         local_world_size: Ranks of this host.
-        make: Makes the arena of a generation: (arena, "") or (None, reason).
+        make: Makes shared memory of a generation: (shared memory, "") or (None, reason).
         generation: The first that is handed over; who asks for an earlier one is refused.
     """
 
@@ -64,7 +64,7 @@ class Handing:
         path: str,
         job_id: str,
         local_world_size: int,
-        make: Callable[[int], tuple[CreatedArena | None, str]],
+        make: Callable[[int], tuple[CreatedSegment | None, str]],
         generation: int = 0,
     ) -> None:
         self.path = path
@@ -72,7 +72,7 @@ class Handing:
         self._job = _job_bytes(job_id)
         self._local_world_size = local_world_size
         self._make = make
-        self._arenas: dict[int, tuple[CreatedArena | None, str]] = {}
+        self._segments: dict[int, tuple[CreatedSegment | None, str]] = {}
         self._fetched: dict[int, set[int]] = {}
         self._newest = generation
         self._aborts_all = False
@@ -116,19 +116,19 @@ class Handing:
         said, self._said = self._said, []
         return said
 
-    def prepare(self, generation: int) -> tuple[CreatedArena | None, str]:
-        """Return the arena of a generation, made now if need be, or the reason why there is none."""
-        found = self._arenas.get(generation)
+    def prepare(self, generation: int) -> tuple[CreatedSegment | None, str]:
+        """Return shared memory of a generation, made now if need be, or the reason why there is none."""
+        found = self._segments.get(generation)
         if found is None:
-            found = self._arenas[generation] = self._make(generation)
+            found = self._segments[generation] = self._make(generation)
             self._fetched[generation] = set()
             self._newest = max(self._newest, generation)
-            arena, reason = found
-            if arena is not None and self._aborts_all:
-                arena.abort()
+            shm, reason = found
+            if shm is not None and self._aborts_all:
+                shm.abort()
             sentence = (
-                arena.said
-                if arena is not None
+                shm.said
+                if shm is not None
                 else f"no shared memory, data go through unix sockets: {reason}"
             )
             if sentence and not self._has_said:  # the next generations will fare alike
@@ -137,22 +137,22 @@ class Handing:
         return found
 
     def abort(self, generation: int | None = None) -> None:
-        """Set the abort word of one generation's arena; without one, of all there are and will be."""
+        """Set the abort word of one generation's shared memory; without one, of all there are and will be."""
         if generation is None:
             self._aborts_all = True
-        for number, (arena, _) in self._arenas.items():
-            if arena is not None and generation in (None, number):
-                arena.abort()
+        for number, (shm, _) in self._segments.items():
+            if shm is not None and generation in (None, number):
+                shm.abort()
 
     def close(self) -> None:
         """Close everything. Idempotent."""
         for connection in (self._listener, *self._waiting.values()):
             connection.close()
         self._waiting.clear()
-        for arena, _ in self._arenas.values():
-            if arena is not None:
-                arena.close()
-        self._arenas.clear()
+        for shm, _ in self._segments.values():
+            if shm is not None:
+                shm.close()
+        self._segments.clear()
         with contextlib.suppress(OSError):
             os.unlink(self.path)
 
@@ -190,7 +190,7 @@ class Handing:
 
     def _answer(self, request: bytes) -> tuple[int, str]:
         if len(request) != _REQUEST.size:
-            return -1, "this is no request for an arena"
+            return -1, "this is no request for shared memory"
         magic, job, generation, local_rank = _REQUEST.unpack(request)
         if magic != _MAGIC:
             return -1, "the launcher's version of syncvar is another one than the worker's"
@@ -198,36 +198,36 @@ class Handing:
             return -1, "this is another job"
         if local_rank >= self._local_world_size:
             return -1, f"there is no local rank {local_rank} among {self._local_world_size}"
-        if generation < self._newest and generation not in self._arenas:
+        if generation < self._newest and generation not in self._segments:
             return -1, f"generation {generation} is over, {self._newest} is in force"
-        arena, reason = self.prepare(generation)
+        shm, reason = self.prepare(generation)
         self._fetched[generation].add(local_rank)
         if len(self._fetched[generation]) == self._local_world_size:
             self._forget_before(generation)
-        return (arena.fd, "") if arena is not None else (-1, reason)
+        return (shm.fd, "") if shm is not None else (-1, reason)
 
     def _forget_before(self, generation: int) -> None:
-        for number in [number for number in self._arenas if number < generation]:
-            arena, _ = self._arenas.pop(number)
+        for number in [number for number in self._segments if number < generation]:
+            shm, _ = self._segments.pop(number)
             del self._fetched[number]
-            if arena is not None:
-                arena.close()
+            if shm is not None:
+                shm.close()
 
 
 def fetch(
     path: str, job_id: str, generation: int, local_rank: int, timeout_s: float
 ) -> tuple[int, None] | tuple[None, str]:
-    """Ask the launcher for the arena of a generation. Called in a worker.
+    """Ask the launcher for shared memory of a generation. Called in a worker.
 
     Args:
-        path: As `arena_path` says.
+        path: As `fd_socket_path` says.
         job_id: The job's identity.
         generation: Version of the membership.
         local_rank: Who asks.
         timeout_s: Longest wait.
 
     Returns:
-        (descriptor, None), or (None, the reason why there is no arena).
+        (descriptor, None), or (None, the reason why there is no shared memory).
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -249,9 +249,9 @@ def fetch(
             connection.send(_REQUEST.pack(_MAGIC, _job_bytes(job_id), generation, local_rank))
             answer, fds = _receive(connection)
     except TimeoutError:
-        return None, f"the launcher did not hand over the arena within {timeout_s:g} s"
+        return None, f"the launcher did not hand over shared memory within {timeout_s:g} s"
     except OSError as error:
-        return None, f"the launcher hands over no arena ({path}: {error.strerror})"
+        return None, f"the launcher hands over no shared memory ({path}: {error.strerror})"
     if answer[:1] == _YES and len(fds) == 1:
         return fds[0], None
     for fd in fds:

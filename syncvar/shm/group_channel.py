@@ -60,7 +60,6 @@ class Channel(ChannelState):
         "_segments",
         "_views",
         "are_native",
-        "arena",
         "entry",
         "found",
         "group",
@@ -73,6 +72,7 @@ class Channel(ChannelState):
         "rank",
         "reach",
         "regions",
+        "shm",
         "size",
         "wait",
         "words",
@@ -80,14 +80,14 @@ class Channel(ChannelState):
 
     def __init__(self, channels: Channels, group: int, members: Sequence[int]) -> None:
         self._channels = channels
-        self.arena = channels.arena
+        self.shm = channels.shm
         self.words = channels.words
         self.wait = channels.wait
         self.hold = channels.hold
         self.group = group_key(group)
         self.members = tuple(members)
         self.regions = channels.regions_of(members)
-        self.rank = self.regions.index(channels.arena.local_rank)
+        self.rank = self.regions.index(channels.shm.local_rank)
         self.size = len(members)
         self.entry = channels.take_entry(self.group, self.regions)
         channels.let_go_with(self, self.entry)
@@ -263,7 +263,7 @@ class Channel(ChannelState):
         looks, shares_cores = self._channels.patience(self.regions)
         return bind(
             self,
-            self.arena.memory,
+            self.shm.memory,
             self.entry,
             (CHECK, PHASE, DONE, SOURCE, TARGET, ABORT, SEGMENTS),
             self.others,
@@ -294,7 +294,7 @@ class Channel(ChannelState):
         ]
 
     def slots_now(self, nbytes: int) -> tuple[int, ...]:
-        """Return where in the arena the slot of each rank begins, as published in this call with so many bytes in it."""
+        """Return where in shared memory the slot of each rank begins, as published in this call with so many bytes in it."""
         found = []
         for rank, entry in enumerate(self._entries):
             side = self.side_of(rank)
@@ -309,7 +309,7 @@ class Channel(ChannelState):
         return self.resident(self.small_offset(rank, side), count, dtype)
 
     def small_offset(self, rank: int, side: int) -> int:
-        """Return where a rank's small slot begins in the arena."""
+        """Return where a rank's small slot begins in shared memory."""
         return self.words[self._entries[rank] + SMALL] + side * SMALL_BYTES
 
     def smalls(self, side: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -318,7 +318,7 @@ class Channel(ChannelState):
         Raises:
             ValueError: They are not.
         """
-        return self.arena.rows(
+        return self.shm.rows(
             [self.small_offset(rank, side) for rank in range(self.size)], shape, dtype
         )
 
@@ -329,7 +329,7 @@ class Channel(ChannelState):
             SharedMemoryFull: There is no room.
         """
         if not self._segments[self.rank]:
-            made = self.arena.allocate(2 * (SEGMENT_BYTES + self._part_bytes))
+            made = self.shm.allocate(2 * (SEGMENT_BYTES + self._part_bytes))
             self.words[self.entry + SEGMENTS] = made
             self._segments[self.rank] = made
 
@@ -338,7 +338,7 @@ class Channel(ChannelState):
         return self.resident(self.segment_offset(rank, number), count, dtype)
 
     def segment_offset(self, rank: int, number: int) -> int:
-        """Return where a rank's segment begins in the arena, see `segment`."""
+        """Return where a rank's segment begins in shared memory, see `segment`."""
         base = self._segments[rank]
         if not base:
             base = self._segments[rank] = self.words[self._entries[rank] + SEGMENTS]
@@ -354,18 +354,18 @@ class Channel(ChannelState):
         return int(base + place)
 
     def resident(self, offset: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return a flat view of an array anywhere in the arena."""
+        """Return a flat view of an array anywhere in shared memory."""
         key = (offset, count, dtype)
         found = self._views.get(key)
         if found is not None:
             return found
         try:
-            view = self.arena.view(offset, count, dtype)
+            view = self.shm.view(offset, count, dtype)
         except InternalError as error:
             raise InternalError(
                 f"rank {self.members[self.rank]}, call {(self.last >> 1) - 1} of group {self.group}: {error}"
             ) from None
-        if not self.arena.is_checked:  # else it is checked again each time
+        if not self.shm.is_checked:  # else it is checked again each time
             if len(self._views) >= 4096:
                 self._views.clear()
             self._views[key] = view

@@ -88,9 +88,9 @@ class RingEntry(NamedTuple):
         call: Number of the message among them.
         nbytes: Of the whole message, or of this part.
         shape: Of the array.
-        data: Where the bytes begin in the arena; of a part, those of the part.
+        data: Where the bytes begin in shared memory; of a part, those of the part.
         place: Of a message that is told: its address in the sender's process. Of a part: its first byte in the message.
-        offset: Of a message that is told: 1 + where it lies in the arena; 0 where it does not.
+        offset: Of a message that is told: 1 + where it lies in shared memory; 0 where it does not.
         number: Of a message that is told.
     """
 
@@ -113,12 +113,12 @@ def _data_at(words: int, nbytes: int) -> int:
 
 
 class _Box:
-    def __init__(self, arena: SharedSegment, start: int) -> None:
-        self._arena = arena
-        self.words = arena.words
+    def __init__(self, shm: SharedSegment, start: int) -> None:
+        self._shm = shm
+        self.words = shm.words
         self.start = start
         self.base = start // 8
-        self.ring = start + HEADER_WORDS * 8  # where it begins in the arena
+        self.ring = start + HEADER_WORDS * 8  # where it begins in shared memory
         self.ring_bytes = self.words[self.base + RING]
 
 
@@ -126,12 +126,12 @@ class RingWriter(_Box):
     """The sender's end of a box. One thread at a time.
 
     Args:
-        arena: The mapped arena.
+        shm: The mapped shared memory.
         start: Where the box is.
     """
 
-    def __init__(self, arena: SharedSegment, start: int) -> None:
-        super().__init__(arena, start)
+    def __init__(self, shm: SharedSegment, start: int) -> None:
+        super().__init__(shm, start)
         self._used = 0  # as far as it has been looked at
         self._asked = -1  # how far the receiver was when room was waited for
 
@@ -163,7 +163,7 @@ class RingWriter(_Box):
         for place, length in enumerate(shape, word + 5):
             words[place] = length
         if nbytes:
-            self._arena.memory[start + at : start + at + nbytes] = data
+            self._shm.memory[start + at : start + at + nbytes] = data
         self._publish(word)
         return True
 
@@ -186,7 +186,7 @@ class RingWriter(_Box):
             shape: As for `put`.
             nbytes: Its length.
             address: Where it lies in this process, in one piece, until it is taken or given up.
-            offset: 1 + where it lies in the arena; 0 where it does not.
+            offset: 1 + where it lies in shared memory; 0 where it does not.
         """
         words, number = self.words, self.words[self.base + NUMBER] + 1
         before = number - PLACES
@@ -230,7 +230,7 @@ class RingWriter(_Box):
         words[word + 3] = call
         words[word + 4] = nbytes
         words[word + 5] = start
-        self._arena.memory[begin + at : begin + at + nbytes] = data[start : start + nbytes]
+        self._shm.memory[begin + at : begin + at + nbytes] = data[start : start + nbytes]
         self._publish(word)
         return nbytes
 
@@ -284,7 +284,7 @@ class RingWriter(_Box):
         return self.base + _GIVEN_UP + number % PLACES
 
     def _room(self, nbytes: int) -> int:
-        """Return where in the arena an entry of some bytes begins, its length written there; -1 where it has no room now."""
+        """Return where in shared memory an entry of some bytes begins, its length written there; -1 where it has no room now."""
         nbytes = -(-nbytes // LINE_BYTES) * LINE_BYTES
         words, base = self.words, self.base
         filled = words[base + FILLED]
@@ -316,7 +316,7 @@ class RingReader(_Box):
     """The receiver's end of a box. One thread at a time.
 
     Args:
-        arena: The mapped arena.
+        shm: The mapped shared memory.
         start: Where the box is.
     """
 
@@ -409,12 +409,12 @@ class RingReader(_Box):
         self.words[self.base + FULL] = refuses
 
     def bytes_at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return some bytes of the arena, as they lie there."""
-        return np.ndarray(nbytes, np.uint8, self._arena.ground, offset)
+        """Return some bytes of shared memory, as they lie there."""
+        return np.ndarray(nbytes, np.uint8, self._shm.ground, offset)
 
     def resident(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return bytes of an array of the sender that lives in the arena."""
-        return self._arena.view(offset, nbytes, np.uint8)
+        """Return bytes of an array of the sender that lives in shared memory."""
+        return self._shm.view(offset, nbytes, np.uint8)
 
     def want(self, number: int) -> None:
         """Ask for a long message in parts."""
@@ -429,7 +429,7 @@ class RingReader(_Box):
         return self.words[self.base + _GIVEN_UP + number % PLACES] >= number
 
     def _say(self, number: int, what: int) -> None:
-        with contextlib.suppress(ValueError):  # the arena is closed
+        with contextlib.suppress(ValueError):  # shared memory is closed
             self.words[self.base + _ANSWERS + number % PLACES] = (number << 1) - 2 + what
 
 

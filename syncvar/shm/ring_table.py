@@ -3,9 +3,9 @@
 A box belongs to an ordered pair of ranks of the host, for all groups and tags, and lies in the sender's region. It is made
 when the first message is sent, so pairs that never talk cost nothing. The fifth word of a rank's table says where its list
 of boxes is: a word for each rank of the host, 0 where there is no box yet, and 1 where there never will be one, because the
-arena had no room: then all messages of the pair go over links.
+shared memory had no room: then all messages of the pair go over links.
 
-Cost: 2 MiB of the arena for each ordered pair that talks; less, down to 256 KiB, where more than eight ranks share it, or
+Cost: 2 MiB of shared memory for each ordered pair that talks; less, down to 256 KiB, where more than eight ranks share it, or
 where there is no room.
 """
 
@@ -45,29 +45,29 @@ class Boxes:
     """The boxes of this rank, and how it finds those of others.
 
     Args:
-        channels: This rank's channels, of the same arena.
+        channels: This rank's channels, of the same shared memory.
         ring_bytes: Of the rings that it makes, at most; a multiple of 64.
     """
 
     def __init__(self, channels: Channels, ring_bytes: int = RING_BYTES) -> None:
         self.channels = channels
-        self._arena = channels.arena
+        self._shm = channels.shm
         self._list = 0
-        fair = _RINGS_BYTES // self._arena.local_world_size // LINE_BYTES * LINE_BYTES
+        fair = _RINGS_BYTES // self._shm.local_world_size // LINE_BYTES * LINE_BYTES
         self._ring_bytes = min(ring_bytes, max(RING_BYTES_LEAST, fair))
 
     def outbox(self, dest: int) -> RingWriter | None:
-        """Make the box for messages to a rank of the world on this host; None where the arena has no room for it."""
-        arena, words = self._arena, self._arena.words
-        table = arena.table(arena.local_rank) // 8
+        """Make the box for messages to a rank of the world on this host; None where shared memory has no room for it."""
+        shm, words = self._shm, self._shm.words
+        table = shm.table(shm.local_rank) // 8
         place = self.channels.places[dest]
         if words[table + _BOXES] == _NEVER:
             return None
         try:
             if not self._list:
-                listed = arena.allocate(arena.local_world_size * 8)
+                listed = shm.allocate(shm.local_world_size * 8)
                 if self._list:  # another thread has made it meanwhile, for another rank
-                    arena.release(listed)  # type: ignore[unreachable]
+                    shm.release(listed)  # type: ignore[unreachable]
                 else:
                     self._list = listed
                     words[table + _BOXES] = listed
@@ -77,40 +77,38 @@ class Boxes:
             return None
         words[made // 8 + RING] = ring_bytes  # all else reads as zeros
         words[self._list // 8 + place] = made
-        return RingWriter(arena, made)
+        return RingWriter(shm, made)
 
     def _allocate(self) -> tuple[int, int]:
-        """Return where in the arena there is room for a box, and how long its ring can be."""
+        """Return where in shared memory there is room for a box, and how long its ring can be."""
         with contextlib.suppress(SharedMemoryFull):
-            return self._arena.allocate(HEADER_WORDS * 8 + self._ring_bytes), self._ring_bytes
-        return self._arena.allocate(HEADER_WORDS * 8 + RING_BYTES_LEAST), RING_BYTES_LEAST
+            return self._shm.allocate(HEADER_WORDS * 8 + self._ring_bytes), self._ring_bytes
+        return self._shm.allocate(HEADER_WORDS * 8 + RING_BYTES_LEAST), RING_BYTES_LEAST
 
     def inbox(self, source: int) -> RingReader | None:
         """Return the box of messages from a rank of the world on this host; None while there is none."""
         found = self._word_of(source)
-        where = self._arena.words[found] if found else 0
+        where = self._shm.words[found] if found else 0
         if where in (0, _NEVER):
             return None
-        made = RingReader(self._arena, where)
-        self._arena.check(where, HEADER_WORDS * 8 + made.ring_bytes)
+        made = RingReader(self._shm, where)
+        self._shm.check(where, HEADER_WORDS * 8 + made.ring_bytes)
         return made
 
     def has_none(self, source: int) -> bool:
         """Return whether a rank has no box for this one and will never have one."""
-        words, places = self._arena.words, self.channels.places
+        words, places = self._shm.words, self.channels.places
         found = self._word_of(source)
-        return words[found or self._arena.table(places[source]) // 8 + _BOXES] == _NEVER
+        return words[found or self._shm.table(places[source]) // 8 + _BOXES] == _NEVER
 
     def comes_at(self, source: int) -> int:
         """Return the word in which the box of messages from a rank shows as soon as it is there."""
-        return (
-            self._word_of(source) or self._arena.table(self.channels.places[source]) // 8 + _BOXES
-        )
+        return self._word_of(source) or self._shm.table(self.channels.places[source]) // 8 + _BOXES
 
     def reach(self, source: int) -> ProcessReader | None:
         """Return how the memory of a rank can be read, as the first of the ranks there; None where it cannot be."""
         places = self.channels.places
-        return self.channels.reach((places[source], self._arena.local_rank))
+        return self.channels.reach((places[source], self._shm.local_rank))
 
     def native_end(
         self,
@@ -134,7 +132,7 @@ class Boxes:
             return None
         looks, shares_cores = channels.patience((channels.places[other],))
         return message_end(
-            self._arena.memory,
+            self._shm.memory,
             end.start,
             end.ring,
             end.ring_bytes,
@@ -150,6 +148,6 @@ class Boxes:
 
     def _word_of(self, source: int) -> int:
         """Return the index of the word that says where the box of messages from a rank is; 0 while it has no list."""
-        arena = self._arena
-        listed = arena.words[arena.table(self.channels.places[source]) // 8 + _BOXES]
-        return 0 if listed in (0, _NEVER) else listed // 8 + arena.local_rank
+        shm = self._shm
+        listed = shm.words[shm.table(self.channels.places[source]) // 8 + _BOXES]
+        return 0 if listed in (0, _NEVER) else listed // 8 + shm.local_rank

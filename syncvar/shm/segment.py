@@ -1,4 +1,4 @@
-"""A worker's view of the arena: memory of its own region, and arrays that live there.
+"""A worker's view of shared memory: memory of its own region, and arrays that live there.
 
 Every page that is ever touched was asked for before (`posix_fallocate`, after a look at the container's limit), so that
 too little memory is an `SharedMemoryFull` with numbers in it. An array keeps its memory through the `SegmentBlock` at the end of its
@@ -56,37 +56,37 @@ class SegmentBlock:
     """The owner of an array's memory, at the end of the chain of bases.
 
     Args:
-        arena: Where the memory was taken.
-        ground: The whole arena as bytes: as long as this lives, the mapping does.
+        shared memory: Where the memory was taken.
+        ground: The whole shared memory as bytes: as long as this lives, the mapping does.
         offset: Where the memory begins in it.
         nbytes: How much of it the array has.
     """
 
-    __slots__ = ("__array_interface__", "arena", "ground", "nbytes", "offset")
+    __slots__ = ("__array_interface__", "ground", "nbytes", "offset", "shm")
 
     def __init__(
-        self, arena: SharedSegment, ground: NDArray[np.uint8], offset: int, nbytes: int
+        self, shm: SharedSegment, ground: NDArray[np.uint8], offset: int, nbytes: int
     ) -> None:
-        self.arena, self.ground, self.offset, self.nbytes = arena, ground, offset, nbytes
+        self.shm, self.ground, self.offset, self.nbytes = shm, ground, offset, nbytes
         self.__array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (arena.address + offset, False),
+            "data": (shm.address + offset, False),
             "version": 3,
         }
 
     def __del__(self) -> None:
-        self.arena.release(self.offset)
+        self.shm.release(self.offset)
 
 
 class SharedSegment:
-    """The arena as one process sees it. Made by `attach`.
+    """Shared memory as one process sees it. Made by `attach`.
 
     Attributes:
         memory: All of it; gone after `close`.
         words: All of it as 64-bit words; the index is the offset in bytes divided by 8.
         address: Where it begins in this process.
-        arena_bytes: Its size.
+        shm_bytes: Its size.
         local_world_size: How many ranks share it.
         usable_cores: How many cores they may use together.
         generation: Which membership it was made for.
@@ -112,7 +112,7 @@ class SharedSegment:
     ) -> None:
         self.memory = memory
         self.words = memoryview(memory).cast("Q")
-        self.arena_bytes = self.words[segment_layout.ARENA_BYTES]
+        self.shm_bytes = self.words[segment_layout.SHM_BYTES]
         self.local_world_size = self.words[segment_layout.LOCAL_WORLD_SIZE]
         self.usable_cores = self.words[segment_layout.USABLE_CORES]
         self.generation = self.words[segment_layout.GENERATION]
@@ -122,7 +122,7 @@ class SharedSegment:
             self.words[segment_layout.SEGMENT_TOKEN],
         )
         self.local_rank = local_rank
-        self.layout = SegmentLayout(self.arena_bytes, self.local_world_size)
+        self.layout = SegmentLayout(self.shm_bytes, self.local_world_size)
         self.ground: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
         self.address: int = self.ground.__array_interface__["data"][0]
         self._fd = fd
@@ -147,7 +147,7 @@ class SharedSegment:
         local_rank: int,
         config: RuntimeConfig,
     ) -> SharedSegment | str:
-        """Ask for the arena of a generation and map it; return in words why there is none where that cannot be.
+        """Ask for shared memory of a generation and map it; return in words why there is none where that cannot be.
 
         Args:
             path: Where it is handed over.
@@ -170,20 +170,20 @@ class SharedSegment:
         if fd is None:
             return reason or "the launcher gave no reason"
         try:
-            arena = cls.attach(fd, local_rank, checks=config.check_arena == "on")
+            shm = cls.attach(fd, local_rank, checks=config.check_shm == "on")
         except SharedMemoryUnavailable as error:
             return str(error)
-        if arena.segment[:2] != (environment.host_index, generation):
-            arena.close()
+        if shm.segment[:2] != (environment.host_index, generation):
+            shm.close()
             here = f"host {environment.host_index}, generation {generation}"
-            return f"{path} hands over {arena.segment}, and this process belongs to {here}"
-        return arena
+            return f"{path} hands over {shm.segment}, and this process belongs to {here}"
+        return shm
 
     @classmethod
     def attach(
         cls, fd: int, local_rank: int, *, room: MemoryLimits | None = None, checks: bool = False
     ) -> SharedSegment:
-        """Map the arena behind a descriptor, which belongs to the arena from now on, also when this fails.
+        """Map shared memory behind a descriptor, which belongs to shared memory from now on, also when this fails.
 
         Args:
             fd: As the launcher hands it over.
@@ -192,7 +192,7 @@ class SharedSegment:
             checks: Compare every use of the memory with what has been given out, and tell the others what this rank gives.
 
         Raises:
-            SharedMemoryUnavailable: It is no arena, is of another version, could be cut short by somebody, or is too large
+            SharedMemoryUnavailable: It is no shared memory, is of another version, could be cut short by somebody, or is too large
                 for this process's address space.
         """
         try:
@@ -256,7 +256,7 @@ class SharedSegment:
         Raises:
             InternalError: They are in memory that this process has not mapped, or outside of it.
         """
-        refusal = reference.refusal(self.segment, self.arena_bytes)
+        refusal = reference.refusal(self.segment, self.shm_bytes)
         if refusal:
             place = f"{reference.nbytes} bytes at {reference.offset} of shared memory"
             raise InternalError(f"another process refers to {place}: {refusal}")
@@ -349,7 +349,7 @@ class SharedSegment:
             base = base.base
         if (
             not isinstance(base, SegmentBlock)
-            or base.arena is not self
+            or base.shm is not self
             or not array.flags.c_contiguous
         ):
             return None
@@ -362,7 +362,7 @@ class SharedSegment:
         """Make sure that there is memory behind a range, so that it can be touched.
 
         Raises:
-            SharedMemoryFull: The container, the machine or the file system that holds the arena has no room.
+            SharedMemoryFull: The container, the machine or the file system that holds shared memory has no room.
         """
         shortage = self._room.shortage(nbytes)
         if shortage is not None:
@@ -390,7 +390,7 @@ class SharedSegment:
         self._is_quarantined = True
 
     def close(self) -> None:
-        """Let go of the arena. Arrays stay as they are, and the last of them takes the mapping with it."""
+        """Let go of shared memory. Arrays stay as they are, and the last of them takes the mapping with it."""
         with self._alone():
             if self._fd < 0:
                 return
@@ -423,7 +423,7 @@ class SharedSegment:
 
     def _take(self, nbytes: int) -> Taken:
         if self._fd < 0:
-            raise UsageError("the arena is closed")
+            raise UsageError("shared memory is closed")
         if self._is_quarantined:
             self._extents.retire()
         self._give_back(self._freed())
@@ -474,14 +474,14 @@ class SharedSegment:
         return (
             f"{bytes_in_words(nbytes)} of shared memory asked for, but {bytes_in_words(self._extents.taken_bytes)} of the "
             f"{bytes_in_words(stop - start)} of local rank {self.local_rank} are in use and no free piece is as large: "
-            f"{_REMEDY.format('arena_bytes')} ({bytes_in_words(self.arena_bytes)} for all ranks of the host), "
-            f"for instance by SYNCVAR_ARENA_BYTES={2 * self.arena_bytes}"
+            f"{_REMEDY.format('shm_bytes')} ({bytes_in_words(self.shm_bytes)} for all ranks of the host), "
+            f"for instance by SYNCVAR_SHM_BYTES={2 * self.shm_bytes}"
         )
 
     def _no_space(self, nbytes: int) -> str:
         held = os.fstat(self._fd).st_blocks * 512
         return (
-            f"{bytes_in_words(nbytes)} of shared memory asked for, but the system has no more room where the arena is "
+            f"{bytes_in_words(nbytes)} of shared memory asked for, but the system has no more room where shared memory is "
             f"(the ranks of this host hold {bytes_in_words(held)} there): "
             f"{_REMEDY.format('the size of /dev/shm or the memory limit of the container')}"
         )
@@ -497,13 +497,13 @@ def _checked_size(fd: int) -> int:
     size = os.fstat(fd).st_size
     if size < segment_layout.HEADER_BYTES:
         raise SharedMemoryUnavailable(
-            f"the descriptor handed over is no arena: it has {size} bytes"
+            f"the descriptor handed over is no shared memory: it has {size} bytes"
         )
     if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
         needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & needed != needed:
             raise SharedMemoryUnavailable(
-                "the arena's size is not sealed: another process could cut it short"
+                "shared memory's size is not sealed: another process could cut it short"
             )
     return size
 
@@ -512,20 +512,20 @@ def _check_header(memory: mmap.mmap, size: int, local_rank: int) -> None:
     with memoryview(memory) as whole, whole.cast("Q") as words:
         if words[segment_layout.MAGIC] != segment_layout.MAGIC_VALUE:
             raise SharedMemoryUnavailable(
-                "the descriptor handed over is no arena: it begins with other bytes"
+                "the descriptor handed over is no shared memory: it begins with other bytes"
             )
         if words[segment_layout.VERSION] != segment_layout.LAYOUT_VERSION:
             raise SharedMemoryUnavailable(
-                f"the launcher's arena has layout {words[segment_layout.VERSION]}, this process reads {segment_layout.LAYOUT_VERSION}: "
+                f"the launcher's shared memory has layout {words[segment_layout.VERSION]}, this process reads {segment_layout.LAYOUT_VERSION}: "
                 "use the same version of syncvar for both"
             )
-        if words[segment_layout.ARENA_BYTES] != size:
+        if words[segment_layout.SHM_BYTES] != size:
             raise SharedMemoryUnavailable(
-                f"the arena has {size} bytes but says {words[segment_layout.ARENA_BYTES]}"
+                f"shared memory has {size} bytes but says {words[segment_layout.SHM_BYTES]}"
             )
         if local_rank >= words[segment_layout.LOCAL_WORLD_SIZE]:
             raise SharedMemoryUnavailable(
-                f"the arena is for {words[segment_layout.LOCAL_WORLD_SIZE]} ranks, so there is no local rank {local_rank}"
+                f"shared memory is for {words[segment_layout.LOCAL_WORLD_SIZE]} ranks, so there is no local rank {local_rank}"
             )
 
 
@@ -539,4 +539,4 @@ def _mapping_refused(size: int, error: Exception) -> str:
         else f"; this process may map {bytes_in_words(soft)} (ulimit -v)"
     )
     why = error.strerror if isinstance(error, OSError) else str(error)
-    return f"mapping {bytes_in_words(size)} was refused: {why}{limit}; a smaller SYNCVAR_ARENA_BYTES may fit"
+    return f"mapping {bytes_in_words(size)} was refused: {why}{limit}; a smaller SYNCVAR_SHM_BYTES may fit"

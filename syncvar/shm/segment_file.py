@@ -19,15 +19,15 @@ from syncvar.shm.segment_layout import SegmentLayout
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CreatedArena", "create", "why_not_here"]
+__all__ = ["CreatedSegment", "create", "why_not_here"]
 
 _SHARED_FOLDER = "/dev/shm"  # noqa: S108  (a random name, O_EXCL and O_NOFOLLOW, unlinked at once)
 _MFD_NOEXEC_SEAL = 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class CreatedArena:
-    """An arena as its maker holds it.
+class CreatedSegment:
+    """Shared memory as its maker holds it.
 
     Args:
         fd: Its descriptor.
@@ -60,7 +60,7 @@ class CreatedArena:
 
 
 def why_not_here(machine: str) -> str:
-    """Return why this kind of machine does not use an arena, or an empty text.
+    """Return why this kind of machine does not use shared memory, or an empty text.
 
     Example:
         >>> why_not_here("x86_64"), "aarch64" in why_not_here("aarch64")
@@ -72,17 +72,17 @@ def why_not_here(machine: str) -> str:
 
 
 def create(
-    arena_bytes: int,
+    shm_bytes: int,
     local_world_size: int,
     usable_cores: int,
     generation: int = 0,
     directory: str = "",
     host: int = 0,
-) -> tuple[CreatedArena | None, str]:
-    """Make an arena.
+) -> tuple[CreatedSegment | None, str]:
+    """Make shared memory.
 
     Args:
-        arena_bytes: Its virtual size; rounded up to whole pages.
+        shm_bytes: Its virtual size; rounded up to whole pages.
         local_world_size: How many ranks share it.
         usable_cores: How many cores they may use together.
         generation: Version of the membership.
@@ -90,17 +90,17 @@ def create(
         host: Index of the host in the job.
 
     Returns:
-        (arena, "") or (None, why it cannot be made).
+        (shared memory, "") or (None, why it cannot be made).
 
     Raises:
         ConfigError: It is too small for so many ranks.
 
     Example:
-        >>> arena, reason = create(16 << 20, 2, 2)
-        >>> arena.how, reason, arena.close()
+        >>> shm, reason = create(16 << 20, 2, 2)
+        >>> shm.how, reason, shm.close()
         ('memfd', '', None)
     """
-    size = -(-arena_bytes // segment_layout.PAGE_BYTES) * segment_layout.PAGE_BYTES
+    size = -(-shm_bytes // segment_layout.PAGE_BYTES) * segment_layout.PAGE_BYTES
     plan = SegmentLayout(size, local_world_size)
     header = struct.pack(
         "=8Q",
@@ -141,7 +141,7 @@ def create(
             failed.append(f"{how} ({error.strerror})")
             continue
         said = f"shared memory: {how} instead of {' or '.join(failed)}" if failed else ""
-        return CreatedArena(fd, how, said, generation), ""
+        return CreatedSegment(fd, how, said, generation), ""
     return None, f"it cannot be made: {', '.join(failed)}"
 
 
@@ -151,11 +151,11 @@ def _open_memfd() -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         # A system may refuse memory that could be made executable, and an old one does not know this flag.
-        return os.memfd_create("syncvar-arena", flags | _MFD_NOEXEC_SEAL)
+        return os.memfd_create("syncvar-shm", flags | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.memfd_create("syncvar-arena", flags)
+        return os.memfd_create("syncvar-shm", flags)
 
 
 def _open_unlinked(folder: str) -> int:

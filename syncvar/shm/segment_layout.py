@@ -1,4 +1,4 @@
-"""Where everything is in the arena: a header, then one region for each local rank.
+"""Where everything is in shared memory: a header, then one region for each local rank.
 
 The header is a page of 64-bit words (native order: all readers are on one host). The abort word has a line of the cache
 for itself, because everybody looks at it while waiting. A region begins with the rank's table of channels; the rest of
@@ -11,7 +11,6 @@ from syncvar.core.errors import ConfigError
 
 __all__ = [
     "ABORT",
-    "ARENA_BYTES",
     "GENERATION",
     "HEADER_BYTES",
     "HOST",
@@ -23,6 +22,7 @@ __all__ = [
     "MAGIC_VALUE",
     "PAGE_BYTES",
     "SEGMENT_TOKEN",
+    "SHM_BYTES",
     "TABLE_BYTES",
     "USABLE_CORES",
     "VERSION",
@@ -37,8 +37,8 @@ HEADER_BYTES = 64 << 10
 TABLE_BYTES = 256 << 10
 
 # Indices of the header's words.
-MAGIC, VERSION, ARENA_BYTES, LOCAL_WORLD_SIZE, USABLE_CORES, GENERATION, HOST, SEGMENT_TOKEN = (
-    range(8)
+MAGIC, VERSION, SHM_BYTES, LOCAL_WORLD_SIZE, USABLE_CORES, GENERATION, HOST, SEGMENT_TOKEN = range(
+    8
 )
 ABORT = LINE_BYTES // 8
 
@@ -49,10 +49,10 @@ LAYOUT_VERSION = 2
 
 
 class SegmentLayout:
-    """The offsets of one arena, all in bytes from its beginning.
+    """The offsets of one shared memory, all in bytes from its beginning.
 
     Args:
-        arena_bytes: Size of the whole, a multiple of a page.
+        shm_bytes: Size of the whole, a multiple of a page.
         local_world_size: How many ranks share it.
 
     Raises:
@@ -65,25 +65,25 @@ class SegmentLayout:
         (6, [2, 8])
     """
 
-    __slots__ = ("arena_bytes", "local_world_size")
+    __slots__ = ("local_world_size", "shm_bytes")
 
-    def __init__(self, arena_bytes: int, local_world_size: int) -> None:
+    def __init__(self, shm_bytes: int, local_world_size: int) -> None:
         least = HUGE_BYTES * (1 + local_world_size)
-        if local_world_size < 1 or arena_bytes < least:
+        if local_world_size < 1 or shm_bytes < least:
             raise ConfigError(
-                f"arena_bytes ({arena_bytes}) is too small for {local_world_size} ranks on a host: they need at least {least}"
+                f"shm_bytes ({shm_bytes}) is too small for {local_world_size} ranks on a host: they need at least {least}"
             )
-        if arena_bytes > _MOST_BYTES:
+        if shm_bytes > _MOST_BYTES:
             raise ConfigError(
-                f"arena_bytes ({arena_bytes}) is more than a process can map: at most {_MOST_BYTES}"
+                f"shm_bytes ({shm_bytes}) is more than a process can map: at most {_MOST_BYTES}"
             )
-        self.arena_bytes = arena_bytes
+        self.shm_bytes = shm_bytes
         self.local_world_size = local_world_size
 
     @property
     def region_bytes(self) -> int:
         """Size of each rank's region: a multiple of 2 MiB, so that huge pages fit."""
-        return (self.arena_bytes - HUGE_BYTES) // self.local_world_size // HUGE_BYTES * HUGE_BYTES
+        return (self.shm_bytes - HUGE_BYTES) // self.local_world_size // HUGE_BYTES * HUGE_BYTES
 
     def region(self, local_rank: int) -> tuple[int, int]:
         """Return where a rank's region begins and ends."""

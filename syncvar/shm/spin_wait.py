@@ -47,7 +47,7 @@ def waiter(words: memoryview, abort: int, phase: int, done: int, *, has_own_core
     """Return a function that waits a short while until other ranks have come as far as this one needs.
 
     Args:
-        words: The arena as 64-bit words.
+        words: Shared memory as 64-bit words.
         abort: Index of the abort word.
         phase: How far behind a rank's word its phase is.
         done: How far behind it the last phase of its call before is.

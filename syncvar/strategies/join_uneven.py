@@ -54,7 +54,7 @@ def uneven(
 
     Refused inside: send and recv, new groups and strategies, `v.pin`, another such block. Refused once a rank has left: what
     needs every replica (making variables, checkpoints, assigning ON_READ variables in cross context, shared copies of
-    CentralStorageStrategy). Started calls (`async_op=True`) are made at once, prepared calls are not used, nothing is deferred
+    CentralStorageStrategy). Started calls (`async_op=True`) are made at once, persistent calls are not used, nothing is deferred
     (AUTO) or compared (`check_every`).
 
     An exception that leaves `strategy.run` in the block ends the block on all ranks, also where the program catches it: every

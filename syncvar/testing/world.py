@@ -1,6 +1,6 @@
 """A whole world inside one process: each rank a thread with its own context.
 
-Data go over the in-memory network, or through an arena that all ranks of the world share.
+Data go over the in-memory network, or through shared memory that all ranks of the world share.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from syncvar.parameter_server.client.local_servers import LocalServers
-    from syncvar.shm.segment_file import CreatedArena
+    from syncvar.shm.segment_file import CreatedSegment
 
 __all__ = ["run_ranks"]
 
-_ARENA_BYTES = 64 << 30  # virtual; pages are taken as they are needed
+_SHM_BYTES = 64 << 30  # virtual; pages are taken as they are needed
 _TURN_S = 5e-6  # with Python's 5 ms, calls in which ranks wait took ten times as long (measured)
 _counting = threading.Lock()
 _turns: list[float] = []  # the switch interval before each world that is running
@@ -46,7 +46,7 @@ def run_ranks(
     config: RuntimeConfig | None = None,
     timeout_s: float = 60.0,
     shared: bool = False,
-    arena_bytes: int = _ARENA_BYTES,
+    shm_bytes: int = _SHM_BYTES,
     hosts: int = 1,
     servers: LocalServers | None = None,
 ) -> list[Any]:
@@ -62,9 +62,9 @@ def run_ranks(
         config: Deadlines and limits.
         timeout_s: Seconds after which the world is given up.
         shared: The ranks share memory, as those of one host do; only control messages go over the network.
-        arena_bytes: How much, where they do.
+        shm_bytes: How much, where they do.
         servers: Hold the variables of a ParameterServerStrategy.
-        hosts: As how many hosts the ranks pose; each has an arena of its own, where ranks share memory.
+        hosts: As how many hosts the ranks pose; each has shared memory of its own, where ranks share memory.
 
     Returns:
         For each rank its result, or the exception it raised.
@@ -82,8 +82,8 @@ def run_ranks(
     network = MemoryNetwork(world_size, faults, Coordinator(world_size, "memory", config))
     results: list[Any] = [None] * world_size
     places = HostMap(divided(world_size, hosts))
-    arenas = [
-        _make_arena(arena_bytes, size) if shared and size > 1 else None for size in places.sizes
+    segments = [
+        _create_shm(shm_bytes, size) if shared and size > 1 else None for size in places.sizes
     ]
 
     def body(rank: int) -> None:
@@ -107,7 +107,7 @@ def run_ranks(
                 me,
                 config,
                 *links,
-                arena=_attach(arenas[host], local, checks=config.check_arena == "on"),
+                shm=_attach(segments[host], local, checks=config.check_shm == "on"),
             )
             if servers is not None:
                 context.extras["servers"] = servers
@@ -118,9 +118,9 @@ def run_ranks(
             context.close(orderly=True)
         except BaseException as error:  # noqa: BLE001  (the result of this rank)
             results[rank] = error
-            for arena in arenas:
-                if arena is not None:
-                    arena.abort()  # as the launcher does, before anything else
+            for shm in segments:
+                if shm is not None:
+                    shm.abort()  # as the launcher does, before anything else
             network.ended(rank, f"uncaught {type(error).__name__}: {error}")
             if context is not None:
                 context.close(orderly=False)
@@ -130,15 +130,15 @@ def run_ranks(
         for rank in range(world_size)
     ]
     try:
-        with _no_crowd(), _short_turns(needed=any(arena is not None for arena in arenas)):
+        with _no_crowd(), _short_turns(needed=any(shm is not None for shm in segments)):
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(timeout_s)
     finally:
-        for arena in arenas:
-            if arena is not None:
-                arena.close()
+        for shm in segments:
+            if shm is not None:
+                shm.close()
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if late:
         raise TimeoutError(f"ranks {late} did not end within {timeout_s:g} s")
@@ -177,15 +177,15 @@ def _short_turns(*, needed: bool) -> Iterator[None]:
             _turns.pop()
 
 
-def _make_arena(arena_bytes: int, world_size: int) -> CreatedArena:
-    arena, reason = create(arena_bytes, world_size, 1)  # threads take turns, as on one core
-    if arena is None:
+def _create_shm(shm_bytes: int, world_size: int) -> CreatedSegment:
+    shm, reason = create(shm_bytes, world_size, 1)  # threads take turns, as on one core
+    if shm is None:
         raise SharedMemoryUnavailable(reason)
-    return arena
+    return shm
 
 
-def _attach(arena: CreatedArena | None, rank: int, *, checks: bool) -> SharedSegment | str:
-    """Map the arena for a rank, as if in a process of its own."""
-    if arena is None:
+def _attach(shm: CreatedSegment | None, rank: int, *, checks: bool) -> SharedSegment | str:
+    """Map shared memory for a rank, as if in a process of its own."""
+    if shm is None:
         return "ranks of an in-process world have links between them"
-    return SharedSegment.attach(os.dup(arena.fd), rank, checks=checks)
+    return SharedSegment.attach(os.dup(shm.fd), rank, checks=checks)

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-_ALIKE_MAX = 256  # prepared calls of a group beyond which no more of these are kept: of a large model each would put out another
+_ALIKE_MAX = 256  # persistent calls of a group beyond which no more of these are kept: of a large model each would put out another
 
 
 def request_of(
@@ -217,7 +217,7 @@ def is_compared_first(communicator: Communicator) -> bool:
 def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> TransferArgs:
     """Return the request whose result is whether all replicas bring the same, by their digests side by side.
 
-    It says no more, as a prepared call of it does: where they differ, another call has to tell what each one brings.
+    It says no more, as a persistent call of it does: where they differ, another call has to tell what each one brings.
     """
     digest = np.array([digest_of(x)], np.uint64)
     size, rank = communicator.size, communicator.member_rank
@@ -235,7 +235,7 @@ def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> Tra
 def are_alike(
     communicator: Communicator, x: NDArray[Any], what: str, timeout: float | None
 ) -> bool | None:
-    """Return what `alike_request` does, by a prepared call; None where nothing has been done.
+    """Return what `alike_request` does, by a persistent call; None where nothing has been done.
 
     Args:
         communicator: The replicas' group, of which `is_compared_first` holds.

@@ -69,7 +69,7 @@ class Costs(NamedTuple):
         """Whether an increment of some length had better wait, if the queue were sent for nothing; else nothing is counted or decided.
 
         Example:
-            >>> COSTS["links", False].may_pay, COSTS["arena", False].may_pay
+            >>> COSTS["links", False].may_pay, COSTS["shm", False].may_pay
             (True, False)
         """
         return self.queued_us <= _WORTH * self.eager_us or self.queued_ns <= _WORTH * self.eager_ns
@@ -78,10 +78,10 @@ class Costs(NamedTuple):
 # (path, reproducible): two launched ranks on two cores, medians, one write after the other. Reproducible increments travel one beside the
 # other instead of summed, which costs more in the queue.
 COSTS = {
-    ("arena", False): Costs(
+    ("shm", False): Costs(
         5, 4.3, 0.3, 4.4, 2.0, 105.0
     ),  # by the Python runner; the C runner takes 0.9 for an eager one
-    ("arena", True): Costs(5, 4.3, 0.3, 8.0, 5.0, 105.0),
+    ("shm", True): Costs(5, 4.3, 0.3, 8.0, 5.0, 105.0),
     ("links", False): Costs(10, 150.0, 3.5, 10.0, 3.0, 215.0),
     ("links", True): Costs(10, 150.0, 3.5, 14.0, 9.0, 215.0),
 }
@@ -126,7 +126,7 @@ def period(costs: Costs, variables: int, *, is_idle: bool) -> int:
     """Return after how many runs the next decision is made.
 
     Example:
-        >>> period(COSTS["arena", False], 1, is_idle=False), period(COSTS["arena", False], 1, is_idle=True)
+        >>> period(COSTS["shm", False], 1, is_idle=False), period(COSTS["shm", False], 1, is_idle=True)
         (5, 20)
     """
     if is_idle:

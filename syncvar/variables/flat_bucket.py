@@ -141,7 +141,7 @@ class FlatBucket:
         )
         references = tuple([weakref.ref(one) for one in variables])
         group = None
-        if which(owner.context.config.kernel) == "c":
+        if which(owner.context.config.call_runner) == "c":
             group = group_of(references, self._storages, self._tallies, self._parts)
         self._group: Any = group or PyFlatBucket(
             references, self._storages, self._tallies, self._parts

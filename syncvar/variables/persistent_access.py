@@ -79,7 +79,7 @@ def prepared_look(owner: Owner, storage: Storage, tally: Tally) -> Look:
         tally.reads += 1
         return storage.expose() if copy else storage.view
 
-    if storage.is_shared or which(owner.context.config.kernel) == "python":
+    if storage.is_shared or which(owner.context.config.call_runner) == "python":
         return look
     form = storage.array.dtype, storage.array.shape
     made: Look = access("Look", look, (local, owner), storage, tally, form, is_default=is_default)
@@ -155,7 +155,7 @@ def prepared_write(
                 return DECIDE
         return DONE
 
-    if which(owner.context.config.kernel) == "python":
+    if which(owner.context.config.call_runner) == "python":
         return write
     where = (local, owner, communicator, channel, replica)
     made: Write = access(

@@ -231,7 +231,7 @@ class VariableRegistry(Watch):
     @property
     def _costs(self) -> Costs:
         owner = self.owner
-        return COSTS["links" if owner.communicator.channel is None else "arena", owner.reproducible]
+        return COSTS["links" if owner.communicator.channel is None else "shm", owner.reproducible]
 
     def living(self) -> dict[str, Variable]:
         """Return the variables that live in this process, by name."""

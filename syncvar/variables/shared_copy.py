@@ -1,4 +1,4 @@
-"""One copy of a variable for all replicas of a host, in the host's arena.
+"""One copy of a variable for all replicas of a host, in the host's shared memory.
 
 Every replica of the host reads the same memory. A write makes the new value beside it, on each replica; when all have
 come so far, each puts its part of the new value into the copy, and when all have done that, the write ends. So nobody
@@ -18,7 +18,7 @@ import numpy as np
 from syncvar.collectives.shared_array import SharedArraySpec, memory_in_common
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import SharedMemoryFull
-from syncvar.variables.storage import Storage, say_arena_is_full
+from syncvar.variables.storage import Storage, warn_shm_is_full
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -132,14 +132,14 @@ def shared_copy(
         timeout: Seconds; None for the job's default.
     """
     rank, size = on_host.member_rank, on_host.size
-    if size == 1 or context.arena is None:
+    if size == 1 or context.shm is None:
         return SharedCopy(np.array(value, order="C"), slice(0, value.size))
     content = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     wanted = SharedArraySpec("share a copy", (), value.nbytes, content)
     found = memory_in_common(context, on_host, "share a copy", lambda: wanted, timeout)
     if isinstance(found, SharedMemoryFull):
         if rank == 0:
-            say_arena_is_full(context, found)
+            warn_shm_is_full(context, found)
         return SharedCopy(np.array(value, order="C"), slice(0, value.size))
     base, longer = divmod(value.size, size)
     start = rank * base + min(rank, longer)

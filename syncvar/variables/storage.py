@@ -1,4 +1,4 @@
-"""The memory of a variable's copy: in the host's arena where there is one, written in place, never under a reader.
+"""The memory of a variable's copy: in the host's shared memory where there is one, written in place, never under a reader.
 
 Reads hand out views, which cost nothing. What has been handed out must not change, so a write looks first whether a
 view is alive: every view refers to one read-only array over the bytes that the value lies in, its ground, so that the
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from syncvar.bootstrap.context import ProcessContext
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["Storage", "being_written", "refuse_overlap", "say_arena_is_full"]
+__all__ = ["Storage", "being_written", "refuse_overlap", "warn_shm_is_full"]
 
 _log = logging.getLogger("syncvar")
 
 
-def say_arena_is_full(context: ProcessContext, error: SharedMemoryFull) -> None:
-    """Say once what it means that there is no room in the arena."""
-    if not context.extras.get("said_arena_is_full"):
-        context.extras["said_arena_is_full"] = True
+def warn_shm_is_full(context: ProcessContext, error: SharedMemoryFull) -> None:
+    """Say once what it means that there is no room in shared memory."""
+    if not context.extras.get("warned_shm_is_full"):
+        context.extras["warned_shm_is_full"] = True
         _log.warning(
             "variables of this rank take private memory from now on, their writes are copied: %s",
             str(error),
@@ -92,7 +92,7 @@ class Storage(Copied):
     """One array, of fixed shape and dtype. As a context manager, it lets this thread alone change the array.
 
     Args:
-        context: The job, whose arena gives the memory.
+        context: The job, whose shm gives the memory.
         value: What it holds at first; copied.
 
     Example:
@@ -181,13 +181,13 @@ class Storage(Copied):
             self.moves += 1
 
     def _resident(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
-        arena = self._context.arena
-        if arena is None:
+        shm = self._context.shm
+        if shm is None:
             return None
         try:
-            return arena.empty(shape, dtype)
+            return shm.empty(shape, dtype)
         except SharedMemoryFull as error:
-            say_arena_is_full(self._context, error)
+            warn_shm_is_full(self._context, error)
             return None
 
     @property

@@ -167,7 +167,7 @@ def conduct(cases, *, case_s=CASE_S, launches=None, sabotage=None, transport="au
         case_s: Seconds allowed for one case.
         launches: A list that gets one entry for each launch: the id of the first case.
         sabotage: To test the conductor: id of a case -> (rank, "hang" or "exit").
-        transport: "auto": what this host offers, an arena; "zmq": links; "hosts": two hosts, each with an arena.
+        transport: "auto": what this host offers, shared memory; "zmq": links; "hosts": two hosts, each with shared memory.
         start: Given the number of ranks, a folder and an environment, returns what starts them instead of syncvar-launch, as a
             command line, and its environment.
     """

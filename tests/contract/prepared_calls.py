@@ -1,7 +1,7 @@
 """Random calls of every collective, each repeated until it is prepared and beyond, against plain NumPy.
 
 The array of each rank lies wherever that rank's draw says, and moves from repetition to repetition: in shared memory, in
-private memory, in the middle of something larger, unaligned, with gaps, read-only, or private because the arena is full.
+private memory, in the middle of something larger, unaligned, with gaps, read-only, or private because shared memory is full.
 Lengths lie around every limit at which another way is taken; the limits are read from the code.
 
 All ranks draw the same numbers from one seed, so that each knows what all of them bring, and what must come out needs no
@@ -76,7 +76,7 @@ def limits(size):
     return sorted(one for one in found if one > 0)
 
 
-def fill_the_arena(least=128 << 10):
+def fill_the_shm(least=128 << 10):
     """Take the memory that this rank has left for arrays, but for pieces smaller than this."""
     held, step = [], 4 * MIB
     while step >= least:
@@ -809,7 +809,7 @@ class Rank:
             raise Wrong("the call has written beside its result")
 
     def _variable(self, case, turn, made):
-        """Writes of a variable, whose copies move when views of them are alive, and lie elsewhere where the arena is full."""
+        """Writes of a variable, whose copies move when views of them are alive, and lie elsewhere where shared memory is full."""
         dtype = dtype_of(case.dtype)
         key = "variable"
         if key not in made:

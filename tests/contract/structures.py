@@ -60,7 +60,7 @@ def wanted(size, place, count, dtype, op):
 
 
 def laid(values, chance):
-    """Return an array of these values that lies anywhere: in the arena, alone, in another one, or with gaps."""
+    """Return an array of these values that lies anywhere: in shared memory, alone, in another one, or with gaps."""
     way = chance.integers(12)
     made = np.empty(values.size, values.dtype)
     if way == 0:
@@ -140,7 +140,7 @@ def check_arrays_of_several_kinds(seed, turns):
                 counts[place] = chance.integers(3_000, 70_000)
         for _ in range(
             4
-        ):  # the same forms again: prepared calls, where a rank has no other array for its results
+        ):  # the same forms again: persistent calls, where a rank has no other array for its results
             op, kind = ("sum", "max", "mean")[chance.integers(3)], KINDS[turn % len(KINDS)]
             x = [
                 laid(brought(rank, place, count, dtype), own)

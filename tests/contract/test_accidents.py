@@ -18,7 +18,7 @@ from syncvar.core.errors import ConfigError, GroupBroken, MismatchError, PeerLos
 from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 
-PATHS = {"arena": {"shared": True}, "links": {}, "two hosts": {"shared": True, "hosts": 2}}
+PATHS = {"shm": {"shared": True}, "links": {}, "two hosts": {"shared": True, "hosts": 2}}
 SOON = RuntimeConfig(
     collective_timeout_s=60.0, report_after_s=0.05, shutdown_timeout_s=1.0
 )  # nothing here waits for it
@@ -54,7 +54,7 @@ def fragile():
 
 @pytest.mark.parametrize("odd", [0, 3])
 @pytest.mark.parametrize("name", ["all_reduce", "reduce", "scan"])
-def test_before_anything_has_been_said(ranks, fragile, name, odd):  # noqa: ARG001  (such an op has no prepared calls, which need no plan)
+def test_before_anything_has_been_said(ranks, fragile, name, odd):  # noqa: ARG001  (such an op has no persistent calls, which need no plan)
     def fn(is_odd):
         sv.barrier()
         world = current().world

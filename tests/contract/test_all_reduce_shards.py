@@ -12,7 +12,7 @@ import syncvar as sv
 from syncvar.testing import run_ranks
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-PATHS = {"links": {}, "arena": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
+PATHS = {"links": {}, "shm": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
 CUTS = ("in order", "in turn", "one has all", "at random")
 
 
@@ -100,7 +100,7 @@ def test_24_shards_have_the_same_bits_however_they_are_cut(size, path):
 @given(data=st.data())
 def test_any_cut_of_any_number_of_shards(data):
     size = data.draw(st.integers(1, 4), label="ranks")
-    path = PATHS[data.draw(st.sampled_from(["links", "arena"]), label="path")] if size > 1 else {}
+    path = PATHS[data.draw(st.sampled_from(["links", "shm"]), label="path")] if size > 1 else {}
     calls = []
     for _ in range(4):
         count = data.draw(st.integers(1, 20), label="shards")

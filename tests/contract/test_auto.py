@@ -16,10 +16,10 @@ from syncvar.variables import deferral_policy
 from syncvar.variables import deferred_writes as queue_module
 
 
-@pytest.fixture(params=["links", "arena"])
+@pytest.fixture(params=["links", "shm"])
 def ranks(request):
     def run(size, fn, *, may_fail=False, config=None):
-        results = run_ranks(size, fn, shared=request.param == "arena", config=config, timeout_s=60)
+        results = run_ranks(size, fn, shared=request.param == "shm", config=config, timeout_s=60)
         for result in results:
             if isinstance(result, BaseException) and not may_fail:
                 raise result
@@ -38,10 +38,10 @@ def one_place(monkeypatch):
 def waiting_pays(monkeypatch):
     """Calls in shared memory are as slow as where waiting pays: what AUTO then does is the same on every path."""
     monkeypatch.setitem(
-        deferral_policy.COSTS, ("arena", False), deferral_policy.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)
+        deferral_policy.COSTS, ("shm", False), deferral_policy.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)
     )
     monkeypatch.setitem(
-        deferral_policy.COSTS, ("arena", True), deferral_policy.Costs(5, 8.0, 0.3, 8.0, 5.0, 105.0)
+        deferral_policy.COSTS, ("shm", True), deferral_policy.Costs(5, 8.0, 0.3, 8.0, 5.0, 105.0)
     )
 
 
@@ -143,7 +143,7 @@ def test_reproducible_bits_are_those_of_on_write(ranks, dtype, aggregation):
             if number == 40:
                 auto.pin(
                     "deferred"
-                )  # in an arena AUTO does not choose it: there it costs reproducible increments as much
+                )  # in shared memory AUTO does not choose it: there it costs reproducible increments as much
             values = []
             strategy.run(step, args=(20 <= number < 40,))
             strategy.run(same)

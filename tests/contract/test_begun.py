@@ -1,4 +1,4 @@
-"""A prepared call that is started: its caller publishes it at once, and goes on with it in `wait` where the others come soon.
+"""A persistent call that is started: its caller publishes it at once, and goes on with it in `wait` where the others come soon.
 
 The engine hears of it where they do not, where another call is queued after it, and from time to time.
 """
@@ -26,7 +26,7 @@ KERNELS = ["c", "python"] if NATIVE else ["python"]
 
 
 def worlds(size, fn, kernel="auto", **config):
-    return everywhere(size, fn, shared=True, config=CONFIG.replaced(kernel=kernel, **config))
+    return everywhere(size, fn, shared=True, config=CONFIG.replaced(call_runner=kernel, **config))
 
 
 def value(step):
@@ -257,7 +257,7 @@ def test_the_engine_sees_that_the_others_are_lost_while_the_program_computes(ker
         return caught(work.wait)
 
     first, second = run_ranks(
-        2, fn, shared=True, config=CONFIG.replaced(kernel=kernel), timeout_s=60
+        2, fn, shared=True, config=CONFIG.replaced(call_runner=kernel), timeout_s=60
     )
     assert isinstance(first, sv.PeerLost)
     assert isinstance(second, ValueError)

@@ -26,10 +26,10 @@ def ranks(size, fn, **world):
 
 
 def place(v):
-    """Where a variable's copy lies in the arena; 0 where it does not."""
-    arena = current().arena
-    offset = 0 if arena is None else v._storage.array.__array_interface__["data"][0] - arena.address
-    return offset if arena is not None and 0 <= offset < arena.arena_bytes else 0
+    """Where a variable's copy lies in shared memory; 0 where it does not."""
+    shm = current().shm
+    offset = 0 if shm is None else v._storage.array.__array_interface__["data"][0] - shm.address
+    return offset if shm is not None and 0 <= offset < shm.shm_bytes else 0
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
@@ -188,13 +188,13 @@ def test_where_there_is_no_room_each_replica_has_a_copy():
     def fn():
         strategy = sv.CentralStorageStrategy()
         if sv.rank() == 0:
-            arena = current().arena
+            shm = current().shm
 
             def deny(shape, dtype):
-                del arena.empty
+                del shm.empty
                 raise SharedMemoryFull("planted")
 
-            arena.empty = deny
+            shm.empty = deny
         with strategy.scope():
             v = sv.Variable(np.zeros(10), aggregation="SUM")
         strategy.run(lambda: v.assign_add(np.ones(10)))

@@ -14,7 +14,7 @@ import syncvar as sv
 from syncvar.core.reduce_ops import quiet_caller
 from syncvar.testing import run_ranks
 
-PATHS = {"arena": {"shared": True}, "links": {}, "two hosts": {"shared": True, "hosts": 2}}
+PATHS = {"shm": {"shared": True}, "links": {}, "two hosts": {"shared": True, "hosts": 2}}
 SIZE = 3
 OPS = ("sum", "mean", "prod", "min", "max", "minloc", "maxloc")
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.complex64, np.int32)

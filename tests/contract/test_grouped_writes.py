@@ -15,10 +15,10 @@ from syncvar.testing import run_ranks
 COUNTS = [(3, 1, 5), (0, 7, 0), (1,) * 40, (70_000, 5, 300_000, 1), (16_384, 16_384)]
 
 
-@pytest.fixture(params=["links", "arena"])
+@pytest.fixture(params=["links", "shm"])
 def ranks(request):
     def run(size, fn):
-        results = run_ranks(size, fn, shared=request.param == "arena", timeout_s=120)
+        results = run_ranks(size, fn, shared=request.param == "shm", timeout_s=120)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -76,7 +76,7 @@ def test_a_structure_is_reduced_like_its_leaves(ranks, size, counts):
 def test_a_group_of_variables_is_written_like_one_after_another(ranks):
     def fn():
         strategy = sv.MirroredStrategy()
-        name = "arena" if current().arena else "links"
+        name = "shm" if current().shm else "links"
         with strategy.scope():
             made = [
                 sv.Variable(

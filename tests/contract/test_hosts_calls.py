@@ -153,13 +153,13 @@ def test_calls_that_are_refused_leave_every_later_one_right(seed):
 def test_memory_that_runs_out_on_one_rank_is_told_on_all_hosts(odd):
     def fn():
         if sv.rank() == odd:
-            arena = current().arena
+            shm = current().shm
 
             def deny(nbytes):
-                del arena.allocate
+                del shm.allocate
                 raise SharedMemoryFull("planted")
 
-            arena.allocate = deny
+            shm.allocate = deny
         errors = [type(caught(lambda: sv.all_reduce(np.ones(60_000)))), type(caught(sv.barrier))]
         return errors, float(sv.all_reduce(np.ones(60_000))[0])
 

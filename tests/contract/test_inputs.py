@@ -13,7 +13,7 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
-LAYOUTS = {"links": {}, "arena": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
+LAYOUTS = {"links": {}, "shm": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
 
 
 def results(size, fn, layout):
@@ -116,7 +116,7 @@ def test_every_collective_takes_its_input_when_it_is_called(layout):
     def fn():
         rank = sv.rank()
         for count, make in itertools.product(
-            (10, 20_000, 140_000) if layout == "arena" else (10, 20_000), (np.empty, sv.empty)
+            (10, 20_000, 140_000) if layout == "shm" else (10, 20_000), (np.empty, sv.empty)
         ):
             xs = [make(count) for _ in range(3)]
             for name, (call, wanted) in CALLS.items():
@@ -250,7 +250,7 @@ def test_too_many_dimensions_are_the_same_error_on_every_path(layout, call):
     assert results(2, fn, layout) == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("layout", ["links", "arena"])
+@pytest.mark.parametrize("layout", ["links", "shm"])
 def test_the_deadline_of_a_wait_is_the_one_that_is_told(layout):
     given_up = threading.Event()
 

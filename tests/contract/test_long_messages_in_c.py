@@ -26,7 +26,7 @@ from syncvar.shm.message_ring import (
 )
 from syncvar.shm.ring_table import Boxes
 
-pytestmark = pytest.mark.needs_kernel
+pytestmark = pytest.mark.needs_c_extension
 
 RING_BYTES, IDENTITY, CALL, ABORT_AT = 256 << 10, 1 << 63 | 7, 5, 0
 BOX = 4096
@@ -40,10 +40,10 @@ class Pair:
         self.memory = mmap.mmap(-1, BOX + 256 + RING_BYTES)
         self.words = memoryview(self.memory).cast("Q")
         self.words[BOX // 8 + RING] = RING_BYTES
-        arena = SimpleNamespace(
+        shm = SimpleNamespace(
             words=self.words, memory=self.memory, ground=np.frombuffer(self.memory, np.uint8)
         )
-        self.out, self.into = RingWriter(arena, BOX), RingReader(arena, BOX)
+        self.out, self.into = RingWriter(shm, BOX), RingReader(shm, BOX)
 
     def at(self, word):
         return self.words[BOX // 8 + word]

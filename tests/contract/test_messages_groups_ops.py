@@ -16,10 +16,10 @@ from syncvar.testing import run_ranks
 SOON = RuntimeConfig(collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0)
 
 
-@pytest.fixture(params=["links", "arena"])
+@pytest.fixture(params=["links", "shm"])
 def ranks(request):
     def run(size, fn):
-        results = run_ranks(size, fn, config=SOON, shared=request.param == "arena", timeout_s=120)
+        results = run_ranks(size, fn, config=SOON, shared=request.param == "shm", timeout_s=120)
         for result in results:
             if isinstance(result, BaseException):
                 raise result

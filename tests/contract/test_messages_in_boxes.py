@@ -1,4 +1,4 @@
-"""Messages between ranks of one host: through boxes in the arena, and over links where these have no room."""
+"""Messages between ranks of one host: through boxes in shared memory, and over links where these have no room."""
 
 import random
 import threading
@@ -25,12 +25,12 @@ IN_PARTS = RuntimeConfig(
 )
 SHORT = 256 << 10  # bytes of a ring: it comes round often
 CHECKED = RuntimeConfig(
-    collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0, check_arena="on"
+    collective_timeout_s=8.0, report_after_s=0.05, rendezvous_timeout_s=10.0, check_shm="on"
 )
 
 
 def ways(what="send"):
-    """Return how the messages of this rank went: "arena message", or over links."""
+    """Return how the messages of this rank went: "shm message", or over links."""
     return {
         event.path
         for event in current().recorder.events()
@@ -106,7 +106,7 @@ def test_arrays_of_any_dtype_shape_and_layout_arrive_as_they_were_sent(config):
             assert got.shape == x.shape
             assert got.tobytes() == x.tobytes()
             got[...] = 0  # it is the receiver's own
-        return "arena message" in ways("send" if sv.rank() == 0 else "recv")
+        return "shm message" in ways("send" if sv.rank() == 0 else "recv")
 
     assert everywhere(2, fn, shared=True, config=config) == [True] * 2
 
@@ -169,7 +169,7 @@ def test_random_programs_of_messages(config, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [True, False], ids=["arena", "links"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shm", "links"])
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_longer_random_programs_of_messages(seed, shared):
     _run_program(IN_PARTS if seed % 2 else SOON, seed, size=2 + seed % 3, steps=250, shared=shared)
@@ -194,12 +194,12 @@ def test_both_directions_at_once_and_long_messages_of_two_ranks_cross():
         return ways()
 
     for config in (SOON, IN_PARTS):
-        assert everywhere(2, fn, shared=True, config=config) == [{"arena message"}] * 2
+        assert everywhere(2, fn, shared=True, config=config) == [{"shm message"}] * 2
 
 
 @pytest.fixture
 def short_rings(monkeypatch):
-    """Boxes as they are where many ranks share the arena."""
+    """Boxes as they are where many ranks share shared memory."""
     monkeypatch.setattr(ring_table, "_RINGS_BYTES", 0)
 
 
@@ -225,7 +225,7 @@ def test_what_finds_no_room_in_the_box_goes_over_a_link_and_nothing_waits_or_cha
             if event.what.startswith("send")
         )
 
-    assert everywhere(2, fn, shared=True, config=SOON) == [(2, "arena message")] * 2
+    assert everywhere(2, fn, shared=True, config=SOON) == [(2, "shm message")] * 2
 
 
 @pytest.mark.usefixtures("short_rings")
@@ -254,13 +254,13 @@ def test_of_messages_that_nobody_asks_for_no_more_is_kept_than_a_window():
     assert everywhere(2, fn, shared=True, config=narrow) == [2, True]
 
 
-def test_without_room_in_the_arena_all_messages_go_over_links(monkeypatch):
+def test_without_room_in_the_shm_all_messages_go_over_links(monkeypatch):
     def full(*_):
         raise SharedMemoryFull("no room")
 
     def fn():
         if sv.rank() == 0:
-            monkeypatch.setattr(current().arena, "allocate", full)
+            monkeypatch.setattr(current().shm, "allocate", full)
         sv.barrier()
         other = 1 - sv.rank()
         for count in (1, 9000, 100_000):
@@ -273,13 +273,13 @@ def test_without_room_in_the_arena_all_messages_go_over_links(monkeypatch):
 
     here, there = everywhere(2, fn, shared=True, config=SOON)
     assert here == {"links pair"}
-    assert there == {"arena message"}
+    assert there == {"shm message"}
 
 
 def test_where_there_is_no_room_for_a_long_ring_there_may_be_for_a_short_one(monkeypatch):
     def fn():
-        arena = current().arena
-        allocate = arena.allocate
+        shm = current().shm
+        allocate = shm.allocate
 
         def narrow(nbytes):
             if nbytes > 1 << 20:
@@ -287,7 +287,7 @@ def test_where_there_is_no_room_for_a_long_ring_there_may_be_for_a_short_one(mon
             return allocate(nbytes)
 
         if sv.rank() == 0:
-            monkeypatch.setattr(arena, "allocate", narrow)
+            monkeypatch.setattr(shm, "allocate", narrow)
         sv.barrier()
         other = 1 - sv.rank()
         for number in range(20):
@@ -300,20 +300,20 @@ def test_where_there_is_no_room_for_a_long_ring_there_may_be_for_a_short_one(mon
         return ways(), post.outward(other).box().ring_bytes, post.inward(other)._box.ring_bytes
 
     assert everywhere(2, fn, shared=True, config=CHECKED) == [
-        ({"arena message"}, SHORT, ring_table.RING_BYTES),
-        ({"arena message"}, ring_table.RING_BYTES, SHORT),
+        ({"shm message"}, SHORT, ring_table.RING_BYTES),
+        ({"shm message"}, ring_table.RING_BYTES, SHORT),
     ]
 
 
 def test_a_pair_that_does_not_talk_takes_no_memory():
     def fn():
-        before = current().arena._extents.taken_bytes
+        before = current().shm._extents.taken_bytes
         if sv.rank() == 0:
             sv.send(1, 1)
         if sv.rank() == 1:
             sv.recv(0)
         sv.barrier()
-        return current().arena._extents.taken_bytes - before
+        return current().shm._extents.taken_bytes - before
 
     first, second, third = everywhere(3, fn, shared=True, config=SOON)
     assert ring_table.RING_BYTES < first < ring_table.RING_BYTES + (1 << 14)
@@ -339,7 +339,7 @@ def test_a_cycle_of_long_messages_gets_a_verdict_and_the_pair_goes_on(config):
             if event.what.startswith("send")
         ][-1]
 
-    assert everywhere(3, fn, shared=True, config=config) == ["arena message"] * 3
+    assert everywhere(3, fn, shared=True, config=config) == ["shm message"] * 3
 
 
 def test_a_receive_whose_out_does_not_fit_uses_the_message_up_and_the_sender_goes_on():

@@ -43,7 +43,7 @@ def test_a_rank_without_memory_tells_the_others_and_all_go_on(name, kernel, way)
             seen.append(float(sv.all_reduce(float(turn))))
         return seen
 
-    one, other = everywhere(2, fn, shared=True, config=CONFIG.replaced(kernel=kernel))
+    one, other = everywhere(2, fn, shared=True, config=CONFIG.replaced(call_runner=kernel))
     assert set(one[0::3]) <= {"MemoryError", "MismatchError", "ConfigError"}
     assert set(other[0::3]) == {"MismatchError"}
     assert one[2::3] == other[2::3] == [0.0, 2.0, 4.0]

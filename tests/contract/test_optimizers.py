@@ -51,7 +51,7 @@ def own(step, rank):
     return (np.arange(4, dtype=np.float32).reshape(2, 2) - 1 + step) * (rank + 1)
 
 
-@pytest.mark.parametrize("way", ["links", "arena"])
+@pytest.mark.parametrize("way", ["links", "shm"])
 @pytest.mark.parametrize("context", ["replica", "spmd", "cross"])
 def test_every_copy_makes_the_same_step(context, way):
     kinds = [(name, mode) for name in MAKERS for mode in ("ON_WRITE", "AUTO", "NONE")]
@@ -79,7 +79,7 @@ def test_every_copy_makes_the_same_step(context, way):
         assert optimizer.iterations == 3
         return v.local_value().tobytes()
 
-    made = everywhere(2, lambda: [run(*kind) for kind in kinds], shared=way == "arena")
+    made = everywhere(2, lambda: [run(*kind) for kind in kinds], shared=way == "shm")
     for rank, values in enumerate(made):
         for (name, mode), value in zip(kinds, values, strict=True):
             factor = 1 if context == "cross" else (1, 2)[rank] if mode == "NONE" else 1.5
@@ -192,7 +192,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("way", ["links", "arena"])
+@pytest.mark.parametrize("way", ["links", "shm"])
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_a_bad_gradient_changes_nothing_anywhere(when, way):
     def attempt(bad, error, words):
@@ -212,12 +212,12 @@ def test_a_bad_gradient_changes_nothing_anywhere(when, way):
         optimizer.apply_gradients([(g, v), (g, w)])  # the group stays usable
         return same, optimizer.iterations, v.numpy().tobytes()
 
-    made = everywhere(2, lambda: [attempt(*one) for one in BAD], shared=way == "arena")
+    made = everywhere(2, lambda: [attempt(*one) for one in BAD], shared=way == "shm")
     assert made[0] == made[1]
     assert [one[:2] for one in made[0]] == [(True, 2 if when == "later" else 1)] * len(BAD)
 
 
-@pytest.mark.parametrize("way", ["links", "arena"])
+@pytest.mark.parametrize("way", ["links", "shm"])
 def test_replicas_that_do_not_make_the_same_step_are_told(way):
     def fn():
         v, w = sv.Variable(START, name=f"v{way}"), sv.Variable(START, name=f"w{way}")
@@ -242,7 +242,7 @@ def test_replicas_that_do_not_make_the_same_step_are_told(way):
         return v.numpy().tolist(), optimizer.iterations, optimizer.learning_rate
 
     expected = START - 0.5 - 0.25 * 1.9
-    for value, iterations, rate in everywhere(2, fn, shared=way == "arena"):
+    for value, iterations, rate in everywhere(2, fn, shared=way == "shm"):
         np.testing.assert_allclose(value, expected, rtol=1e-6)
         assert (iterations, rate) == (2, 0.5)
 
@@ -329,7 +329,7 @@ def test_an_explicit_strategys_variables_outside_its_scope_are_in_cross_context(
 # -- accumulation ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["links", "arena"])
+@pytest.mark.parametrize("way", ["links", "shm"])
 def test_three_calls_are_one_step(way):
     def fn():
         v = sv.Variable([8.0], name=f"v{way}")
@@ -346,7 +346,7 @@ def test_three_calls_are_one_step(way):
                     made.append((current().world.next_call - before, optimizer.iterations))
         return made, v.numpy().item(), apart.numpy().item()
 
-    for made, v, apart in everywhere(2, fn, shared=way == "arena"):
+    for made, v, apart in everywhere(2, fn, shared=way == "shm"):
         assert made == [(0, 0), (1, 1), (0, 1), (0, 1), (1, 2)] * 2
         assert v == 8.0 - 1.5 * (1 + 4) - 3 * (3 + 12)
         assert apart == 8.0 - (2 + 5) - (6 + 15)
@@ -419,7 +419,7 @@ def test_none_variables_step_with_shared_ones_that_have_no_gradient_at_first():
 # -- weights ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["links", "arena"])
+@pytest.mark.parametrize("way", ["links", "shm"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_uneven_and_empty_batches_weigh_right(way, accumulate):
     counts = [5, 0, 3]
@@ -440,7 +440,7 @@ def test_uneven_and_empty_batches_weigh_right(way, accumulate):
             )
         return v.numpy().item(), w.numpy().tolist(), apart.numpy().item()
 
-    made = everywhere(3, fn, shared=way == "arena")
+    made = everywhere(3, fn, shared=way == "shm")
     for rank, (v, w, apart) in enumerate(made):
         assert v == pytest.approx(1 - 3.5, rel=1e-6)
         assert w == pytest.approx([1 - 3.5, 1 + 3.5], rel=1e-6)
@@ -592,7 +592,7 @@ def test_state_put_into_another_optimizer_goes_on_where_the_first_one_stopped():
     assert everywhere(2, fn) == [(True, 4, 4)] * 2
 
 
-@pytest.mark.parametrize("way", ["links", "arena"])
+@pytest.mark.parametrize("way", ["links", "shm"])
 def test_a_checkpoint_restored_before_the_slots_exist_goes_on_with_the_same_bits(way, tmp_path):
     def run(restore):
         w, half = (
@@ -616,13 +616,13 @@ def test_a_checkpoint_restored_before_the_slots_exist_goes_on_with_the_same_bits
         steps(range(5, 9))
         return w.numpy().tobytes(), half.numpy().tobytes(), optimizer.iterations
 
-    through = everywhere(2, lambda: run(restore=False), shared=way == "arena")
-    resumed = everywhere(2, lambda: run(restore=True), shared=way == "arena")
+    through = everywhere(2, lambda: run(restore=False), shared=way == "shm")
+    resumed = everywhere(2, lambda: run(restore=True), shared=way == "shm")
     assert through == resumed
     assert through[0][2] == 4
 
 
-@pytest.mark.parametrize("way", ["links", "arena"])
+@pytest.mark.parametrize("way", ["links", "shm"])
 @pytest.mark.parametrize("kind", ["mean", "sum", "weight", "given"])
 def test_accumulated_gradients_survive_any_change_of_the_world(kind, way, tmp_path):
     examples = np.random.default_rng(5).normal(
@@ -670,7 +670,7 @@ def test_accumulated_gradients_survive_any_change_of_the_world(kind, way, tmp_pa
 
     def on(size, *arguments, **options):
         results = everywhere(
-            size, lambda: run(*arguments, **options), shared=way == "arena" and size > 1
+            size, lambda: run(*arguments, **options), shared=way == "shm" and size > 1
         )
         assert results == results[:1] * size
         return results[0]
@@ -739,7 +739,7 @@ def test_a_shared_and_a_none_variable_may_have_one_name():
     ] == [1.0, 2.0]
 
 
-def test_the_arena_keeps_gradients_and_steps_without_growing():
+def test_the_shm_keeps_gradients_and_steps_without_growing():
     def fn():
         v = sv.Variable(np.zeros(50_000, np.float32))
         optimizer = OPT.Adam(0.1)
@@ -808,7 +808,7 @@ def test_a_schedule_that_gives_no_number_is_told():
 # -- equal bits ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["links", "arena"])
+@pytest.mark.parametrize("way", ["links", "shm"])
 def test_1_2_and_4_workers_end_with_the_same_bits(way):
     shards = np.random.default_rng(3).normal(size=(3, 4, 2, 2)) * np.array(
         [1e-3, 1.0, 1e3, 7.0]
@@ -833,13 +833,13 @@ def test_1_2_and_4_workers_end_with_the_same_bits(way):
     made = [
         value
         for size in (1, 2, 4)
-        for value in everywhere(size, lambda: tuple(map(run, MAKERS)), shared=way == "arena")
+        for value in everywhere(size, lambda: tuple(map(run, MAKERS)), shared=way == "shm")
     ]
     assert len(made) == 7
     assert len(set(made)) == 1
 
 
-PATHS = {"links": {}, "arena": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
+PATHS = {"links": {}, "shm": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
 
 
 @pytest.mark.parametrize("way", PATHS)
@@ -876,7 +876,7 @@ def test_any_number_of_workers_steps_by_shards_to_the_same_bits(way):
             strategy.run(step, args=(parts,))
         return v.numpy().tobytes(), half.numpy().tobytes(), wide.numpy().tobytes()
 
-    sizes = {"links": (1, 3), "arena": (2, 5), "hosts": (4,)}[way]
+    sizes = {"links": (1, 3), "shm": (2, 5), "hosts": (4,)}[way]
     made = [
         value
         for size in sizes
@@ -949,7 +949,7 @@ def test_shards_that_do_not_fit_together_change_nothing(way):
 # -- with other writes, and when a replica does not come -------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["links", "arena"])
+@pytest.mark.parametrize("way", ["links", "shm"])
 @pytest.mark.parametrize("pace", ["eager", "deferred"])
 def test_a_step_comes_after_the_writes_before_it(pace, way):
     def fn():
@@ -963,7 +963,7 @@ def test_a_step_comes_after_the_writes_before_it(pace, way):
             optimizer.apply_gradients([([0.0], v)])
         return v.numpy().item()
 
-    assert everywhere(2, fn, shared=way == "arena") == [((8 + 3) / 2 + 3) / 2] * 2
+    assert everywhere(2, fn, shared=way == "shm") == [((8 + 3) / 2 + 3) / 2] * 2
 
 
 def test_the_strategys_timeout_holds():

@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from prepared_calls import fill_the_arena
+from prepared_calls import fill_the_shm
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
@@ -29,11 +29,11 @@ def results(size, fn, **more):
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_in_place_where_some_ranks_have_their_array_in_shared_memory(size, op):
-    """Prepared calls took the beginning of the arena for the place of an array that has none."""
+    """Persistent calls took the beginning of shared memory for the place of an array that has none."""
 
     def fn():
         rank = sv.rank()
-        header = np.array(current().arena.words[:8])
+        header = np.array(current().shm.words[:8])
         for count, resident in itertools.product([9_000, 131_072, 131_073], range(1, 1 << size)):
             x = sv.empty(count) if resident >> rank & 1 else np.empty(count)
             for call in range(4):
@@ -42,12 +42,12 @@ def test_in_place_where_some_ranks_have_their_array_in_shared_memory(size, op):
                 parts = [np.arange(count) % 7 + one + call for one in range(size)]
                 wanted = sum(parts) if op == "sum" else sum(parts) / size
                 assert np.array_equal(x, wanted), (count, bin(resident), call)
-        assert (np.array(current().arena.words[:8]) == header).all()
+        assert (np.array(current().shm.words[:8]) == header).all()
 
     results(size, fn)
 
 
-def test_training_where_the_arena_of_one_rank_is_full():
+def test_training_where_the_shm_of_one_rank_is_full():
     """The buffer for gradients is private there, and in shared memory on the other rank."""
 
     def fn():
@@ -58,7 +58,7 @@ def test_training_where_the_arena_of_one_rank_is_full():
         strategy = sv.MirroredStrategy()
         with strategy.scope():
             w = sv.Variable(np.zeros(30_000))
-            held = fill_the_arena() if rank == 1 else []
+            held = fill_the_shm() if rank == 1 else []
             optimizer = sv.optimizers.SGD(1.0)
         for step in range(8):
             strategy.run(
@@ -69,4 +69,4 @@ def test_training_where_the_arena_of_one_rank_is_full():
         return float(w.numpy()[0])
 
     wanted = -sum(step + 0.5 for step in range(8))
-    assert results(2, fn, arena_bytes=64 * MIB) == [wanted, wanted]
+    assert results(2, fn, shm_bytes=64 * MIB) == [wanted, wanted]

@@ -1,4 +1,4 @@
-"""Every prepared call gives what the plain one gives, wherever the arrays of the ranks lie. See prepared_calls.py."""
+"""Every persistent call gives what the plain one gives, wherever the arrays of the ranks lie. See prepared_calls.py."""
 
 import sys
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from everyday_calls import Everyday
 from harness import everywhere
-from prepared_calls import PREPARED, Rank, fill_the_arena, register_ops
+from prepared_calls import PREPARED, Rank, fill_the_shm, register_ops
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
@@ -15,7 +15,7 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.runtime.programs import block_transfer
 from syncvar.testing import run_ranks
 
-CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0, check_arena="on")
+CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0, check_shm="on")
 SHORT_BYTES = 96 << 10
 CASES = 120
 MIB = 1 << 20
@@ -33,13 +33,13 @@ def short_segments(monkeypatch):
 
 
 LAYOUTS = {
-    "arena": {"shared": True},
+    "shm": {"shared": True},
     "kernel": {
         "shared": True,
-        "config": CONFIG.replaced(check_arena="off"),
-    },  # where the arena is checked, Python runs all
-    "full": {"shared": True, "arena_bytes": 64 * MIB},  # the arena of rank 1 is
-    "python": {"shared": True, "config": CONFIG.replaced(kernel="python")},
+        "config": CONFIG.replaced(check_shm="off"),
+    },  # where shared memory is checked, Python runs all
+    "full": {"shared": True, "shm_bytes": 64 * MIB},  # shared memory of rank 1 is
+    "python": {"shared": True, "config": CONFIG.replaced(call_runner="python")},
     "links": {},
     "hosts": {"shared": True, "hosts": 2},
 }
@@ -55,7 +55,7 @@ def make_calls(layout, size, seed, *, cases=0, pairs=()):
             sv.all_reduce(
                 np.zeros(100_000)
             )  # takes the memory for segments, without which there are no long calls
-            held = fill_the_arena() if sv.rank() == 1 else []
+            held = fill_the_shm() if sv.rank() == 1 else []
         rank.run(cases)
         rank.run_pairs(pairs)
         return rank.number, bool(held)
@@ -73,9 +73,9 @@ def make_calls(layout, size, seed, *, cases=0, pairs=()):
     ("layout", "size"),
     [
         ("kernel", 3),
-        pytest.param("arena", 2, marks=pytest.mark.slow),
-        ("arena", 3),
-        ("arena", 4),
+        pytest.param("shm", 2, marks=pytest.mark.slow),
+        ("shm", 3),
+        ("shm", 4),
         ("full", 2),
         ("links", 2),
         ("hosts", 3),
@@ -86,7 +86,7 @@ def test_random_calls(short_segments, layout, size):
 
 
 @pytest.mark.parametrize(
-    ("layout", "size", "collectives"), [("arena", 2, PREPARED[:3]), ("full", 2, PREPARED[:1])]
+    ("layout", "size", "collectives"), [("shm", 2, PREPARED[:3]), ("full", 2, PREPARED[:1])]
 )
 def test_every_pair_of_manners(short_segments, layout, size, collectives):
     make_calls(layout, size, 1, pairs=collectives)
@@ -118,7 +118,7 @@ def test_long_means_of_which_some_ranks_make_a_prepared_call(short_segments, dty
             ]
         return [None if one is None else sorted(set(one.tolist())) for one in made]
 
-    for layout in ("arena", "python"):
+    for layout in ("shm", "python"):
         done = run_ranks(3, fn, timeout_s=60, **{"config": CONFIG, **LAYOUTS[layout]})
         assert done == [[None] * 6, [[2.0]] * 6, [None] * 6]
 
@@ -166,7 +166,7 @@ LONG_LISTS = [
         ("hosts", 3),
         *(
             pytest.param(*one, marks=pytest.mark.slow)
-            for one in (("arena", 2), ("arena", 3), ("full", 2), ("links", 2))
+            for one in (("shm", 2), ("shm", 3), ("full", 2), ("links", 2))
         ),
     ],
 )
@@ -178,7 +178,7 @@ def test_long_arrays_in_lists_of_which_some_ranks_make_a_prepared_call(
         held = []
         if layout == "full":
             sv.all_reduce(np.zeros(100_000))
-            held = fill_the_arena() if sv.rank() == 1 else []
+            held = fill_the_shm() if sv.rank() == 1 else []
         for counts in LONG_LISTS:
             for dtype, op in (
                 ("f8", "sum"),
@@ -222,7 +222,7 @@ def test_long_arrays_in_lists_of_which_some_ranks_make_a_prepared_call(
         ]  # of lists and dicts
         return bool(ways) and never not in ways, bool(held)
 
-    is_prepared = layout in ("kernel", "arena", "python", "full")
+    is_prepared = layout in ("kernel", "shm", "python", "full")
     made = everywhere(size, fn, timeout_s=60, **{"config": CONFIG, **LAYOUTS[layout]})
     assert [prepared for prepared, _ in made] == [is_prepared] * size
 
@@ -232,7 +232,7 @@ def test_long_arrays_in_lists_of_which_some_ranks_make_a_prepared_call(
 def test_a_first_long_call_that_finds_no_room_is_refused_and_the_group_goes_on(kernel, collective):
     def fn():
         sv.barrier()  # calls are prepared from here on
-        held = fill_the_arena() if sv.rank() == 1 else []
+        held = fill_the_shm() if sv.rank() == 1 else []
         found = []
         for _ in range(2):
             try:
@@ -250,8 +250,8 @@ def test_a_first_long_call_that_finds_no_room_is_refused_and_the_group_goes_on(k
         2,
         fn,
         shared=True,
-        arena_bytes=64 * MIB,
-        config=CONFIG.replaced(kernel=kernel),
+        shm_bytes=64 * MIB,
+        config=CONFIG.replaced(call_runner=kernel),
         timeout_s=60,
     )
     last = None if collective is sv.reduce else "made"
@@ -271,9 +271,9 @@ def test_scans_in_place_of_several_ranks(short_segments, name):
     [
         ("kernel", 2),
         ("kernel", 4),
-        ("arena", 2),
-        ("arena", 3),
-        ("arena", 4),
+        ("shm", 2),
+        ("shm", 3),
+        ("shm", 4),
         ("full", 2),
         ("full", 3),
         ("links", 2),
@@ -293,9 +293,9 @@ def test_thousands_of_random_calls(short_segments, layout, size, seed):
     [
         ("kernel", 2),
         ("kernel", 4),
-        ("arena", 2),
-        ("arena", 3),
-        ("arena", 4),
+        ("shm", 2),
+        ("shm", 3),
+        ("shm", 4),
         ("full", 3),
         ("links", 2),
         ("hosts", 3),
@@ -310,7 +310,7 @@ def test_every_pair_of_manners_in_every_layout(short_segments, layout, size):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [2, 3])
 def test_with_segments_as_they_are(size):
-    make_calls("arena", size, 3, cases=60, pairs=PREPARED[:1])
+    make_calls("shm", size, 3, cases=60, pairs=PREPARED[:1])
 
 
 def make_everyday_calls(layout, size, seed, cases):
@@ -331,8 +331,8 @@ def make_everyday_calls(layout, size, seed, cases):
     ("layout", "size"),
     [
         ("kernel", 2),
-        pytest.param("arena", 2, marks=pytest.mark.slow),
-        ("arena", 3),
+        pytest.param("shm", 2, marks=pytest.mark.slow),
+        ("shm", 3),
         ("links", 2),
         ("hosts", 3),
     ],
@@ -349,9 +349,9 @@ def test_numbers_and_writes_in_every_context(layout, size):
         ("kernel", 2),
         ("kernel", 3),
         ("kernel", 4),
-        ("arena", 2),
-        ("arena", 3),
-        ("arena", 4),
+        ("shm", 2),
+        ("shm", 3),
+        ("shm", 4),
         ("python", 2),
         ("links", 2),
         ("hosts", 3),

@@ -179,7 +179,7 @@ def test_a_gradient_that_is_a_list_is_looked_at_as_an_array_is():
 
 
 def missing_rank(call, *, prepares):
-    """Make a prepared call that rank 1 does not come to; return rank 0's error and how long it took."""
+    """Make a persistent call that rank 1 does not come to; return rank 0's error and how long it took."""
     gone = threading.Event()
 
     def fn():
@@ -349,8 +349,8 @@ def test_a_write_inside_and_outside_of_run_is_one_prepared_call(counted):
 
 def test_auto_decides_at_every_64th_prepared_write_outside_every_scope(monkeypatch):
     monkeypatch.setitem(
-        deferral_policy.COSTS, ("arena", False), deferral_policy.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)
-    )  # else nothing is decided in the arena
+        deferral_policy.COSTS, ("shm", False), deferral_policy.Costs(5, 8.0, 0.3, 3.3, 2.0, 105.0)
+    )  # else nothing is decided in shared memory
 
     def fn():
         v = sv.Variable(np.zeros(3), aggregation=SUM)
@@ -503,7 +503,7 @@ def test_a_prepared_read_is_sealed_and_of_its_moment(kernel):
         return [type(read).__name__ for read in v._reading.values()]
 
     found = everywhere(
-        2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0)
+        2, fn, shared=True, config=RuntimeConfig(call_runner=kernel, collective_timeout_s=30.0)
     )
     assert found[0] == found[1]
     assert ("Read" in found[0]) == (kernel == "auto" and not why_not_native())
@@ -532,7 +532,7 @@ def test_a_prepared_read_of_all_copies_is_one_only_where_it_has_to_be(kernel):
         return type(v._look).__name__
 
     found = everywhere(
-        2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0)
+        2, fn, shared=True, config=RuntimeConfig(call_runner=kernel, collective_timeout_s=30.0)
     )
     assert (found[0] == "Read") == (kernel == "auto" and not why_not_native())
 
@@ -547,7 +547,7 @@ def test_who_reads_alone_by_a_prepared_read_is_told_what_to_write(kernel):
         return str(error)
 
     told = everywhere(
-        2, fn, shared=True, config=RuntimeConfig(kernel=kernel, collective_timeout_s=30.0)
+        2, fn, shared=True, config=RuntimeConfig(call_runner=kernel, collective_timeout_s=30.0)
     )[0]
     assert "is collective" in told
     assert ".local_value()" in told

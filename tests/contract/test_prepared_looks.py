@@ -19,10 +19,12 @@ ON_WRITE, ON_READ, NONE = (
 SUM = sv.VariableAggregation.SUM
 
 
-@pytest.fixture(params=["python", pytest.param("c", marks=pytest.mark.needs_kernel)])
+@pytest.fixture(params=["python", pytest.param("c", marks=pytest.mark.needs_c_extension)])
 def ranks(request):
     """Run a function on two ranks with one of the runners."""
-    config = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0, kernel=request.param)
+    config = RuntimeConfig(
+        collective_timeout_s=20.0, shutdown_timeout_s=1.0, call_runner=request.param
+    )
 
     def run(fn):
         return everywhere(2, fn, shared=True, config=config)

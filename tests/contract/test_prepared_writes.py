@@ -22,10 +22,12 @@ SUM, MEAN = sv.VariableAggregation.SUM, sv.VariableAggregation.MEAN
 ONES = np.ones(3)
 
 
-@pytest.fixture(params=["python", pytest.param("c", marks=pytest.mark.needs_kernel)])
+@pytest.fixture(params=["python", pytest.param("c", marks=pytest.mark.needs_c_extension)])
 def ranks(request):
     """Run a function on two ranks with one of the runners."""
-    config = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0, kernel=request.param)
+    config = RuntimeConfig(
+        collective_timeout_s=20.0, shutdown_timeout_s=1.0, call_runner=request.param
+    )
 
     def run(fn):
         def checked():
@@ -271,7 +273,7 @@ def test_what_a_write_holds_is_let_go_with_its_variable(ranks):
     [("f4", SUM, 6.0), ("f8", MEAN, 3.0), ("f2", MEAN, 3.0), ("i8", SUM, 6.0)],
 )
 def test_reads_that_combine_the_copies_are_prepared_and_exact(ranks, dtype, aggregation, wanted):
-    """The first read goes by the table, the others by the prepared call; what was read stays, whatever is written later."""
+    """The first read goes by the table, the others by the persistent call; what was read stays, whatever is written later."""
 
     def fn():
         strategy = sv.MirroredStrategy()

@@ -15,10 +15,10 @@ from syncvar.variables import deferred_writes as queue_module
 from syncvar.variables.queue_prefix import QueuePrefix, common_prefix
 
 
-@pytest.fixture(params=["links", "arena"])
+@pytest.fixture(params=["links", "shm"])
 def ranks(request):
     def run(size, fn, *, may_fail=False):
-        results = run_ranks(size, fn, shared=request.param == "arena", timeout_s=120)
+        results = run_ranks(size, fn, shared=request.param == "shm", timeout_s=120)
         for result in results:
             if isinstance(result, BaseException) and not may_fail:
                 raise result
@@ -122,7 +122,7 @@ def executed(reproducible, steps):
     return seen
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["links", "arena"])
+@pytest.mark.parametrize("shared", [False, True], ids=["links", "shm"])
 def test_random_programs_in_which_some_replicas_read(shared):
     for seed in range(12 if shared else 60):
         size, reproducible, steps = program_of(seed)
@@ -637,7 +637,7 @@ def test_a_strategy_that_has_deferred_goes_away():
             sv.barrier()  # one of the ranks collects the garbage of all
             gc.collect()
             sv.barrier()
-            in_use.append(current().arena._extents.taken_bytes)
+            in_use.append(current().shm._extents.taken_bytes)
         return sum(one() is not None for one in left), in_use[-1] - in_use[1] < 16 << 20
 
     assert run_ranks(2, fn, shared=True, timeout_s=60) == [(0, True)] * 2

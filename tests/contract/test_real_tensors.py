@@ -20,7 +20,7 @@ from syncvar.testing import run_ranks
 
 pytestmark = pytest.mark.tensors
 SOON = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)
-LAYOUTS = {"links": {}, "arena": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
+LAYOUTS = {"links": {}, "shm": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
 NUMPY_ONLY = {"uint16", "uint32", "uint64"}  # of which PyTorch has little more than the names
 
 
@@ -45,7 +45,7 @@ def jax():
     return module
 
 
-def everywhere(fn, layout="arena", size=2):
+def everywhere(fn, layout="shm", size=2):
     out = run_ranks(size, fn, config=SOON, timeout_s=100, **LAYOUTS[layout])
     errors = [one for one in out if isinstance(one, BaseException)]
     if errors:

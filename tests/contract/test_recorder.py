@@ -19,7 +19,7 @@ from syncvar.runtime.flight_recorder.call_record import UNRECORDED, CallInfo
 from syncvar.runtime.flight_recorder.recorder import RING, Recorder
 from syncvar.testing import run_ranks
 
-TOLD = CallInfo("all_reduce(sum, float32[2])", 3, (0, 1), 77, 8, "arena small")
+TOLD = CallInfo("all_reduce(sum, float32[2])", 3, (0, 1), 77, 8, "shm small")
 
 
 def in_file(folder):
@@ -38,7 +38,7 @@ def test_an_operation_has_a_beginning_and_one_end():
     assert (event.state, event.detail, event.path, event.nbytes) == (
         "done",
         "",
-        "arena small ring",
+        "shm small ring",
         108,
     )
     assert event.began_ns <= event.ended_ns
@@ -231,7 +231,7 @@ def test_every_rank_records_the_same_calls(shared):
     calls = [event for event in each[0] if event.group == 0]
     assert sorted(event.call for event in calls) == list(range(7))
     assert all(event.state == "done" and event.began_ns <= event.ended_ns for event in calls)
-    assert all(event.path.startswith("arena" if shared else "links") for event in calls)
+    assert all(event.path.startswith("shm" if shared else "links") for event in calls)
     for event in calls:
         at_least = (
             800_000

@@ -10,8 +10,8 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
-LAYOUTS = [("links", 3), ("arena", 2), ("arena", 3), ("hosts", 3)]
-HOW = {"links": {}, "arena": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
+LAYOUTS = [("links", 3), ("shm", 2), ("shm", 3), ("hosts", 3)]
+HOW = {"links": {}, "shm": {"shared": True}, "hosts": {"shared": True, "hosts": 2}}
 COUNTS = [0, 1, 2, 7, 2_500, 40_000]  # of matrices of 32 bytes
 
 
@@ -35,10 +35,10 @@ def matrices(rank, count):
     return made
 
 
-@pytest.mark.parametrize("layout", ["links", "arena", "hosts"])
+@pytest.mark.parametrize("layout", ["links", "shm", "hosts"])
 def test_products_of_matrices_at_every_size_over_every_path(layout):
     op = "product_of_matrices"
-    function = np.matmul if layout == "arena" else lambda left, right: left @ right
+    function = np.matmul if layout == "shm" else lambda left, right: left @ right
     sv.register_op(op, function, element_shape=(2, 2), replace=True)
 
     def fn():
@@ -96,7 +96,7 @@ def test_elements_larger_than_a_frame():
 
     small = SOON.replaced(segment_bytes=1024)
     assert run_ranks(3, fn, config=small) == [None] * 3
-    assert results("arena", 3, fn) == [None] * 3
+    assert results("shm", 3, fn) == [None] * 3
 
 
 REFUSED = {
@@ -151,7 +151,7 @@ def test_what_cannot_work_on_pieces_is_refused_at_once_and_the_group_goes_on(wha
         return float(sv.all_reduce(1.0))
 
     assert results("links", 2, fn) == [2.0, 2.0]
-    assert results("arena", 2, fn) == [2.0, 2.0]
+    assert results("shm", 2, fn) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(("layout", "size"), LAYOUTS)
@@ -201,4 +201,4 @@ def test_a_word_that_is_accepted_for_a_built_in_op_is_refused(name):
             sv.register_op(name, np.maximum, replace=True)
         return {*before, sv.all_reduce(x, name)[0], sv.all_reduce(np.append(x, 1.0), name)[0]}
 
-    assert results("arena", 2, fn) == [{0.5}] * 2
+    assert results("shm", 2, fn) == [{0.5}] * 2

@@ -15,10 +15,10 @@ from syncvar.variables.block_digests import BLOCK_BYTES
 from syncvar.variables.replica_check import compare
 
 
-@pytest.fixture(params=["links", "arena"])
+@pytest.fixture(params=["links", "shm"])
 def ranks(request):
     def run(size, fn, *, may_fail=False, config=None):
-        results = run_ranks(size, fn, shared=request.param == "arena", config=config, timeout_s=60)
+        results = run_ranks(size, fn, shared=request.param == "shm", config=config, timeout_s=60)
         for result in results:
             if isinstance(result, BaseException) and not may_fail:
                 raise result

@@ -28,7 +28,7 @@ def everywhere(size, program):
 def test_an_array_has_the_shape_and_dtype_asked_for(shape, dtype):
     def program():
         made = sv.zeros(shape, dtype)
-        return made.shape, made.dtype, bool((made == 0).all()), current().arena.locate(made) > 0
+        return made.shape, made.dtype, bool((made == 0).all()), current().shm.locate(made) > 0
 
     wanted = np.zeros(shape, dtype)
     assert everywhere(2, program) == [(wanted.shape, wanted.dtype, True, True)] * 2
@@ -44,7 +44,7 @@ def test_more_than_any_machine_has_is_the_same_error_on_every_path(shape):
     assert run_ranks(2, program) == [None, None]
 
 
-def test_without_an_arena_it_is_an_ordinary_array():
+def test_without_an_shm_it_is_an_ordinary_array():
     made = sv.zeros((2, 2), "float32")
     assert made.dtype == np.float32
     assert made.tolist() == [[0.0, 0.0], [0.0, 0.0]]
@@ -69,13 +69,13 @@ def test_a_wrong_argument_is_refused(shape, dtype, words):
 def test_arrays_are_reduced_in_place():
     def program():
         x = sv.empty(100_000, np.float32)
-        place = current().arena.locate(x)
+        place = current().shm.locate(x)
         results = []
         for number in range(3):
             x[...] = number + sv.rank()
             results.append(sv.all_reduce(x, out=x) is x)
             results.append(float(x[0]) == 3 * number + 3 and bool((x == x[0]).all()))
-        return all(results) and current().arena.locate(x) == place
+        return all(results) and current().shm.locate(x) == place
 
     assert everywhere(3, program) == [True] * 3
 
@@ -156,7 +156,7 @@ def test_a_variable_is_written_in_place():
         places = set()
         for _ in range(4):
             strategy.run(lambda: v.assign_add(np.full(50_000, sv.rank() + 1, np.float32)))
-            places.add(current().arena.locate(v._storage.array))
+            places.add(current().shm.locate(v._storage.array))
         return len(places), float(v.read_value(copy=False)[-1])
 
     assert everywhere(2, program) == [(1, 12.0)] * 2
@@ -198,17 +198,17 @@ def test_what_was_read_does_not_change(synchronization, take):
 def test_a_view_that_is_gone_costs_no_new_memory():
     def program():
         storage = Storage(current(), np.zeros(1000))
-        place = current().arena.locate(storage.array)
+        place = current().shm.locate(storage.array)
         seen = storage.expose()
         kept = seen[10:20]
         del seen
-        moved = current().arena.locate(storage.writable()) != place
-        place = current().arena.locate(storage.array)
+        moved = current().shm.locate(storage.writable()) != place
+        place = current().shm.locate(storage.array)
         kept = storage.expose()
         del kept
         return (
             moved,
-            current().arena.locate(storage.writable()) == place,
+            current().shm.locate(storage.writable()) == place,
             storage.view is storage.view,
         )
 
@@ -266,16 +266,16 @@ def test_a_write_that_fails_leaves_a_variable_as_it_was():
 
 def test_dropped_variables_give_their_memory_back():
     def program():
-        arena = current().arena
+        shm = current().shm
         for number in range(40):
             v = sv.Variable(np.zeros(1 << 18, np.float32), name=f"drop{number}")
         gone = weakref.ref(v)
         del v
         gc.collect()
-        arena.empty(1, np.uint8)  # what was freed is taken in by the next request
+        shm.empty(1, np.uint8)  # what was freed is taken in by the next request
         return (
             gone() is None,
-            arena._extents.taken_bytes < 12 << 20,
+            shm._extents.taken_bytes < 12 << 20,
         )  # the channels and their segments
 
     assert everywhere(2, program) == [(True, True)] * 2

@@ -71,8 +71,8 @@ def test_what_was_saved_comes_back_to_the_bit_and_other_tools_read_it(tmp_path):
     assert equal({"w": np.ones(3, np.float32)}, sv.load(tmp_path / "theirs"))
 
 
-@pytest.mark.parametrize("arena", [1 << 26, 0])
-def test_one_rank_saves_while_the_others_do_not_even_know(tmp_path, arena):
+@pytest.mark.parametrize("shm", [1 << 26, 0])
+def test_one_rank_saves_while_the_others_do_not_even_know(tmp_path, shm):
     path = str(tmp_path / "model.safetensors")
 
     def program():
@@ -114,7 +114,7 @@ def test_one_rank_saves_while_the_others_do_not_even_know(tmp_path, arena):
         w.assign(loaded["w"])
         return errors, w.numpy().tolist(), loaded
 
-    results = everywhere(3, program, arena_bytes=arena)
+    results = everywhere(3, program, shm_bytes=shm)
     for _, values, loaded in results:
         assert values == [0.0, 0.0] == loaded["w"].tolist()
         assert loaded["own"].tolist() == 1

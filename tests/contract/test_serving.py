@@ -370,7 +370,7 @@ def test_who_has_closed_a_pipe_is_not_sent_to_and_can_be_reached_again(place):
 
 
 @pytest.fixture
-def arenas():
+def segments():
     made, _ = create(64 * MIB, 2, 2, 0)
     both = [SharedSegment.attach(os.dup(made.fd), place) for place in range(2)]
     made.close()
@@ -380,8 +380,8 @@ def arenas():
 
 
 @pytest.fixture
-def lenders(arenas):
-    both = [ShmBufferPool(arena) for arena in arenas]
+def lenders(segments):
+    both = [ShmBufferPool(shm) for shm in segments]
     yield both
     for one in both:
         one.close()
@@ -439,20 +439,20 @@ def test_an_array_that_was_made_to_be_lent_is_lent_where_it_is_to_eight_readers(
     server, worker = lenders
     made = server.room((512, 100), np.dtype(np.float32))
     made[...] = np.arange(51_200).reshape(512, 100)
-    place = server._arena.locate(made)
+    place = server._shm.locate(made)
     buffer = memoryview(made.reshape(-1).view(np.uint8))
     words = [server.lend(0, [b"head", buffer])[0][1].offset for _ in range(9)]
     assert [word // 64 * 64 + 64 == place for word in words] == [True] * 8 + [False]
     assert len(set(words)) == 9
     for word in words:
         assert np.array_equal(
-            np.frombuffer(
-                worker.borrow(server._arena.refer(word, made.nbytes)), np.float32
-            ).reshape(512, 100),
+            np.frombuffer(worker.borrow(server._shm.refer(word, made.nbytes)), np.float32).reshape(
+                512, 100
+            ),
             made,
         )
     assert server.lend(0, [b"head", buffer])[0][1].offset in words[:8]  # it has been given back
-    assert server._arena.locate(server.room((4,), np.dtype(np.float32))) is None
+    assert server._shm.locate(server.room((4,), np.dtype(np.float32))) is None
 
 
 def test_a_block_whose_array_is_in_use_is_not_used_for_another_one(lenders):
@@ -471,7 +471,7 @@ def test_short_arrays_are_not_lent(lenders):
     long, short = np.ones(LEND_NBYTES_MIN, np.uint8), np.ones(LEND_NBYTES_MIN - 1, np.uint8)
     assert server.lend(0, [b"head", short]) == []
     assert server.lend(0, [long, short]) == []  # the first part is no array
-    assert ShmBufferPool(server._arena, lends=False).lend(0, [b"head", long]) == []
+    assert ShmBufferPool(server._shm, lends=False).lend(0, [b"head", long]) == []
 
 
 def test_arrays_are_lent_to_who_has_said_that_it_sees_them(place, lenders):
@@ -513,7 +513,7 @@ def test_what_lies_outside_is_not_borrowed(lenders, offset, nbytes):
     with pytest.raises(
         InternalError, match=r"another process (refers to|lends) -?\d+ bytes at -?\d+"
     ):
-        lenders[1].borrow(lenders[1]._arena.refer(offset, nbytes))
+        lenders[1].borrow(lenders[1]._shm.refer(offset, nbytes))
 
 
 @pytest.fixture

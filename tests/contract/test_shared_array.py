@@ -21,7 +21,7 @@ def everywhere(size, program, **world):
 
 
 def place(array):
-    return array.__array_interface__["data"][0] - current().arena.address
+    return array.__array_interface__["data"][0] - current().shm.address
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_a_group_of_one_host_has_its_own():
 
 def test_a_rank_that_has_mapped_another_segment_refuses_the_reference():
     def program():
-        arena = current().arena
-        own = arena.segment
+        shm = current().shm
+        own = shm.segment
         if sv.rank() == 1:
-            arena.segment = SegmentId(3, 0, 255)  # as if this rank were on another host
+            shm.segment = SegmentId(3, 0, 255)  # as if this rank were on another host
         refused = caught(lambda: sv.shared_array(4))
-        arena.segment = own
+        shm.segment = own
         return type(refused), str(refused)
 
     (fine, _), (refused, text) = everywhere(2, program)
@@ -116,7 +116,7 @@ def test_a_rank_that_has_mapped_another_segment_refuses_the_reference():
     assert "this process has mapped segment 00000000000000ff (host 3, generation 0)" in text
 
 
-def test_ranks_without_an_arena_are_told_why():
+def test_ranks_without_an_shm_are_told_why():
     def program():
         refused = caught(lambda: sv.shared_array(4))
         return (

@@ -126,7 +126,7 @@ def test_every_op_of_every_dtype(size):
     )
 
     def fn():
-        assert current().transport.startswith("arena") == (size > 1)
+        assert current().transport.startswith("shared memory") == (size > 1)
         for dtype, op, count in itertools.product(dtypes, FOLD, counts):
             if (
                 op not in ("min", "max")
@@ -197,10 +197,10 @@ WAYS = {
 
 
 def resident(x):
-    arena = current().arena
-    if arena is None:
+    shm = current().shm
+    if shm is None:
         return x.copy()
-    made = arena.empty(x.shape, x.dtype)
+    made = shm.empty(x.shape, x.dtype)
     made[...] = x
     return made
 

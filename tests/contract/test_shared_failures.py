@@ -24,17 +24,17 @@ def ranks(size, fn, config=SOON):
     return run_ranks(size, fn, shared=True, config=config, timeout_s=120)
 
 
-def deny_memory(arena, times=1):
+def deny_memory(shm, times=1):
     """Let the next allocations fail."""
     left = [times]
 
     def deny(nbytes):
         left[0] -= 1
         if not left[0]:
-            del arena.allocate
+            del shm.allocate
         raise SharedMemoryFull("planted")
 
-    arena.allocate = deny
+    shm.allocate = deny
 
 
 @pytest.mark.parametrize("count", [3, 60_000, 1_000_000])
@@ -57,7 +57,7 @@ def test_memory_that_runs_out_in_the_middle_never_gives_others_stale_bytes():
     def fn():
         sv.barrier()
         if sv.rank() == 1:
-            deny_memory(current().arena, 2)  # of the prepared way, and of the long way after it
+            deny_memory(current().shm, 2)  # of the prepared way, and of the long way after it
         got = []
         first = caught(lambda: got.append(sv.all_gather(np.ones(100_000))))
         caught(sv.all_reduce, 1)
@@ -74,7 +74,7 @@ def test_memory_that_runs_out_at_the_start_is_told_to_the_others():
     def fn():
         sv.barrier()
         if sv.rank() == 1:
-            deny_memory(current().arena, 2)  # of the prepared way, and of the general way after it
+            deny_memory(current().shm, 2)  # of the prepared way, and of the general way after it
         first = caught(lambda: sv.all_reduce(np.ones(100_000)))
         if sv.rank() == 0:
             told.set()
@@ -182,7 +182,7 @@ def test_a_prepared_call_looks_at_the_queue_when_it_has_the_group():
         return sv.all_reduce(np.full(3, 5.0)).tolist(), sv.all_reduce(x).tolist()
 
     # The C runner looks at both in one step, between which no other thread runs.
-    assert ranks(2, fn, SOON.replaced(kernel="python")) == [([10.0] * 3, [2.0] * 3)] * 2
+    assert ranks(2, fn, SOON.replaced(call_runner="python")) == [([10.0] * 3, [2.0] * 3)] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

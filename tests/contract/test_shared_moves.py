@@ -1,4 +1,4 @@
-"""Blocks that are moved side by side: prepared calls, ranks that bring something else all at once, results and operands."""
+"""Blocks that are moved side by side: persistent calls, ranks that bring something else all at once, results and operands."""
 
 from types import SimpleNamespace
 
@@ -149,12 +149,12 @@ def test_a_rank_that_is_gone_ends_the_reading(is_prepared):
             communicator_of(None).channel.reach.processes = NOBODY
         return sv.broadcast(x) is not None
 
-    config = RuntimeConfig(collective_timeout_s=1.0, kernel="python")
+    config = RuntimeConfig(collective_timeout_s=1.0, call_runner="python")
     found = run_ranks(2, fn, shared=True, timeout_s=120, config=config)
     assert all(isinstance(one, sv.DeadlineExceeded | sv.PeerLost) for one in found), found
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_the_runner_in_c_sees_that_a_rank_is_gone(monkeypatch):
     def finds(reach, *_):
         reach.processes = NOBODY
@@ -230,7 +230,7 @@ def test_half_types_and_means_are_rounded_once():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_bring_something_else_take_the_general_way_together(size):
-    """Some ranks are in a prepared call, others are not: what is prepared depends on what a rank has brought before."""
+    """Some ranks are in a persistent call, others are not: what is prepared depends on what a rank has brought before."""
 
     def fn():
         rank, last = sv.rank(), size - 1

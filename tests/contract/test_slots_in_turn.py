@@ -11,8 +11,8 @@ from syncvar.core.settings import RuntimeConfig
 from syncvar.shm.channel_table import RING_SLOTS, SMALL_BYTES, WIDE_BYTES
 
 NATIVE = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0)
-PLAIN = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0, kernel="python")
-CHECKED = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0, check_arena="on")
+PLAIN = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0, call_runner="python")
+CHECKED = RuntimeConfig(collective_timeout_s=20.0, rendezvous_timeout_s=10.0, check_shm="on")
 COUNTS = [WIDE_BYTES // 4, WIDE_BYTES // 4 + 1, 5000, SMALL_BYTES // 4]
 
 
@@ -64,13 +64,13 @@ def test_every_way_of_asking_brings_the_same_sum_call_after_call(size, config):
     assert config is NATIVE or natives[0] is False
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_each_rank_is_read_where_it_tells_that_it_has_put_its_vector():
     """One rank has slots that take turns, the other has no room for them: both tell, and both are found."""
 
     def fn():
         context = current()
-        allocate = context.arena.allocate
+        allocate = context.shm.allocate
 
         def narrow(nbytes):
             if nbytes == RING_SLOTS * SMALL_BYTES:
@@ -78,7 +78,7 @@ def test_each_rank_is_read_where_it_tells_that_it_has_put_its_vector():
             return allocate(nbytes)
 
         if sv.rank() == 1:
-            context.arena.allocate = narrow
+            context.shm.allocate = narrow
         seen = set()
         for turn in range(3 * RING_SLOTS):
             x = _brought(4000, sv.rank(), turn)
@@ -96,10 +96,10 @@ def test_each_rank_is_read_where_it_tells_that_it_has_put_its_vector():
 
 def test_small_vectors_take_no_memory_for_slots_that_take_turns():
     def fn():
-        before = current().arena._extents.taken_bytes
+        before = current().shm._extents.taken_bytes
         for count in (1, WIDE_BYTES // 4):
             for _ in range(3):
                 sv.all_reduce(np.ones(count, np.float32))
-        return current().arena._extents.taken_bytes - before
+        return current().shm._extents.taken_bytes - before
 
     assert everywhere(2, fn, shared=True, config=NATIVE) == [0, 0]

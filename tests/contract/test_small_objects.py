@@ -1,4 +1,4 @@
-"""Objects whose bytes travel with their length are one prepared call of one phase; longer ones, of any rank, go on in the same call."""
+"""Objects whose bytes travel with their length are one persistent call of one phase; longer ones, of any rank, go on in the same call."""
 
 import threading
 
@@ -14,8 +14,12 @@ from syncvar.runtime.communicator import Communicator
 
 CONFIG = RuntimeConfig(collective_timeout_s=30.0, shutdown_timeout_s=1.0)
 LAYOUTS = {
-    **({} if why_not_native() else {"c": {"shared": True, "config": CONFIG.replaced(kernel="c")}}),
-    "python": {"shared": True, "config": CONFIG.replaced(kernel="python")},
+    **(
+        {}
+        if why_not_native()
+        else {"c": {"shared": True, "config": CONFIG.replaced(call_runner="c")}}
+    ),
+    "python": {"shared": True, "config": CONFIG.replaced(call_runner="python")},
     "links": {"config": CONFIG},
     "hosts": {"shared": True, "hosts": 2, "config": CONFIG},
 }

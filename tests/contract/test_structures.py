@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 from harness import everywhere
-from prepared_calls import fill_the_arena
+from prepared_calls import fill_the_shm
 from structures import (
     KINDS,
     LONG,
@@ -30,7 +30,7 @@ from syncvar.runtime.programs import shm_reduce
     [
         ("kernel", 2),
         ("python", 2),
-        pytest.param("arena", 3, marks=pytest.mark.slow),
+        pytest.param("shm", 3, marks=pytest.mark.slow),
         pytest.param("kernel", 4, marks=pytest.mark.slow),
         pytest.param("python", 4, marks=pytest.mark.slow),
         pytest.param("full", 2, marks=pytest.mark.slow),
@@ -43,7 +43,7 @@ def test_structures_wherever_their_arrays_lie(monkeypatch, layout, size):
         held = []
         if layout == "full":
             sv.all_reduce(np.zeros(100_000))
-            held = fill_the_arena() if sv.rank() == 1 else []
+            held = fill_the_shm() if sv.rank() == 1 else []
         check_every_structure(7, SMALL, 4)
         check_every_structure(8, LONG, 4)
         return bool(held)
@@ -74,7 +74,7 @@ def test_results_lie_over_other_arrays(layout, size, turns):
             for one in (
                 ("kernel", 4, 300),
                 ("kernel", 3, 300),
-                ("arena", 2, 60),
+                ("shm", 2, 60),
                 ("links", 3, 40),
                 ("hosts", 4, 40),
             )
@@ -111,7 +111,7 @@ def never_crowded(monkeypatch):
     monkeypatch.setattr(crowd, "note", lambda _seconds, _nbytes: None)
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 @pytest.mark.usefixtures("never_crowded")
 @pytest.mark.parametrize("counts", [(3, 4), (70_000, 2, 80_000), (2, 70_000, 3, 4, 20_000)])
 def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts):
@@ -151,9 +151,9 @@ def test_structures_are_reduced_in_c_once_they_are_prepared(monkeypatch, counts)
     assert not calls
 
 
-@pytest.mark.parametrize("layout", ["kernel", "python", "arena"])
+@pytest.mark.parametrize("layout", ["kernel", "python", "shm"])
 @pytest.mark.parametrize("kind", [list, lambda leaves: {"a": leaves[0]}])
-def test_a_long_array_of_the_arena_that_is_alone_in_its_structure(layout, kind):
+def test_a_long_array_of_the_shm_that_is_alone_in_its_structure(layout, kind):
     """It is one vector, like an array, and told as such: C had told as of several arrays, and its place was taken for another."""
 
     def fn():
@@ -192,7 +192,7 @@ def test_no_array_of_a_call_is_kept_for_the_next(layout):
 
 
 def test_what_only_looks_like_a_structure_is_none():
-    """Nobody's code runs while a prepared call looks at what it is given: not the names of a dict, and not what has `arrays`."""
+    """Nobody's code runs while a persistent call looks at what it is given: not the names of a dict, and not what has `arrays`."""
     nested = []
 
     class Name(str):
@@ -228,7 +228,7 @@ def test_what_only_looks_like_a_structure_is_none():
     assert not any(isinstance(one, Holder) for one in nested)
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_numbers_of_several_kinds_are_reduced_in_c():
     def fn():
         for turn in range(3):
@@ -245,10 +245,10 @@ def test_numbers_of_several_kinds_are_reduced_in_c():
     assert everywhere(2, fn, shared=True) == [(["SlotCall"], 3.0, 6, [2.0, 2.0], 4)] * 2
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 @pytest.mark.usefixtures("never_crowded")
 @pytest.mark.parametrize("where", ["both", "source", "target"])
-def test_arrays_of_the_arena_are_reduced_in_c_where_they_lie(monkeypatch, where):
+def test_arrays_of_the_shm_are_reduced_in_c_where_they_lie(monkeypatch, where):
     """Where cells begin on a page, and where an array lies, was told by one word: of such arrays the C runner then found no cells."""
     calls = []
     plain = shm_reduce.reduce_shared

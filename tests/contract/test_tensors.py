@@ -20,10 +20,10 @@ from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.testing import run_ranks
 
 SOON = RuntimeConfig(collective_timeout_s=20.0, shutdown_timeout_s=1.0)
-LAYOUTS = {"links": {}, "arena": {"shared": True}}
+LAYOUTS = {"links": {}, "shm": {"shared": True}}
 
 
-def everywhere(fn, layout="arena", size=2):
+def everywhere(fn, layout="shm", size=2):
     out = run_ranks(size, fn, config=SOON, timeout_s=60, **LAYOUTS[layout])
     errors = [one for one in out if isinstance(one, BaseException)]
     if errors:

@@ -17,7 +17,7 @@ from syncvar.bootstrap.process import current
 from syncvar.collectives.sync_points import gather_objects
 from syncvar.testing import run_ranks
 
-WORLDS = {"arena": {"shared": True}, "links": {}, "hosts": {"shared": True, "hosts": 2}}
+WORLDS = {"shm": {"shared": True}, "links": {}, "hosts": {"shared": True, "hosts": 2}}
 
 
 def value_of(step, rank, salt=0, shape=(4,)):
@@ -769,7 +769,7 @@ def test_a_call_within_another_is_refused_and_makes_no_roll(world):
     assert [one[1:] for one in results] == [(2.0, (0, 1))] * 2
 
 
-@pytest.mark.parametrize(("world", "made"), [("arena", 0), ("arena", 1), ("links", 1)])
+@pytest.mark.parametrize(("world", "made"), [("shm", 0), ("shm", 1), ("links", 1)])
 @pytest.mark.parametrize("kind", [sv.SharedMemoryFull, KeyboardInterrupt])
 def test_a_rank_that_cannot_begin_the_block_is_outside_it_and_the_others_hear_of_it(
     world, made, kind

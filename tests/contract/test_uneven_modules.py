@@ -8,7 +8,7 @@ from harness import caught, everywhere
 
 import syncvar as sv
 
-LAYOUTS = {"arena": {"shared": True}, "links": {}, "hosts": {"shared": True, "hosts": 2}}
+LAYOUTS = {"shm": {"shared": True}, "links": {}, "hosts": {"shared": True, "hosts": 2}}
 
 
 class KerasModel:

@@ -145,7 +145,7 @@ def test_a_lone_reader_is_told_what_to_do():
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("shared", [False, True], ids=["links", "arena"])
+@pytest.mark.parametrize("shared", [False, True], ids=["links", "shm"])
 def test_a_view_shows_the_value_after_a_write_that_had_to_leave_its_memory(size, shared):
     def fn():
         v, w = (

@@ -57,7 +57,7 @@ def environment(mpi, folder, **more):
         "XDG_RUNTIME_DIR": str(folder),
     }
     environ |= {
-        "SYNCVAR_MEETING_DIR": str(folder),
+        "SYNCVAR_RENDEZVOUS_DIR": str(folder),
         "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "40",
         "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60",
         "UCX_LOG_LEVEL": "error",

@@ -8,7 +8,7 @@ from mpi_jobs import MPIS, notes, run, script
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(240)]
 
 PATHS = {  # data path -> setting, and how many ranks are on each host, of four
-    "arena": ("mpi", 4),
+    "shm": ("mpi", 4),
     "hosts": ("mpi", 2),
     "links": ("mpi-only", 4),
     "links of hosts": ("mpi-only", 2),
@@ -39,7 +39,7 @@ def test_ranks_meet_by_mpi_and_join_anew(mpi, path, tmp_path):
     assert (code, text) == (0, "")
     each = PATHS[path][1]
     how = (
-        f"arena: {each} ranks of this host share memory"
+        f"shared memory: {each} ranks of this host share memory"
         if PATHS[path][0] == "mpi"
         else "mpi: SYNCVAR_TRANSPORT=mpi-only asks for it"
     )

@@ -14,7 +14,7 @@ from mpi_jobs import MPIS, MpiJob, notes, run, script
 
 DIGITS = ["-m", "syncvar.examples.digits", "--epochs", "6"]
 PATHS = {  # name -> setting, and how many ranks are on each host, of four
-    "arena": ({}, 4),
+    "shm": ({}, 4),
     "links": ({"SYNCVAR_TRANSPORT": "zmq"}, 4),
     "hosts": ({}, 2),
     "MPI": ({"SYNCVAR_TRANSPORT": "mpi-only"}, 4),
@@ -114,20 +114,22 @@ def go(job, folder, count):
 
 
 @WITH_MPI
-@pytest.mark.parametrize("path", ["arena", "links", "hosts"])
+@pytest.mark.parametrize("path", ["shm", "links", "hosts"])
 def test_a_killed_rank_ends_the_job(mpi, path, tmp_path):
     settings, each = PATHS[path]
     with MpiJob(mpi, 4, script(tmp_path, KILLED), each=each % 4, **settings) as job:
         go(job, tmp_path, 4)
         code, text = job.wait(120)
     assert code not in (0, None), text
-    assert {"arena": "arena: 4 ranks", "links": "zmq: ", "hosts": "encrypted tcp between 2 hosts"}[
-        path
-    ] in notes(tmp_path)[0]
+    assert {
+        "shm": "shared memory: 4 ranks",
+        "links": "zmq: ",
+        "hosts": "encrypted tcp between 2 hosts",
+    }[path] in notes(tmp_path)[0]
 
 
 @WITH_MPI
-@pytest.mark.parametrize("path", ["arena", "links", "hosts"])
+@pytest.mark.parametrize("path", ["shm", "links", "hosts"])
 def test_survivors_of_a_killed_rank_raise_peer_lost_where_mpirun_lets_them_live(path, tmp_path):
     settings, each = PATHS[path]
     with MpiJob(

@@ -47,7 +47,7 @@ def cluster(daemons, tmp_path, nothing_left_behind):
     daemons.environ = {
         **inherited,
         "SLURM_CONF": before["SLURM_CONF"],
-        "SYNCVAR_MEETING_DIR": str(tmp_path),
+        "SYNCVAR_RENDEZVOUS_DIR": str(tmp_path),
     }
     yield daemons
     for job in daemons.ask("squeue", "-h", "-o", "%i").split():

@@ -39,8 +39,8 @@ CASES = (
     "test_faults_user_code.py::test_f42_fork[X-auto]",
     "test_faults_user_code.py::test_f44_ends[collective-at-exit]",
     "test_faults_start.py::test_f60_a_rank_is_killed_while_the_ranks_meet_again[2]",
-    "test_arena_launch.py::test_a_lost_rank_is_told_in_the_arena[STOP]",
-    "test_arena_launch.py::test_a_lost_rank_is_told_in_the_arena[SEGV]",
+    "test_shm_launch.py::test_a_lost_rank_is_told_in_the_shm[STOP]",
+    "test_shm_launch.py::test_a_lost_rank_is_told_in_the_shm[SEGV]",
 )
 
 

@@ -26,7 +26,7 @@ UNREAD = "process/test_unread_output.py::"
 STOPPED = "process/test_stopped_job.py::"
 BEGINS = "process/test_launcher_begins.py::"
 ENCRYPTION = "process/test_encryption.py::"
-ARENA = "process/test_arena_launch.py::"
+SHM = "process/test_shm_launch.py::"
 KILLED = "hosts/test_faults_killed.py::"
 LINKS = "hosts/test_faults_links.py::"
 REFUSED = "hosts/test_faults_refused.py::"
@@ -80,7 +80,7 @@ ROWS = {
     }),
     "F04": Row("SIGSEGV, SIGBUS, abort in C", (1, 0.5), {
         "C": (f"{ENDS}test_a_script_that_ends[segmentation-spawn]", f"{ENDS}test_a_script_that_ends[abort-spawn]"),
-        "X": (f"{ARENA}test_a_lost_rank_is_told_in_the_arena[SEGV]",),
+        "X": (f"{SHM}test_a_lost_rank_is_told_in_the_shm[SEGV]",),
     }),
     "F05": Row("memory limit of the control group hit", (2, 1), {
         phase: (f"process/test_faults_memory.py::test_f05_a_rank_that_the_kernel_kills_for_memory[{phase}]",) for phase in "CXK"
@@ -180,7 +180,7 @@ ROWS = {
     "F38": Row("the chosen port is taken; thousands of ports in TIME_WAIT", (1, 1), _all(
         "SR", f"{START}test_f38_a_port_that_is_taken_is_named", f"{START}test_f38_thousands_of_ports_in_time_wait")),
     "F39": Row("the runtime directory cannot be written, or is full", (1, 1), _all("S", f"{START}test_f39_a_runtime_directory_that_cannot_be_used")),
-    "F40": Row("/dev/shm is small or absent; memfd refused", None, _all("SX", f"{ARENA}test_f40_little_or_no_shared_memory")),
+    "F40": Row("/dev/shm is small or absent; memfd refused", None, _all("SX", f"{SHM}test_f40_little_or_no_shared_memory")),
     "F41": Row("too few descriptors or processes are allowed", (1, 1), _all(
         "SR", f"{BEGINS}test_f41_too_few_open_files_are_told_before_anything_starts", f"{BEGINS}test_f41_what_is_said_to_be_needed_suffices",
         f"{BEGINS}test_f41_too_few_processes_are_told")),

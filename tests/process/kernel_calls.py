@@ -1,4 +1,4 @@
-"""Prepared calls of every op and dtype, with odd values, into every kind of result; says what came of them as one digest."""
+"""Persistent calls of every op and dtype, with odd values, into every kind of result; says what came of them as one digest."""
 
 import contextlib
 import hashlib

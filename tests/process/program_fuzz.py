@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 GUARD = 64  # bytes around each array that nothing may change
-ARENA_BYTES = 1 << 16
+SHM_BYTES = 1 << 16
 WORDS = 16  # of an entry
 ABORT = 8
 DTYPES = [np.uint8, np.int64, np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.complex128]
@@ -45,9 +45,9 @@ def channel_over(memory, size):
 
 
 class Place:
-    """A memory of a program: an array of its own between guards, or a stretch of the arena."""
+    """A memory of a program: an array of its own between guards, or a stretch of shared memory."""
 
-    def __init__(self, draw, dtype, arena, offset):
+    def __init__(self, draw, dtype, shm, offset):
         itemsize = np.dtype(dtype).itemsize
         self.count = int(draw.integers(1, 5000))
         self.offset = offset
@@ -57,7 +57,7 @@ class Place:
         else:
             self.count = min(self.count, 8192 // itemsize)
             self.whole = None
-            self.array = arena[offset : offset + self.count * itemsize].view(dtype)
+            self.array = shm[offset : offset + self.count * itemsize].view(dtype)
 
 
 def stretch(draw, places, length=None):
@@ -95,9 +95,9 @@ def steps_of(draw, places):
     return made
 
 
-def contents(places, arena):
+def contents(places, shm):
     return [
-        arena.tobytes(),
+        shm.tobytes(),
         *(place.whole.tobytes() for place in places if place.whole is not None),
     ]
 
@@ -122,10 +122,10 @@ def both(draw):
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
     ufunc = [np.add, np.multiply, np.maximum][int(draw.integers(3 if dtype.kind != "c" else 2))]
     divisor = 3 if wide.kind in "fc" and draw.integers(2) else 0
-    arena = np.zeros(ARENA_BYTES, np.uint8)
-    arena[4096:] = np.frombuffer(draw.bytes(ARENA_BYTES - 4096), np.uint8) % 60  # no NaN
+    shm = np.zeros(SHM_BYTES, np.uint8)
+    shm[4096:] = np.frombuffer(draw.bytes(SHM_BYTES - 4096), np.uint8) % 60  # no NaN
     places = [
-        Place(draw, dtype, arena, 16384 + 8192 * number if draw.integers(2) else -1)
+        Place(draw, dtype, shm, 16384 + 8192 * number if draw.integers(2) else -1)
         for number in range(int(draw.integers(2, 6)))
     ]
     for place in places:
@@ -151,28 +151,28 @@ def both(draw):
         tuple(steps),
         None,
     )
-    before = contents(places, arena)
-    channel = channel_over(arena, 3)
+    before = contents(places, shm)
+    channel = channel_over(shm, 3)
     made = program(*code.numbers(), how.native)
     assert made is not None
     assert list(run(made, channel, arrays, offsets, keeps_lock=bool(draw.integers(2)))) == []
-    phases, native = channel.phase, contents(places, arena)
-    words = arena[:4096].copy()
+    phases, native = channel.phase, contents(places, shm)
+    words = shm[:4096].copy()
     for place, bytes_before in zip(
-        [arena, *(place.whole for place in places if place.whole is not None)], before, strict=True
+        [shm, *(place.whole for place in places if place.whole is not None)], before, strict=True
     ):
         place[...] = np.frombuffer(bytes_before, np.uint8)
-    channel = channel_over(arena, 3)
+    channel = channel_over(shm, 3)
     with np.errstate(all="ignore"):
         needs = list(interpret(channel, steps, arrays, np.copyto, np.copyto, folder(vector.how)))
     assert len(needs) == sum(step[0] == 4 for step in steps)
     assert channel.phase == phases
-    arena[:4096] = words
-    assert contents(places, arena) == native, (dtype, ufunc, divisor, steps)
-    return made, code, how, channel, arrays, offsets, places, arena
+    shm[:4096] = words
+    assert contents(places, shm) == native, (dtype, ufunc, divisor, steps)
+    return made, code, how, channel, arrays, offsets, places, shm
 
 
-def broken(draw, code, how, channel, arrays, offsets, places, arena):
+def broken(draw, code, how, channel, arrays, offsets, places, shm):
     """Change a program anywhere: it is refused, or does nothing outside of its memories."""
     from syncvar._native import program, run
 
@@ -192,14 +192,12 @@ def broken(draw, code, how, channel, arrays, offsets, places, arena):
         for place in places
         if place.whole is not None
     ]
-    outside = arena[:16384].copy()
+    outside = shm[:16384].copy()
     if made is not None:
         for _ in zip(run(made, channel, arrays, offsets, keeps_lock=True), range(3), strict=False):
             pass
-        outside.view(np.uint64)[2 * WORDS + 3] = arena.view(np.uint64)[
-            2 * WORDS + 3
-        ]  # its own phase
-    assert (arena[:16384] == outside).all()
+        outside.view(np.uint64)[2 * WORDS + 3] = shm.view(np.uint64)[2 * WORDS + 3]  # its own phase
+    assert (shm[:16384] == outside).all()
     for place, (low, high) in zip(
         [place for place in places if place.whole is not None], guards, strict=True
     ):

@@ -69,7 +69,7 @@ def test_a_benchmark_starts_its_own_workers(syncvar, tmp_path, transport):
     assert re.search(r"^# Avg bus bandwidth    : [0-9.e-]+$", ended.stdout, re.MULTILINE)
     record = json.loads((tmp_path / "x.json").read_text())
     assert record["ranks"] == 2
-    assert record["transport"].startswith("zmq" if transport == "zmq" else "arena")
+    assert record["transport"].startswith("zmq" if transport == "zmq" else "shm")
     assert record["out_of_bounds"] == {"count": 0, "okay": True}
     assert [row["size"] for row in record["results"]] == sizes
     for row in record["results"]:
@@ -173,10 +173,10 @@ def test_the_proof_of_a_few_collectives(syncvar):
         ["barrier", "OK"],
         ["scatter_object", "OK"],
     ]
-    assert all(line.endswith(" calls over arena and zmq") for line in lines)
+    assert all(line.endswith(" calls over shared memory and zmq") for line in lines)
     assert "15 dtypes" in lines[0]
     assert "counts 0, 1, 2, 3, 10007" in lines[0]
-    assert re.fullmatch(r"OK: --workers 2 over arena and zmq, [0-9.]+ s", last)
+    assert re.fullmatch(r"OK: --workers 2 over shared memory and zmq, [0-9.]+ s", last)
 
 
 def test_what_a_failed_proof_says(launch):
@@ -188,7 +188,7 @@ def test_what_a_failed_proof_says(launch):
     first, *failures, last = (line.removeprefix("[0] ") for line in job.out.splitlines())
     assert first.startswith("all_reduce         FAIL  ")
     assert re.match(
-        r" +arena: rank 1: all_reduce: int16, sum, count 10007: index 4 is -?\d+ instead of -?\d+$",
+        r" +shared memory: rank 1: all_reduce: int16, sum, count 10007: index 4 is -?\d+ instead of -?\d+$",
         failures[0],
     )
     assert last.startswith("broadcast          OK  ")
@@ -204,7 +204,7 @@ def test_the_proof_finds_a_call_that_takes_nowhere_for_a_place(launch):
     shared_reduce._are_known = lambda places: True
     sys.exit(work(parsed()))
     """
-    job = launch(script, arguments=["all_reduce"], env={"SYNCVAR_CHECK_ARENA": "on"})
+    job = launch(script, arguments=["all_reduce"], env={"SYNCVAR_CHECK_SHM": "on"})
     assert job.wait(120) != 0, str(job)
     assert "InternalError" in job.err
     assert "is nobody's" in job.err

@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = [str(Path(__file__).with_name("disagreeing.py"))]
 LAYOUTS = {
-    "arena": {"workers": 4},
+    "shm": {"workers": 4},
     "links": {"workers": 4, "env": {"SYNCVAR_TRANSPORT": "zmq"}},
     "two hosts": {"workers": 4, "options": ["--fake-hosts", "2"]},
     "three hosts": {"workers": 5, "options": ["--fake-hosts", "3"]},

@@ -149,7 +149,7 @@ class Row:
         )
 
 
-ARENA = (
+SHM = (
     *(
         Row("F01", "raise", phase, 74 if phase == "K" else 1, "ValueError", 0.5)
         for phase in "SRHCXVKE"
@@ -164,10 +164,10 @@ ARENA = (
 
 
 ROWS = (
-    *ARENA,
+    *SHM,
     *(
         replace(row, transport="zmq")
-        for row in ARENA
+        for row in SHM
         if row.phase == "X" or (row.how, row.phase) == ("SIGKILL", "V")
     ),
 )

@@ -322,7 +322,7 @@ except sv.SyncvarError as error:
 @pytest.mark.parametrize("way", ["short", "long"])
 def test_an_alarm_while_a_call_takes_its_group(launch, way):
     # The C runner takes it in a step of its own, in which no handler runs: tests/process/test_kernel.py has an alarm there.
-    job = launch(ALARM, workers=2, arguments=[way], env={"SYNCVAR_KERNEL": "python"})
+    job = launch(ALARM, workers=2, arguments=[way], env={"SYNCVAR_CALL_RUNNER": "python"})
     job.wait()
     assert [event["locked"] for event in job.events("alarm")] == [False], str(job)
 

@@ -101,7 +101,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_calls(launch, kind, count,
     job = launch(
         "import sys\n" + WAITING,
         arguments=[kind, str(count)],
-        env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {},
+        env={"SYNCVAR_CALL_RUNNER": kernel} if kernel != "auto" else {},
     )
     assert job.wait(120) == 0, str(job)
     seen = {event["rank"]: event for event in job.events("over")}

@@ -7,7 +7,7 @@ import signal
 import pytest
 from launching import await_true
 
-SHORT = {"SYNCVAR_ROLL_CALL_S": "0.4", "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "6"}
+SHORT = {"SYNCVAR_MISSING_REPORT_S": "0.4", "SYNCVAR_RENDEZVOUS_TIMEOUT_S": "6"}
 STILL = r"the start has made no progress for \d+ s"
 JOB = "import syncvar as sv\nprint(sv.all_reduce(1))"
 
@@ -60,7 +60,7 @@ def test_the_process_that_ranks_are_forked_from_stops_while_it_forks(held):
 
 def test_a_start_that_waits_for_a_fork_ends_on_a_signal(held):
     job = held(
-        "syncvar.bootstrap.prefork.fork_server", STOPS, limits={"SYNCVAR_ROLL_CALL_S": "0.5"}
+        "syncvar.bootstrap.prefork.fork_server", STOPS, limits={"SYNCVAR_MISSING_REPORT_S": "0.5"}
     )
     await_true(lambda: "the launcher starts rank 0" in job.report, what="the line of the start")
     job.send(signal.SIGTERM)
@@ -146,7 +146,7 @@ def test_a_launcher_that_reads_its_options_for_ever_says_so_and_ends(stuck):
 
 
 def test_a_launcher_that_reads_its_options_for_ever_ends_on_a_signal(stuck):
-    job = stuck({"SYNCVAR_ROLL_CALL_S": "0.5"})
+    job = stuck({"SYNCVAR_MISSING_REPORT_S": "0.5"})
     await_true(lambda: "the launcher reads its options" in job.err, what="the line of the start")
     job.send(signal.SIGTERM)
     assert job.wait() == 143, str(job)

@@ -1,4 +1,4 @@
-"""The C runner of prepared calls gives the bytes of the Python runner, and leaves to it what is unusual."""
+"""The C runner of persistent calls gives the bytes of the Python runner, and leaves to it what is unusual."""
 
 import importlib
 import inspect
@@ -25,13 +25,13 @@ def told(launch, runner, workers, sizes):
         workers=workers,
         target=[str(SCRIPT)],
         arguments=[str(workers), sizes],
-        env={"SYNCVAR_KERNEL": runner, "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"},
+        env={"SYNCVAR_CALL_RUNNER": runner, "SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"},
     )
     assert job.wait(300) == 0, str(job)
     return [json.loads(line[line.index("{") :]) for line in job.out.splitlines()]
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 @pytest.mark.parametrize(
     ("workers", "sizes"),
     [
@@ -103,20 +103,20 @@ print("every half is right", flush=True)
 @pytest.mark.parametrize(
     ("kernel", "workers"),
     [
-        pytest.param("c", 2, marks=pytest.mark.needs_kernel),
+        pytest.param("c", 2, marks=pytest.mark.needs_c_extension),
         ("python", 2),
-        pytest.param("c", 3, marks=pytest.mark.needs_kernel),
+        pytest.param("c", 3, marks=pytest.mark.needs_c_extension),
     ],
 )
 def test_sums_and_means_of_every_half_are_those_of_float32_rounded_once(launch, kernel, workers):
-    job = launch(EVERY_HALF, workers=workers, env={"SYNCVAR_KERNEL": kernel})
+    job = launch(EVERY_HALF, workers=workers, env={"SYNCVAR_CALL_RUNNER": kernel})
     assert job.wait(120) == 0, str(job)
     assert job.out.count("every half is right") == workers
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_a_mean_of_floats_is_not_taken_for_one_of_integers(launch):
-    job = launch(MEANS, env={"SYNCVAR_KERNEL": "c"})
+    job = launch(MEANS, env={"SYNCVAR_CALL_RUNNER": "c"})
     assert job.wait(120) == 0, str(job)
     assert [sorted(event["table"]) for event in job.events("raised")] == [["0", "1"]] * 2, str(job)
 
@@ -149,7 +149,7 @@ for _ in range(4):
             assert sv.rank() or (got == np.repeat(np.array([1, 2], dtype), count)).all()
             assert (sv.reduce(np.full(count, 2, dtype)) is None) == bool(sv.rank())
     x = np.full(200_000, sv.rank() + 1, "int64")
-    for call in (sv.scan, sv.exscan):  # one rank makes a prepared call, the other cannot
+    for call in (sv.scan, sv.exscan):  # one rank makes a persistent call, the other cannot
         got = call(x, "mean") if sv.rank() else call(x, "mean", async_op=True).wait()
         assert set(got.tolist()) == {1 + sv.rank() / 2 if call is sv.scan else float(sv.rank())}, got
     got = sv.reduce(x, "mean") if sv.rank() else sv.reduce(x, "mean", async_op=True).wait()
@@ -158,15 +158,15 @@ assert sv.all_reduce(1) == 2
 """
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_whoever_brings_or_gets_nothing_does_not_take_one_form_for_another(launch):
-    job = launch(FORMS, env={"SYNCVAR_KERNEL": "c"})
+    job = launch(FORMS, env={"SYNCVAR_CALL_RUNNER": "c"})
     assert job.wait(120) == 0, str(job)
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_ops_that_numpy_has_no_loop_for_are_not_looked_for_among_its_loops(launch):
-    job = launch(LOCATED, workers=3, env={"SYNCVAR_KERNEL": "c"})
+    job = launch(LOCATED, workers=3, env={"SYNCVAR_CALL_RUNNER": "c"})
     assert job.wait(120) == 0, str(job)
 
 
@@ -193,9 +193,9 @@ sv.all_reduce(x, async_op=True)  # nobody waits for it
 """
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_started_calls_are_published_at_once_and_know_where_they_were_started(launch):
-    job = launch(STARTED, env={"SYNCVAR_KERNEL": "c"})
+    job = launch(STARTED, env={"SYNCVAR_CALL_RUNNER": "c"})
     assert job.wait(120) == 0, str(job)
     assert [event["begun"] for event in job.events("started")] == [True, True]
     refused = job.events("refused")
@@ -229,9 +229,9 @@ else:
 """
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_a_signal_in_a_prepared_call_breaks_the_group_on_all_ranks(launch):
-    job = launch(INTERRUPTED, env={"SYNCVAR_KERNEL": "c"})
+    job = launch(INTERRUPTED, env={"SYNCVAR_CALL_RUNNER": "c"})
     (event,) = job.await_events("interrupted")
     assert not event["locked"]
     job.open_gate("come")
@@ -247,9 +247,9 @@ sys.modules["syncvar._native.native"] = None
 import syncvar as sv
 sv.init()
 """
-    job = launch(script, env={"SYNCVAR_KERNEL": "c"}, options=["--start-method", "spawn"])
+    job = launch(script, env={"SYNCVAR_CALL_RUNNER": "c"}, options=["--start-method", "spawn"])
     assert job.wait(120) != 0
-    assert "there is no C kernel" in job.err
+    assert "there is no C extension" in job.err
     assert "install with a compiler" in job.err
 
 
@@ -272,19 +272,19 @@ note("ends", total=total.tolist(), runner=kernel.which("auto"), why=kernel.why_n
         assert "a C compiler" in event["why"]
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_dry_run_and_log_say_what_runs(launch):
     for runner, words in (
-        ("auto", "prepared calls run in C"),
-        ("python", "prepared calls run in Python: kernel = python asks for it"),
+        ("auto", "persistent calls run in C"),
+        ("python", "persistent calls run in Python: call_runner = python asks for it"),
     ):
         job = launch(
             "import syncvar as sv; sv.init()",
-            env={"SYNCVAR_KERNEL": runner, "SYNCVAR_LOG_LEVEL": "info"},
+            env={"SYNCVAR_CALL_RUNNER": runner, "SYNCVAR_LOG_LEVEL": "info"},
         )
         assert job.wait(120) == 0, str(job)
         assert f"share memory; {words}" in job.err
-        job = launch("print(1)", options=["--dry-run"], env={"SYNCVAR_KERNEL": runner})
+        job = launch("print(1)", options=["--dry-run"], env={"SYNCVAR_CALL_RUNNER": runner})
         assert job.wait(120) == 0, str(job)
         assert words in job.out.splitlines()
 
@@ -340,9 +340,9 @@ note("groups", last=last, errors=errors, calls=calls)
 """
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_calls_of_groups_and_of_many_forms_are_entered_in_c(launch):
-    job = launch(GROUPS, env={"SYNCVAR_KERNEL": "c"})
+    job = launch(GROUPS, env={"SYNCVAR_CALL_RUNNER": "c"})
     assert job.wait(120) == 0, str(job)
     for event in job.events("groups"):
         assert event["last"] == [[1.0, 3.0, 5.0], [1.0, 3.0, 5.0], [1.0, 2.0, 3.0], [1, 0], [0, 1]]
@@ -383,9 +383,9 @@ note("forms", dtypes=dtypes, numbers=numbers, forgotten=len(by_python) - len(arr
 """
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_numbers_are_told_apart_by_their_types_and_forgotten_calls_are_found_again(launch):
-    job = launch(FORMS, env={"SYNCVAR_KERNEL": "c"})
+    job = launch(FORMS, env={"SYNCVAR_CALL_RUNNER": "c"})
     assert job.wait(120) == 0, str(job)
     for event in job.events("forms"):
         assert event["dtypes"] == [["float64", "float64"], ["float64", "int64"], ["int64", "int64"]]
@@ -440,9 +440,9 @@ note("changes", sums=sums, refused=refused, calls=len(calls))
 """
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_calls_are_of_the_job_and_group_that_there_are_now(launch):
-    job = launch(CHANGES, workers=3, env={"SYNCVAR_KERNEL": "c"})
+    job = launch(CHANGES, workers=3, env={"SYNCVAR_CALL_RUNNER": "c"})
     assert job.wait(120) == 0, str(job)
     found = {event["rank"]: event for event in job.events("changes")}
     assert [found[rank]["sums"] for rank in range(3)] == [
@@ -456,7 +456,7 @@ def test_calls_are_of_the_job_and_group_that_there_are_now(launch):
     )
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_entrances_are_like_the_functions_they_stand_for():
     import pickle
 
@@ -473,7 +473,7 @@ def test_entrances_are_like_the_functions_they_stand_for():
         assert inspect.getsource(function).count(f"def {function.__name__}(") == 1
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_help_shows_each_function_with_its_docstring():
     import pydoc
 
@@ -491,7 +491,7 @@ def test_help_shows_each_function_with_its_docstring():
         assert inspect.getdoc(function).splitlines()[0] in text, text[:400]
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 @pytest.mark.slow
 def test_no_byte_outside_is_touched(launch, tmp_path):
     env = sanitized("native", tmp_path)
@@ -505,7 +505,7 @@ def test_no_byte_outside_is_touched(launch, tmp_path):
             "spawn",
             *(f"--env={name}={value}" for name, value in env.items()),
         ],
-        env={"SYNCVAR_KERNEL": "c", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "120"},
+        env={"SYNCVAR_CALL_RUNNER": "c", "SYNCVAR_COLLECTIVE_TIMEOUT_S": "120"},
     )
     assert job.wait(500) == 0, str(job)
     seen = [json.loads(line[line.index("{") :]) for line in job.out.splitlines()]
@@ -514,7 +514,7 @@ def test_no_byte_outside_is_touched(launch, tmp_path):
     assert loaded(tmp_path) >= 3
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 @pytest.mark.parametrize("way", [0, 1, 2])
 def test_copies_are_exact(way):
     """To memory that others read, past the caches (whole lines go so, and what is left at both ends as usual), and to this rank's own."""
@@ -534,7 +534,7 @@ def test_copies_are_exact(way):
             assert (target[start + nbytes :] == 7).all()
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 @pytest.mark.parametrize("ahead", [-4096, -100, -16, 0, 16, 40, 100, 4096 + 16])
 def test_a_copy_to_memory_that_overlaps_is_exact(ahead):
     copy = importlib.import_module("syncvar._native.native").copy_once
@@ -572,10 +572,12 @@ note("exact")
 """
 
 
-@pytest.mark.parametrize("runner", [pytest.param("c", marks=pytest.mark.needs_kernel), "python"])
+@pytest.mark.parametrize(
+    "runner", [pytest.param("c", marks=pytest.mark.needs_c_extension), "python"]
+)
 def test_it_does_not_matter_where_in_a_page_arrays_begin(launch, runner):
     """Copies go another way where the target lies a few bytes after the source by their places in a page."""
-    job = launch(PLACED, workers=3, env={"SYNCVAR_KERNEL": runner})
+    job = launch(PLACED, workers=3, env={"SYNCVAR_CALL_RUNNER": runner})
     assert job.wait(120) == 0, str(job)
     assert len(job.events("exact")) == 3
 
@@ -583,7 +585,7 @@ def test_it_does_not_matter_where_in_a_page_arrays_begin(launch, runner):
 FUZZ = str(Path(__file__).with_name("program_fuzz.py"))
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_both_runners_do_the_same_and_broken_programs_do_no_harm():
     made = subprocess.run(
         [sys.executable, FUZZ, "1", "150"], capture_output=True, text=True, timeout=120, check=False
@@ -592,7 +594,7 @@ def test_both_runners_do_the_same_and_broken_programs_do_no_harm():
 
 
 @pytest.mark.slow
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_sanitizers_find_nothing(tmp_path):
     env = {**os.environ, **sanitized("native", tmp_path)}
     made = subprocess.run(
@@ -608,7 +610,7 @@ def test_sanitizers_find_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_a_module_that_cannot_be_loaded_is_not_replaced_by_the_installed_one(tmp_path):
     built = tmp_path / "native.so"
     built.write_bytes(b"no module")

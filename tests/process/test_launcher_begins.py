@@ -191,15 +191,15 @@ def test_a_lock_that_is_a_link_is_not_followed_and_told(tmp_path, pytestconfig):
 
 
 @pytest.mark.parametrize("size", ["9223372036854775807", str(10**30), str((1 << 46) + 1)])
-def test_an_arena_that_no_process_can_map_is_refused(tmp_path, size):
+def test_an_shm_that_no_process_can_map_is_refused(tmp_path, size):
     ended = launched(
         [*MODULE, "-n", "2", "--no-python", "true"],
         tmp_path,
-        env={**os.environ, "SYNCVAR_ARENA_BYTES": size},
+        env={**os.environ, "SYNCVAR_SHM_BYTES": size},
     )
     assert ended.returncode == 78
     assert is_one_sentence(ended.stderr), ended.stderr
-    assert f"arena_bytes ({size}) is more than a process can map: at most {1 << 46}" in ended.stderr
+    assert f"shm_bytes ({size}) is more than a process can map: at most {1 << 46}" in ended.stderr
 
 
 # Limits of the system.
@@ -221,10 +221,10 @@ def test_f41_too_few_open_files_are_told_before_anything_starts(launch, workers,
     assert not list(job.folder.glob("state/syncvar/*"))
 
 
-@pytest.mark.parametrize("how", ["arena", "zmq", "fake hosts"])
+@pytest.mark.parametrize("how", ["shm", "zmq", "fake hosts"])
 def test_f41_what_is_said_to_be_needed_suffices(launch, how, tmp_path):
     hosts = 2 if how == "fake hosts" else 1
-    needed, _ = needed_files(4, hosts, has_logs=True, are_linked=how != "arena")
+    needed, _ = needed_files(4, hosts, has_logs=True, are_linked=how != "shm")
     options = ("--log-dir", str(tmp_path / "logs"), *(("--fake-hosts", "2") if hosts == 2 else ()))
     script = """
         import numpy as np, syncvar as sv

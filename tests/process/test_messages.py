@@ -64,7 +64,7 @@ probe.note("talked", asked=asked[0], digest=digest.hexdigest())
 """
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 @pytest.mark.parametrize(
     ("steps", "transports"),
     [(600, ["auto"]), pytest.param(6000, ["auto", "zmq"], marks=pytest.mark.slow)],
@@ -76,7 +76,7 @@ def test_both_runners_and_links_bring_the_same_messages(launch, steps, transport
             job = launch(
                 TALKING,
                 arguments=[str(steps)],
-                env={"SYNCVAR_KERNEL": runner, "SYNCVAR_TRANSPORT": transport},
+                env={"SYNCVAR_CALL_RUNNER": runner, "SYNCVAR_TRANSPORT": transport},
             )
             assert job.wait(120) == 0, str(job)
             seen[transport, runner] = job.events("talked")
@@ -92,7 +92,7 @@ def test_both_runners_and_links_bring_the_same_messages(launch, steps, transport
     ), seen
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 @pytest.mark.slow
 def test_no_byte_outside_a_message_is_touched(launch, tmp_path):
     variables = sanitized("native", tmp_path)
@@ -104,7 +104,7 @@ def test_no_byte_outside_a_message_is_touched(launch, tmp_path):
             "spawn",
             *(f"--env={name}={value}" for name, value in variables.items()),
         ],
-        env={"SYNCVAR_KERNEL": "c"},
+        env={"SYNCVAR_CALL_RUNNER": "c"},
     )
     assert job.wait(200) == 0, str(job)
     assert all(event["asked"] < 2700 for event in job.events("talked")), str(job)
@@ -136,9 +136,9 @@ probe.note("ended", handed=len(handed))
 """
 
 
-@pytest.mark.needs_kernel
+@pytest.mark.needs_c_extension
 def test_a_long_message_whose_receiver_comes_late_is_gone_on_with_by_the_engine(launch):
-    job = launch(LATE, env={"SYNCVAR_KERNEL": "c"})
+    job = launch(LATE, env={"SYNCVAR_CALL_RUNNER": "c"})
     assert job.wait() == 0, str(job)
     assert all(event["handed"] >= 3 for event in job.events("ended")), str(job)
 

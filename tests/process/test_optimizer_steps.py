@@ -1,4 +1,4 @@
-"""Steps of optimizers in shared memory: the prepared call gives the same bits as the long way, and still compares."""
+"""Steps of optimizers in shared memory: the persistent call gives the same bits as the long way, and still compares."""
 
 import pytest
 

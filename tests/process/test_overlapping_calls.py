@@ -33,7 +33,7 @@ if rank == 1:
 
 @pytest.mark.parametrize("kernel", ["auto", "python"])
 def test_messages_of_a_tag_that_has_rested_come_all_and_in_order(launch, kernel):
-    job = launch(TAGS, env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
+    job = launch(TAGS, env={"SYNCVAR_CALL_RUNNER": kernel} if kernel != "auto" else {})
     assert job.wait(120) == 0, str(job)
     assert [event["all"] for event in job.events("got")] == [
         [*range(4), *range(1, 140), 50, 100, 101, 102, 103]
@@ -74,7 +74,7 @@ probe.note("written", told=[type(error).__name__ for error in told], values=sort
 def test_a_refused_write_of_several_variables_brings_nothing_into_that_of_another_thread(
     launch, kernel
 ):
-    job = launch(GROUPED, env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
+    job = launch(GROUPED, env={"SYNCVAR_CALL_RUNNER": kernel} if kernel != "auto" else {})
     assert job.wait(120) == 0, str(job)
     seen = {event["rank"]: (event["told"], event["values"]) for event in job.events("written")}
     assert seen == {0: (["UsageError"], [10.0]), 1: ([], [10.0])}, str(job)
@@ -114,7 +114,7 @@ probe.note("written", told=[type(error).__name__ for error in told], value=float
 
 @pytest.mark.parametrize("kernel", ["auto", "python"])
 def test_a_write_is_refused_while_the_copy_goes_to_other_memory(launch, kernel):
-    job = launch(MOVING, env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
+    job = launch(MOVING, env={"SYNCVAR_CALL_RUNNER": kernel} if kernel != "auto" else {})
     assert job.wait(120) == 0, str(job)
     assert [
         (event["told"], event["value"], event["others"]) for event in job.events("written")
@@ -145,7 +145,7 @@ probe.note("went", told=[str(error) for error in told], sum=float(sv.all_reduce(
 def test_a_prepared_call_of_a_signals_handler_is_refused_and_the_call_beneath_goes_on(
     launch, kernel
 ):
-    job = launch(HANDLER, env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
+    job = launch(HANDLER, env={"SYNCVAR_CALL_RUNNER": kernel} if kernel != "auto" else {})
     assert job.wait(120) == 0, str(job)
     seen = {event["rank"]: event for event in job.events("went")}
     assert [seen[rank]["sum"] for rank in (0, 1)] == [2.0, 2.0], str(job)
@@ -188,5 +188,5 @@ for _ in range(40):
 
 @pytest.mark.parametrize("kernel", [pytest.param("auto", marks=pytest.mark.slow), "python"])
 def test_calls_started_while_the_progress_thread_looks_at_the_earlier_ones(launch, kernel):
-    job = launch(STARTED_MEANWHILE, env={"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {})
+    job = launch(STARTED_MEANWHILE, env={"SYNCVAR_CALL_RUNNER": kernel} if kernel != "auto" else {})
     assert job.wait(120) == 0, str(job)

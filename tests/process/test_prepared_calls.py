@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "contract" / "prepared_calls.py"
-ENV = {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "SYNCVAR_CHECK_ARENA": "on"}
+ENV = {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60", "SYNCVAR_CHECK_SHM": "on"}
 LAYOUTS = {
     "kernel": {"env": {"SYNCVAR_COLLECTIVE_TIMEOUT_S": "60"}},
-    "arena": {"env": ENV},
+    "shm": {"env": ENV},
     "zmq": {"env": {**ENV, "SYNCVAR_TRANSPORT": "zmq"}},
     "hosts": {"env": ENV, "options": ["--fake-hosts", "2"]},
 }
@@ -17,13 +17,13 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("layout", "workers", "cases", "pairs"),
     [
-        ("kernel", 2, 40, []),  # where the arena is checked, Python runs all
-        pytest.param("arena", 2, 12, [], marks=pytest.mark.slow),
+        ("kernel", 2, 40, []),  # where shared memory is checked, Python runs all
+        pytest.param("shm", 2, 12, [], marks=pytest.mark.slow),
         pytest.param("kernel", 2, 600, ["all_reduce", "broadcast"], marks=pytest.mark.slow),
         pytest.param("kernel", 3, 400, ["all_gather", "scan"], marks=pytest.mark.slow),
         pytest.param("kernel", 4, 400, ["reduce_scatter", "all_to_all"], marks=pytest.mark.slow),
-        pytest.param("arena", 3, 100, ["all_reduce", "broadcast"], marks=pytest.mark.slow),
-        pytest.param("arena", 4, 100, ["reduce_scatter"], marks=pytest.mark.slow),
+        pytest.param("shm", 3, 100, ["all_reduce", "broadcast"], marks=pytest.mark.slow),
+        pytest.param("shm", 4, 100, ["reduce_scatter"], marks=pytest.mark.slow),
         pytest.param("zmq", 3, 60, ["all_reduce"], marks=pytest.mark.slow),
         pytest.param("hosts", 4, 60, ["all_reduce"], marks=pytest.mark.slow),
         pytest.param("hosts", 3, 60, ["all_gather"], marks=pytest.mark.slow),
@@ -72,7 +72,7 @@ def test_everyday_calls_on_processes(launch, workers, cases):
                 ("kernel", 2, 40),
                 ("kernel", 3, 25),
                 ("kernel", 4, 25),
-                ("arena", 2, 15),
+                ("shm", 2, 15),
                 ("zmq", 2, 15),
                 ("hosts", 3, 15),
             )
@@ -114,9 +114,9 @@ note("trained", first=float(w.numpy()[0]), last=float(w.numpy()[-1]), equal=len(
 """
 
 
-def test_training_where_the_arena_of_one_rank_is_full(launch):
+def test_training_where_the_shm_of_one_rank_is_full(launch):
     """Its buffer for gradients is private there, in shared memory elsewhere: that once added up what lies at offset 0."""
-    job = launch(TRAINING, env={"SYNCVAR_ARENA_BYTES": str(64 << 20)})
+    job = launch(TRAINING, env={"SYNCVAR_SHM_BYTES": str(64 << 20)})
     assert job.wait(120) == 0, str(job)
     wanted = -sum(call + 0.5 for call in range(10))
     seen = {

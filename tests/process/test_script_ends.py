@@ -303,7 +303,7 @@ def test_missing_ranks_are_named(launch):
         """,
         workers=4,
         options=["--start-timeout", "5"],
-        env={"SYNCVAR_ROLL_CALL_S": "1"},
+        env={"SYNCVAR_MISSING_REPORT_S": "1"},
     )
     assert job.wait() == 69, str(job)
     raised = {event["rank"]: event for event in job.events("raised")}

@@ -137,7 +137,7 @@ def test_torchruns_variables_on_one_host_share_memory(start):
     told = [torch(rank, 3, number, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=3) for rank in (2, 1, 0)]
     for (code, out), rank in zip(start(told, "again"), (2, 1, 0), strict=True):
         assert code == 0, out
-        assert out.startswith(f"met {rank} 3 {rank} 0 1 6.0 arena: 3 ranks")
+        assert out.startswith(f"met {rank} 3 {rank} 0 1 6.0 shared memory: 3 ranks")
         assert "again 3" in out
 
 
@@ -188,7 +188,7 @@ def test_while_the_program_waits_nothing_else_runs(start):
         )  # seconds of processor time in half a second
         assert (
             "beside busy threads: False" in out
-        )  # what serves the roll and the arena is not what a call has to mind
+        )  # what serves the roll and shared memory is not what a call has to mind
 
 
 def test_rank_0_does_not_wait_for_a_rank_of_another_host_that_has_failed(start):
@@ -240,7 +240,7 @@ def test_a_rank_of_another_host_that_falls_silent_while_the_ranks_meet_is_lost_a
     number, key = free_ports(2), secrets.token_hex(32)
     limits = {
         "SYNCVAR_RENDEZVOUS_TIMEOUT_S": 300,
-        "SYNCVAR_ROLL_CALL_S": 0.2,
+        "SYNCVAR_MISSING_REPORT_S": 0.2,
         "SYNCVAR_HEARTBEAT_INTERVAL_S": 0.1,
         "SYNCVAR_LOST_AFTER_S": 1,
         "SYNCVAR_SUSPECT_AFTER_S": 0.5,
@@ -376,7 +376,7 @@ def test_tf_config(start):
     ]
     for code, out in start(told):
         assert code == 0, out
-        assert "4.0 arena: 2 ranks" in out
+        assert "4.0 shared memory: 2 ranks" in out
 
 
 def slurm(rank, host, local, sizes, **more):
@@ -427,8 +427,8 @@ def test_a_task_whose_others_do_not_come_says_where_it_looks_and_a_folder_of_oth
     )
     assert (code, other_code) == (3, 3), out + other
     assert "RendezvousError rank 0, the first of its host, has put nothing down in" in out
-    assert "SYNCVAR_MEETING_DIR names another; or set MASTER_ADDR and MASTER_PORT" in out
-    assert "open to others (mode 755); set SYNCVAR_MEETING_DIR" in other
+    assert "SYNCVAR_RENDEZVOUS_DIR names another; or set MASTER_ADDR and MASTER_PORT" in out
+    assert "open to others (mode 755); set SYNCVAR_RENDEZVOUS_DIR" in other
 
 
 def test_ranks_of_mpirun_on_one_host_share_memory_by_the_name_of_its_job(start):
@@ -444,7 +444,7 @@ def test_ranks_of_mpirun_on_one_host_share_memory_by_the_name_of_its_job(start):
     ]
     for rank, (code, out) in enumerate(start(told)):
         assert code == 0, out
-        assert out.startswith(f"met {rank} 2 {rank} 0 1 4.0 arena: 2 ranks")
+        assert out.startswith(f"met {rank} 2 {rank} 0 1 4.0 shared memory: 2 ranks")
 
 
 class Manager(threading.Thread):
@@ -538,7 +538,7 @@ def test_ranks_of_mpiexec_meet_by_its_process_manager_on_one_host_and_on_several
         start(told, descriptors=[other.fileno() for other in one.others])
     ):
         assert code == 0, out
-        assert out.startswith(f"met {rank} 2 {rank} 0 1 4.0 arena: 2 ranks")
+        assert out.startswith(f"met {rank} 2 {rank} 0 1 4.0 shared memory: 2 ranks")
     assert not any(fields["cmd"] == "put" for fields in one.heard), (
         "on one host the name of the run is enough"
     )

@@ -146,7 +146,7 @@ together(writer(0), writer(1))
     ("script", "workers", "env"),
     [
         (ONE_WORK, 2, {}),
-        pytest.param(ONE_WORK, 2, {"SYNCVAR_KERNEL": "python"}, marks=pytest.mark.slow),
+        pytest.param(ONE_WORK, 2, {"SYNCVAR_CALL_RUNNER": "python"}, marks=pytest.mark.slow),
         pytest.param(ONE_WORK, 2, {"SYNCVAR_TRANSPORT": "zmq"}, marks=pytest.mark.slow),
         (GROUPS_MEANWHILE, 3, {}),
         pytest.param(GROUPS_MEANWHILE, 3, {"SYNCVAR_TRANSPORT": "zmq"}, marks=pytest.mark.slow),
@@ -154,7 +154,7 @@ together(writer(0), writer(1))
         pytest.param(
             REPORTED,
             2,
-            {"SYNCVAR_REPORT_AFTER_S": "0.01", "SYNCVAR_KERNEL": "python"},
+            {"SYNCVAR_REPORT_AFTER_S": "0.01", "SYNCVAR_CALL_RUNNER": "python"},
             marks=pytest.mark.slow,
         ),
         (QUEUES, 2, {}),
@@ -251,7 +251,7 @@ def test_a_handlers_call_is_made_or_refused_wherever_it_strikes(launch, mode, ke
         BEGIN + HANDLERS,
         arguments=[mode],
         env={"SYNCVAR_COLLECTIVE_TIMEOUT_S": "30"}
-        | ({} if kernel == "auto" else {"SYNCVAR_KERNEL": kernel}),
+        | ({} if kernel == "auto" else {"SYNCVAR_CALL_RUNNER": kernel}),
     )
     assert job.wait(120) == 0, str(job)
     seen = {event["rank"]: event for event in job.events("over")}

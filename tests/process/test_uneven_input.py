@@ -3,7 +3,7 @@
 import pytest
 
 LINKS = [
-    pytest.param({}, id="arena"),
+    pytest.param({}, id="shm"),
     pytest.param({"env": {"SYNCVAR_TRANSPORT": "zmq"}}, id="zmq"),
     pytest.param({"options": ["--fake-hosts", "2"]}, id="two-hosts"),
 ]

@@ -75,7 +75,7 @@ def test_the_copies_are_compared_at_the_same_writes_after_calls_that_failed(
     launch, workers, kernel, every, wrong
 ):
     env = {"SYNCVAR_CHECK_EVERY": every, "SYNCVAR_COLLECTIVE_TIMEOUT_S": "20"} | (
-        {"SYNCVAR_KERNEL": kernel} if kernel != "auto" else {}
+        {"SYNCVAR_CALL_RUNNER": kernel} if kernel != "auto" else {}
     )
     job = launch(WRITES, workers=workers, arguments=[wrong], env=env)
     assert job.wait(120) == 0, str(job)

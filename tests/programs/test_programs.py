@@ -14,7 +14,7 @@ from syncvar.transports.in_memory import Faults
 
 PROGRAMS = 2_000  # in each world, with the slow tests
 PROGRAMS_OVER_LINKS = 300
-PROGRAMS_IN_ARENA = 80  # threads that wait for words of one another are slow
+PROGRAMS_IN_SHM = 80  # threads that wait for words of one another are slow
 PROGRAMS_DELAYED = 150
 PREDICTED = 2_000
 
@@ -41,10 +41,10 @@ def check(worlds, examples):
     agree()
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["links", "arena"])
+@pytest.mark.parametrize("shared", [False, True], ids=["links", "shm"])
 def test_programs_do_what_the_model_says(shared):
     with Worlds(shared=shared) as worlds:
-        check(worlds, PROGRAMS_IN_ARENA if shared else PROGRAMS_OVER_LINKS)
+        check(worlds, PROGRAMS_IN_SHM if shared else PROGRAMS_OVER_LINKS)
 
 
 def test_programs_on_a_network_that_delays_and_reorders():
@@ -84,7 +84,7 @@ def test_programs_visit_every_cell():
 @pytest.mark.parametrize(
     ("faults", "shared"),
     [(None, False), (Faults(seed=3, delay_max=3, reorder=0.1), False), (None, True)],
-    ids=["calm", "faults", "arena"],
+    ids=["calm", "faults", "shm"],
 )
 def test_many_programs(faults, shared):
     with Worlds(faults, shared=shared) as worlds:

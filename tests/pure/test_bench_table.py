@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from syncvar.algorithms.builders import build_all
-from syncvar.algorithms.schedule_cost import ARENA, LINKS, predicted_seconds
+from syncvar.algorithms.schedule_cost import LINKS, SHM, predicted_seconds
 from syncvar.algorithms.selection import choose
 from syncvar.cli.bench import add_options, planned
 from syncvar.cli.bench_model import fitted
@@ -221,7 +221,7 @@ def test_options_that_are_refused(arguments, words):
         planned(chosen(*arguments))
 
 
-@pytest.mark.parametrize("start", [LINKS, ARENA])
+@pytest.mark.parametrize("start", [LINKS, SHM])
 @pytest.mark.parametrize("size", [2, 3, 8])
 @pytest.mark.parametrize(
     "collective", ["all_reduce", "broadcast", "all_gather", "all_to_all", "scatter", "exscan"]

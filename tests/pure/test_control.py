@@ -51,7 +51,7 @@ GOOD = {
         "addresses": {0: "a", 1: "b"},
         "hosts": {0: "h", 1: "h"},
         "places": {0: 0, 1: 0},
-        "without_arena": {1: "no memfd"},
+        "without_shm": {1: "no memfd"},
     },
     "refused": {"error": "RendezvousError", "reason": "r", "missing": []},
     "abort": {

@@ -13,7 +13,7 @@ from syncvar.protocol.coordinator import (
     Unresponsive,
 )
 
-CONFIG = RuntimeConfig(rendezvous_timeout_s=30.0, roll_call_s=5.0, stall_warning_s=10.0)
+CONFIG = RuntimeConfig(rendezvous_timeout_s=30.0, missing_report_s=5.0, stall_warning_s=10.0)
 
 
 def made(world_size=3):

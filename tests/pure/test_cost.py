@@ -7,7 +7,7 @@ import pytest
 from syncvar.algorithms.builders import ALGORITHMS, build_all, unsuited
 from syncvar.algorithms.chunks import PIECES
 from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Schedule, Send
-from syncvar.algorithms.schedule_cost import ARENA, LINKS, CostModel, predicted_seconds
+from syncvar.algorithms.schedule_cost import LINKS, SHM, CostModel, predicted_seconds
 
 A, B, G = (
     1000.0,
@@ -188,7 +188,7 @@ def test_shared_memory_publishes_once_what_several_take():
 
 
 def test_a_group_of_one_takes_no_time():
-    for model in (LINKS, ARENA):
+    for model in (LINKS, SHM):
         assert predicted_seconds(build_all("all_reduce", "ring", 1, count=9), 4, model) == 0
 
 

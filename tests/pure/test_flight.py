@@ -36,7 +36,7 @@ def call(number, what, began, ended, state="done", *, group=0, detail="", thread
         number,
         digest,
         48,
-        "arena direct",
+        "shm direct",
         int(began * MS),
         int(ended * MS),
         state,

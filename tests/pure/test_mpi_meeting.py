@@ -122,7 +122,7 @@ def test_who_joins_anew_does_not_mind_that_others_leave_the_generation_before():
         addresses={0: "a", 1: "b"},
         hosts={},
         places={0: 0, 1: 0},
-        without_arena={},
+        without_shm={},
     )
     verdict = pack_message("verdict", group=0, call=1, last_call=1, text="", table={}, waits=False)
     rank = RankEnvironment(0, 2, 0, 2, 0, 1, 0, "ipc:///x", "j")

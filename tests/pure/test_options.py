@@ -751,7 +751,7 @@ def test_ci_is_short_and_debug_is_endless():
     )
     endless = run("--config", str(CONFIGS / "debug.toml"), "-m", "x").runtime
     assert endless == run("--debug", "0", "-m", "x").runtime
-    assert (endless.collective_timeout_s, endless.check_arena) == (math.inf, "on")
+    assert (endless.collective_timeout_s, endless.check_shm) == (math.inf, "on")
 
 
 def test_the_launcher_imports_no_numpy():

@@ -17,13 +17,13 @@ from syncvar.variables.deferral_policy import (
 )
 
 LINKS = COSTS["links", False]
-ARENA = Costs(
+SHM = Costs(
     5, 8.0, 0.3, 3.3, 2.0, 105.0
 )  # as it were if calls in shared memory took longer than they do
-ALL = [ARENA, *COSTS.values()]
+ALL = [SHM, *COSTS.values()]
 
 
-def paces(windows, *, runs=4, sends=0, bar=None, costs=ARENA):
+def paces(windows, *, runs=4, sends=0, bar=None, costs=SHM):
     choices, bar = choose(windows, runs, sends, bar or Hysteresis(), costs)
     return [choice.is_deferred for choice in choices], bar
 

@@ -24,7 +24,7 @@ def refused(capsys, *arguments):
 
 
 @pytest.mark.parametrize("collective", ALGORITHMS)
-@pytest.mark.parametrize("path", ["links", "arena"])
+@pytest.mark.parametrize("path", ["links", "shm"])
 def test_every_collective_has_a_figure_a_reason_and_a_table(capsys, collective, path):
     text = printed(capsys, collective, "--ranks", "3", "--bytes", "3K", "--path", path)
     first, *rest = text.splitlines()
@@ -41,7 +41,7 @@ def test_every_collective_has_a_figure_a_reason_and_a_table(capsys, collective, 
     assert sum(line.startswith("* ") for line in rest) == 1
     assert (
         "in shared memory with 10 us per phase"
-        if path == "arena"
+        if path == "shm"
         else "over links with 45 us per message"
     ) in text
 
@@ -179,7 +179,7 @@ def test_a_long_figure_is_short_unless_all_of_it_is_wanted(capsys):
         (("all_reduce", "--program", "4"), "--program must be a rank from 0 to 3"),
         (
             ("all_reduce", "--program", "0", "--path", "links"),
-            "shares memory (--path arena), not 0",
+            "shares memory (--path shared memory), not 0",
         ),
     ],
 )

@@ -35,7 +35,7 @@ def run_in_shared_memory(plans, work):
             for rounds in published
         ]
         for at in range(published[0][number].longest):
-            arena = [
+            shm = [
                 memory[rank][mine[at][0]][mine[at][1]] if at < len(mine) else None
                 for rank, mine in enumerate(places)
             ]
@@ -48,11 +48,11 @@ def run_in_shared_memory(plans, work):
                         )
                         match take.step:
                             case Recv():
-                                cells[element] = arena[take.peer]
+                                cells[element] = shm[take.peer]
                             case RecvReduce(_, _, True):
-                                cells[element] = arena[take.peer] + cells[element]
+                                cells[element] = shm[take.peer] + cells[element]
                             case RecvReduce(_, _, False):
-                                cells[element] = cells[element] + arena[take.peer]
+                                cells[element] = cells[element] + shm[take.peer]
         for rank, rounds in enumerate(published):
             mine = memory[rank]
 

@@ -178,7 +178,7 @@ def test_what_is_wrong_is_found_and_counted(got, wanted, words, wrong):
 
 def test_the_lines_of_the_test():
     paths = {
-        "arena": [
+        "shm": [
             SelfTestResult("all_reduce", "the combination", 12),
             SelfTestResult("barrier", "nobody leaves", 3),
         ],
@@ -194,11 +194,11 @@ def test_the_lines_of_the_test():
     lines, is_good = outcome_lines(paths)
     assert not is_good
     assert lines == [
-        "all_reduce         FAIL  the combination; 12 calls over arena and zmq",
+        "all_reduce         FAIL  the combination; 12 calls over shm and zmq",
         "    zmq: rank 0: wrong",
         "    zmq: rank 1: wrong",
         "    zmq: rank 2: wrong",
         "    and 2 more",
-        "barrier            OK    nobody leaves; 3 calls over arena",
+        "barrier            OK    nobody leaves; 3 calls over shm",
     ]
-    assert outcome_lines({"arena": paths["arena"]})[1]
+    assert outcome_lines({"shm": paths["shm"]})[1]

@@ -12,7 +12,7 @@ from syncvar.runtime.flight_recorder.recorder import RING, Recorder
 from syncvar_launcher.job.job_stats import merged, read_totals, table
 
 
-def told(what, nbytes=0, members=(0, 1), path="arena", group=0):
+def told(what, nbytes=0, members=(0, 1), path="shm", group=0):
     return CallInfo(what, group, members, 1, nbytes, path)
 
 

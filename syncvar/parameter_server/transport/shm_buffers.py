@@ -1,6 +1,6 @@
 """Arrays that go between a server and the workers of its host through memory that they share.
 
-Who sends an array copies it once, into a block of its own region of an arena, or has made it there (`ShmBufferPool.room`), and sends
+Who sends an array copies it once, into a block of its own region of shared memory, or has made it there (`ShmBufferPool.room`), and sends
 where that is. Who receives it reads the block where it lies. Nobody writes a block while it is lent, so what is read is never torn, and always one version. A block
 begins with eight words, one for each of so many readers. When the last view of it is gone a reader clears its word, and the owner
 takes that back the next time it lends something.
@@ -18,7 +18,7 @@ import numpy as np
 
 from syncvar.core.errors import InternalError, SharedMemoryFull
 from syncvar.core.process_ids import server_hosts
-from syncvar.shm.fd_passing import servers_arena_path
+from syncvar.shm.fd_passing import servers_fd_socket_path
 from syncvar.shm.segment import SharedSegment
 
 if TYPE_CHECKING:
@@ -51,12 +51,12 @@ def lender_of(environment: RankEnvironment, config: RuntimeConfig) -> ShmBufferP
         if environment.role == "server"
         else len(here) + environment.local_rank
     )
-    path = servers_arena_path(environment.socket_directory)
-    arena = SharedSegment.fetch(path, environment, environment.generation, place, config)
-    if isinstance(arena, str):
+    path = servers_fd_socket_path(environment.socket_directory)
+    shm = SharedSegment.fetch(path, environment, environment.generation, place, config)
+    if isinstance(shm, str):
         return None
     # What an earlier process in this one's place has lent may still be read: who came after it lends nothing.
-    return ShmBufferPool(arena, lends=environment.incarnation == 0)
+    return ShmBufferPool(shm, lends=environment.incarnation == 0)
 
 
 class _BufferReader(NamedTuple):
@@ -70,7 +70,7 @@ class ShmBufferPool:
     """What one process has lent, and what it has borrowed.
 
     Args:
-        arena: The memory; this process lends from its own region.
+        shm: The memory; this process lends from its own region.
         lends: It may lend; else it only borrows.
 
     Attributes:
@@ -78,10 +78,10 @@ class ShmBufferPool:
         segment: The memory. An array may be lent to a process only after that one has said that it has mapped the same.
     """
 
-    def __init__(self, arena: SharedSegment, *, lends: bool = True) -> None:
+    def __init__(self, shm: SharedSegment, *, lends: bool = True) -> None:
         self.lent = 0
-        self.segment = arena.segment
-        self._arena = arena
+        self.segment = shm.segment
+        self._shm = shm
         self._lends = lends
         self._out: collections.deque[tuple[_BufferReader, NDArray[np.uint8], int]] = (
             collections.deque()
@@ -127,9 +127,9 @@ class ShmBufferPool:
                         break
                     copied[_WORDS_NBYTES:] = np.frombuffer(view, np.uint8)
                     word = copied, self._place(copied)
-                self._arena.words[word[1]] = _LENT
+                self._shm.words[word[1]] = _LENT
                 self._out.append((_BufferReader(number, incarnation), *word))
-                found.append((index, self._arena.refer(8 * word[1], view.nbytes)))
+                found.append((index, self._shm.refer(8 * word[1], view.nbytes)))
         self.lent += len(found)
         return found
 
@@ -139,16 +139,14 @@ class ShmBufferPool:
         Raises:
             InternalError: It is in other memory, or outside of it.
         """
-        word = self._arena.resolve(reference)
-        block = self._arena.refer(word // 64 * 64, _WORDS_NBYTES + reference.nbytes)
+        word = self._shm.resolve(reference)
+        block = self._shm.refer(word // 64 * 64, _WORDS_NBYTES + reference.nbytes)
         if word % 8:
             raise InternalError(
                 f"another process lends {reference.nbytes} bytes at {word}, where no reader's word can be"
             )
         array: Any = np.asarray(
-            _Borrowed(
-                self._arena, word, self._arena.resolve(block) + _WORDS_NBYTES, reference.nbytes
-            )
+            _Borrowed(self._shm, word, self._shm.resolve(block) + _WORDS_NBYTES, reference.nbytes)
         )
         return memoryview(array)
 
@@ -156,17 +154,17 @@ class ShmBufferPool:
         """Take back what a process had borrowed that has ended, and its earlier incarnations; not what a later one has."""
         for reader, _, word in self._out:
             if reader.number == number and reader.incarnation <= incarnation:
-                self._arena.words[word] = 0
+                self._shm.words[word] = 0
 
     def close(self) -> None:
         """Let go of the memory; what is still read stays."""
         self._out.clear()
         self._spare.clear()
-        self._arena.close()
+        self._shm.close()
 
     def _place(self, block: NDArray[np.uint8]) -> int:
         """Return the index of a block's first word."""
-        offset = self._arena.locate(block)
+        offset = self._shm.locate(block)
         assert offset is not None
         return offset // 8
 
@@ -178,12 +176,12 @@ class ShmBufferPool:
         if (
             not isinstance(owner, np.ndarray)
             or owner.nbytes != view.nbytes + _WORDS_NBYTES
-            or self._arena.locate(owner) is None
+            or self._shm.locate(owner) is None
         ):
             return None
         first = self._place(owner)
         free = next(
-            (word for word in range(first, first + _WORDS) if self._arena.words[word] != _LENT),
+            (word for word in range(first, first + _WORDS) if self._shm.words[word] != _LENT),
             None,
         )
         return None if free is None else (owner, free)
@@ -194,7 +192,7 @@ class ShmBufferPool:
             self._spare_nbytes -= nbytes
             return spare.pop()
         try:
-            block = self._arena.empty(_WORDS_NBYTES + nbytes, np.uint8)
+            block = self._shm.empty(_WORDS_NBYTES + nbytes, np.uint8)
         except SharedMemoryFull:
             self._spare.clear()
             self._spare_nbytes = 0
@@ -204,7 +202,7 @@ class ShmBufferPool:
 
     def _take_back(self) -> None:
         """Keep blocks that nobody reads any more for arrays of the same size; beyond a limit they are freed."""
-        words = self._arena.words
+        words = self._shm.words
         for _ in range(len(self._out)):
             entry = self._out.popleft()
             if words[entry[2]] == _LENT:
@@ -226,19 +224,19 @@ class _Borrowed:
 
     __slots__ = ("__array_interface__", "_ground", "_word", "_words")
 
-    def __init__(self, arena: SharedSegment, word: int, offset: int, nbytes: int) -> None:
-        self._ground = arena.ground  # the mapping lives as long as this
-        self._words = arena.words
+    def __init__(self, shm: SharedSegment, word: int, offset: int, nbytes: int) -> None:
+        self._ground = shm.ground  # the mapping lives as long as this
+        self._words = shm.words
         self._word = word // 8
         self.__array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (arena.address + offset, True),
+            "data": (shm.address + offset, True),
             "version": 3,
         }
 
     def __del__(self) -> None:
         with contextlib.suppress(
             ValueError
-        ):  # the arena has been closed: nobody lends from it any more
+        ):  # shared memory has been closed: nobody lends from it any more
             self._words[self._word] = 0

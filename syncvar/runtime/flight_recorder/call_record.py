@@ -32,7 +32,7 @@ class Event(NamedTuple):
         call: Call number within the group; -1 where it is no call of a group.
         fingerprint: Digest of what the call is, the same on all ranks that make the same call; 0 for none.
         nbytes: Bytes of the arrays that the call worked on; 0 where it came to none.
-        path: "arena" or "links" and the algorithm; empty where it came to none.
+        path: "shm" or "links" and the algorithm; empty where it came to none.
         began_ns: When it began, CLOCK_MONOTONIC.
         ended_ns: When it ended; 0 where it has not.
         state: "started", "done", "failed", or "noted" for what is no operation.

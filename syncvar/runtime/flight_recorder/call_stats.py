@@ -47,7 +47,7 @@ def size_of(told: CallInfo, nbytes: int) -> int:
 
     Example:
         >>> from syncvar.runtime.flight_recorder.call_record import CallInfo
-        >>> size_of(CallInfo("all_reduce(sum, float32[10, 10])", 0, (0, 1), 0, 0, "arena"), 1200)
+        >>> size_of(CallInfo("all_reduce(sum, float32[10, 10])", 0, (0, 1), 0, 0, "shm"), 1200)
         400
     """
     array = _ARRAY.search(told.what)
@@ -61,7 +61,7 @@ def size_of(told: CallInfo, nbytes: int) -> int:
         return int(said[1])
     if told.path == "hosts":  # several plans were run, on parts of it
         return -1
-    # A prepared call, which tells bytes beforehand, has the block of one rank.
+    # A persistent call, which tells bytes beforehand, has the block of one rank.
     return (
         nbytes * len(told.members)
         if told.nbytes and told.what.startswith("all_gather(")

@@ -50,7 +50,7 @@ class Planner:
         rank: This process in the group; None where it is no member, and makes no calls.
         forced: Algorithms that the job's setting demands, by collective.
         is_shared: Whether calls go through memory that all members share.
-        host_sizes: Ranks on each host, of a group that spans several and has an arena on each; else None.
+        host_sizes: Ranks on each host, of a group that spans several and has shared memory on each; else None.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class P2PChannel:
     Args:
         context: In which this rank makes them.
         stream: Their calls.
-        end: This rank's end of the box through which they go; None where the ranks share no arena.
+        end: This rank's end of the box through which they go; None where the ranks share no shared memory.
         array: The kind of messages that are arrays.
         request: Makes the call of an array's message, where the engine has to go on with what the C runner has begun.
 

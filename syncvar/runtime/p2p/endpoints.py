@@ -1,4 +1,4 @@
-"""Messages between ranks of one host: through a box in the arena where it has room, else over links.
+"""Messages between ranks of one host: through a box in shared memory where it has room, else over links.
 
 Message number k of a pair and tag meets receive number k, whichever way it comes, so the sender alone decides, message by
 message: what finds no room in the box goes over a link. Whoever receives looks in the box and hears the link at the same time.
@@ -7,7 +7,7 @@ A message of another tag that lies before the one that is wanted is taken out an
 Where much has come together the sender is told to use links, whose credit bounds what may be on its way.
 
 A long message stays where it is until the receiver has read it: part by part where both ranks are at it, in C, at the same
-time; else in the arena, in the sender's memory where the system lets the receiver read there, or again part by part. When
+time; else in shared memory, in the sender's memory where the system lets the receiver read there, or again part by part. When
 the sender gives it up meanwhile, what was read of it is not used.
 """
 
@@ -90,14 +90,14 @@ class SendEndpoint:
     def __init__(self, boxes: Boxes, dest: int) -> None:
         self.dest = dest
         self.lock = threading.Lock()
-        self.arena = boxes.channels.arena
+        self.shm = boxes.channels.shm
         self.wait = boxes.channels.wait
         self._boxes = boxes
         self._box: RingWriter | None = None
         self._has_none = False
 
     def box(self) -> RingWriter | None:
-        """Return the box, made by the first message; None where the arena has no room for it."""
+        """Return the box, made by the first message; None where shared memory has no room for it."""
         if self._box is None and not self._has_none:
             self._box = self._boxes.outbox(self.dest)
             self._has_none = self._box is None
@@ -137,7 +137,7 @@ class SendEndpoint:
             box = self.box()
             if box is None:
                 return 0
-            address, offset = array.__array_interface__["data"][0], self.arena.locate(array)
+            address, offset = array.__array_interface__["data"][0], self.shm.locate(array)
             return box.tell(
                 what,
                 stream,

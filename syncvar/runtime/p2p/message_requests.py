@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WAY", "Receiving", "Sending"]
 
-WAY = "arena message"  # in flight records
+WAY = "shm message"  # in flight records
 
 
 class Sending:

@@ -1,8 +1,8 @@
-"""What prepared calls stand on: one guard, one number, one entry of the recorder, one way to hand over to the engine.
+"""What persistent calls stand on: one guard, one number, one entry of the recorder, one way to hand over to the engine.
 
 A small all-reduce of two ranks takes about a microsecond, so the path of a call has no object to make, no name to look up
 and no lock to wait for. What is unusual (a known refusal, queued calls, an odd `out`) is left to the general way, and so is
-a wait that takes long: the engine goes on from where the prepared call stands, and looks at the deadline.
+a wait that takes long: the engine goes on from where the persistent call stands, and looks at the deadline.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["DtypeGroup", "PersistentCallBuilder", "as_far_as_others_come", "prep
 def preparation_of(
     communicator: Communicator, what: str, digest: int, nbytes: int, way: str
 ) -> PersistentCallBuilder | None:
-    """Return what a prepared call stands on; None where there is no channel to others, or no call is prepared."""
+    """Return what a persistent call stands on; None where there is no channel to others, or no call is prepared."""
     channel, engine = communicator.channel, communicator.engine
     if (
         not communicator.prepares
@@ -75,7 +75,7 @@ class DtypeGroup(NamedTuple):
 
 
 class PersistentCallBuilder(NamedTuple):
-    """What a prepared call stands on, and how the engine takes over from it."""
+    """What a persistent call stands on, and how the engine takes over from it."""
 
     communicator: Communicator
     channel: Channel

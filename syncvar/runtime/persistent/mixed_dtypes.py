@@ -52,7 +52,7 @@ def prepare_kinds(
     digest: int,
     what: str,
 ) -> PreparedCall | None:
-    """Return the prepared call of arrays of several kinds, or of long ones of one kind, or None where there is none.
+    """Return the persistent call of arrays of several kinds, or of long ones of one kind, or None where there is none.
 
     Args:
         communicator: The group.
@@ -69,7 +69,7 @@ def prepare_kinds(
         [sizes[number] for number in order],
     )
     ground = preparation_of(
-        communicator, what, digest, sum(sizes), "arena small" if longest is None else "arena"
+        communicator, what, digest, sum(sizes), "shm small" if longest is None else "shm"
     )
     return (
         None
@@ -137,7 +137,7 @@ class _Kinds(NamedTuple):
 
 
 def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
-    """Return the prepared call of arrays that all go through slots."""
+    """Return the persistent call of arrays that all go through slots."""
     channel, engine, digest, leaves, nbytes = (
         ground.channel,
         ground.engine,
@@ -198,7 +198,7 @@ def _short(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
 
 
 def _long(ground: PersistentCallBuilder, several: _Kinds) -> PreparedCall:
-    """Return the prepared call of which the first kind has long arrays; the others go through slots."""
+    """Return the persistent call of which the first kind has long arrays; the others go through slots."""
     channel, digest, leaves = ground.channel, ground.told.fingerprint, several.leaves
     fate = OutputSpec(EVERYWHERE, range(channel.size))
 

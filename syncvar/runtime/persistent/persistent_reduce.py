@@ -59,7 +59,7 @@ def prepare_reduction(
     neutral: Any = None,
     leaves: PyTree | None = None,
 ) -> PreparedCall | None:
-    """Return the prepared call of a reduction, or None where there is none.
+    """Return the persistent call of a reduction, or None where there is none.
 
     Args:
         communicator: The group.
@@ -80,9 +80,7 @@ def prepare_reduction(
     """
     nbytes = prod(shape) * how.accumulate.itemsize
     is_small = is_direct(nbytes, communicator.size)
-    ground = preparation_of(
-        communicator, what, digest, nbytes, "arena small" if is_small else "arena"
-    )
+    ground = preparation_of(communicator, what, digest, nbytes, "shm small" if is_small else "shm")
     if ground is None:
         return None
     fate = OutputSpec(ends, ends.terms(ground.channel.rank, ground.channel.size), None, neutral)
@@ -96,14 +94,14 @@ def prepare_reduction(
 
 
 def prepare_barrier(communicator: Communicator, digest: int, what: str) -> PreparedCall | None:
-    """Return the prepared call of a barrier, or None where there is none: it reduces arrays without elements.
+    """Return the persistent call of a barrier, or None where there is none: it reduces arrays without elements.
 
     Args:
         communicator: The group.
         digest: Fingerprint of the call, as the long way makes it.
         what: The call in words.
     """
-    ground = preparation_of(communicator, what, digest, 0, "arena")
+    ground = preparation_of(communicator, what, digest, 0, "shm")
     return (
         None
         if ground is None
@@ -148,7 +146,7 @@ def _small(
     fate: OutputSpec,
     leaves: PyTree | None,
 ) -> PreparedCall:
-    """Return the prepared call of a vector that goes through slots."""
+    """Return the persistent call of a vector that goes through slots."""
     ends, terms, nothing, _ = fate
     _, channel, engine, told = ground
     words, entry, others, wait = channel.words, channel.entry, channel.others, channel.wait

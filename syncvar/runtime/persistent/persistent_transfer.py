@@ -53,7 +53,7 @@ def prepare_move(
     general: General | None,
     brought: NDArray[Any],
 ) -> PreparedCall | None:
-    """Return the prepared call of calls that move blocks side by side, or None where there is none.
+    """Return the persistent call of calls that move blocks side by side, or None where there is none.
 
     Args:
         communicator: The group.
@@ -63,7 +63,7 @@ def prepare_move(
         general: Of (x, out): the body of the call where the ranks do not bring the same, without its first stage.
         brought: What this rank brings to such a call.
     """
-    ground = preparation_of(communicator, request.what, request.digest, layout.nbytes, "arena")
+    ground = preparation_of(communicator, request.what, request.digest, layout.nbytes, "shm")
     if ground is None:
         return None
     _, channel, engine, told = ground

@@ -4,10 +4,10 @@ All-gather and broadcast have one block for everybody, reduce-scatter and all-to
 takes from the others what is for it, to where the caller wants it:
 
 * **small** blocks are put side by side where the others see them; one phase.
-* **where they lie**: ranks tell each other where their blocks are, in the arena (`sv.empty`) or in their own memory where
+* **where they lie**: ranks tell each other where their blocks are, in shared memory (`sv.empty`) or in their own memory where
   all can read it (`shm/cross_process_read.py`), and take them there: one copy, two phases. What is combined is taken from the
-  arena only: it needs no copy there, and one from a rank's own memory.
-* **by cells** else: put and taken cell by cell, on two sides in turn, so that what lies in the arena stays in the caches.
+  shared memory only: it needs no copy there, and one from a rank's own memory.
+* **by cells** else: put and taken cell by cell, on two sides in turn, so that what lies in shared memory stays in the caches.
 
 What may differ between ranks without being wrong (lengths of an all-gather, say) is the **detail**, a number published
 beside the check: where the details differ nothing is taken, and the call goes on in the general way, with a header.
@@ -267,7 +267,7 @@ class Movement:
         return self.arrays[0][: len(self.blocks.outgoing)]
 
 
-# What a rank offers, or 0: it can read the memory of all; its blocks, if any, lie in the arena; it has blocks, has told where,
+# What a rank offers, or 0: it can read the memory of all; its blocks, if any, lie in shared memory; it has blocks, has told where,
 # and put none. It is published beside the check, in a mark: the side of the rank's first cells << 3 | its offer.
 _READS, _RESIDENT, _TOLD = 1, 2, 4
 _OFFER = _READS | _RESIDENT | _TOLD

@@ -1,6 +1,6 @@
-"""Where an array of one rank can be had by the others: in the arena, in the rank's own memory, or nowhere.
+"""Where an array of one rank can be had by the others: in shared memory, in the rank's own memory, or nowhere.
 
-A **place** is a number that ranks tell each other: an offset in the arena; an address in the rank's memory with the bit
+A **place** is a number that ranks tell each other: an offset in shared memory; an address in the rank's memory with the bit
 `ADDRESS`; None where the others cannot get at the array, and it has to be brought. What is had by its place must neither
 change nor go away until all have published that they are done with it; whoever leaves such a call early keeps the array
 for good (`Channel.keep`).
@@ -25,7 +25,7 @@ ADDRESS = 1 << 60  # above every offset, and every address of a program
 
 
 class ShmRef(NamedTuple):
-    """Where an array begins in the arena.
+    """Where an array begins in shared memory.
 
     Args:
         offset: In bytes.
@@ -61,7 +61,7 @@ class UnknownRef(Exception):  # noqa: N818  (no error: the launcher will say wha
 
 def place_of(channel: Channel, array: NDArray[Any]) -> int | None:
     """Return where the others find an array in one piece, which this rank keeps alive; None where they cannot read it."""
-    offset = channel.arena.locate(array)
+    offset = channel.shm.locate(array)
     if offset is not None:
         return offset
     reach = channel.reach
@@ -98,7 +98,7 @@ def read(channel: Channel, rank: int, place: int, target: NDArray[Any], *, hold:
     try:
         is_there = channel.reach.read(rank, place ^ ADDRESS, target, hold=hold)
     except SyncvarError:
-        if not channel.arena.is_aborted:
+        if not channel.shm.is_aborted:
             raise
         is_there = False
     if not is_there:

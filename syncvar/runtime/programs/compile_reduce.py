@@ -1,10 +1,10 @@
 """Reductions of long arrays as programs: everybody sums all, or each rank its part of every segment.
 
 * **all sum** (few ranks): each rank puts its cells and combines the cells of all; what it brings itself is read where it
-  lies. No cell goes through the arena twice.
+  lies. No cell goes through shared memory twice.
 * **owners** (many ranks): the vector is cut into segments, and of each segment rank r combines part r for everybody; what
   it has combined the others take from there.
-* **into all**: where the targets of all ranks lie in the arena, an owner writes what it has combined into all of them.
+* **into all**: where the targets of all ranks lie in shared memory, an owner writes what it has combined into all of them.
 
 Cells are written in two sides in turn, `lag` of them in each: a rank may be up to `lag` cells ahead of the others before
 it has to wait. In turn t of a program phase t has been published, so that waiting for phase t - lag + 1 of the others
@@ -327,7 +327,7 @@ def lower_reduce(
         counts: Elements of the vector, at least 1; or of the arrays whose concatenation it is, which are all brought.
         cells: How it is cut.
         places: Where the vectors lie.
-        block: Elements that are combined at once where the targets lie in the arena.
+        block: Elements that are combined at once where the targets lie in shared memory.
         ends: Who ends with what; where that is not everybody with all, no target lies where others write it, and no vector that
             others read is its own target.
 

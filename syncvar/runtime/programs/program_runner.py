@@ -119,7 +119,7 @@ def run_code(
         how: What becomes of the terms of ranks.
         arrays: (SOURCEs, TARGETs).
         sides: Of the first cells of each rank, above bit 0 where they begin on it, as a number of pages.
-        slots: Where the slots of all ranks begin in the arena; None where they lie on these sides.
+        slots: Where the slots of all ranks begin in shared memory; None where they lie on these sides.
         lying: Of (kind, rank, place): where arrays of other ranks lie; None for programs that have none.
 
     Yields:

@@ -3,15 +3,15 @@
 Sums follow the tree T(0, n) over ranks, so `reproducible=True` costs nothing here and the bytes are equal on all ranks.
 
 * **small**: each rank publishes its vector in its slot and sums all slots itself; one phase.
-* **into all**: every rank's target lies in the arena: each owner sums its part of all sources and writes the sum (or what
+* **into all**: every rank's target lies in shared memory: each owner sums its part of all sources and writes the sum (or what
   becomes of the target with it) into all targets. Where the sources lie there too, two phases do; where source and
   target are the same array it is reduced in place, with no copy. What becomes of a target is worked out from that target
   itself: copies that have come to differ stay different, as on other ways, so that somebody can still find it.
 * **by segments**: the vector is cut into segments that stay in the caches. In one phase each rank sums its part of
-  segment k, brings segment k+1, and afterwards takes the others' sums of segment k. Sources that lie in the arena are
+  segment k, brings segment k+1, and afterwards takes the others' sums of segment k. Sources that lie in shared memory are
   read where they are. Half types travel as they are: each owner widens what it sums, and rounds the sum once.
 
-Several arrays of one kind are one vector, the concatenation of them. Where long ones lie in the arena, the ranks tell each other where,
+Several arrays of one kind are one vector, the concatenation of them. Where long ones lie in shared memory, the ranks tell each other where,
 and reduce them one after another; the others are put together. Short vectors of several kinds lie side by side in the slots, also beside
 one long vector, with which they ride.
 """
@@ -62,8 +62,8 @@ __all__ = [
     "teach",
 ]
 
-_NOWHERE = 0  # in a published word only: nothing lies at offset 0 but the arena's header
-_APART = 1  # likewise, of several arrays: long ones lie in the arena, so that each rank has to tell of each where it lies
+_NOWHERE = 0  # in a published word only: nothing lies at offset 0 but shared memory's header
+_APART = 1  # likewise, of several arrays: long ones lie in shared memory, so that each rank has to tell of each where it lies
 _BLOCK_BYTES = 256 << 10  # what one owner sums before it writes it to all targets
 _NATIVE_BLOCK_BYTES = 32 << 10
 _CELLS, _LAG = (
@@ -151,14 +151,14 @@ class ReduceBuffers(NamedTuple):
         """
         if len(self.sources) > 1:
             lie = any(
-                channel.arena.locate(array) is not None
+                channel.shm.locate(array) is not None
                 for array in (*self.sources, *self.targets)
                 if is_alone(array)
             )
             return (_APART if lie else _NOWHERE) << 1 | side, _NOWHERE
         x, out = self.sources[0], self.targets[0]
-        source = channel.arena.locate(x) if x.dtype == self.how.wire else None
-        target = source if out is x else channel.arena.locate(out)
+        source = channel.shm.locate(x) if x.dtype == self.how.wire else None
+        target = source if out is x else channel.shm.locate(out)
         if out is x and self.ends != EVERYWHERE:  # others read it while it is written over
             source = None
         return (source or _NOWHERE) << 1 | side, target or _NOWHERE
@@ -178,7 +178,7 @@ class PlacedBuffers(NamedTuple):
     """What all ranks have told of a vector, in their order.
 
     Args:
-        sources: Where `x` lies in the arena; `_NOWHERE` where it is brought.
+        sources: Where `x` lies in shared memory; `_NOWHERE` where it is brought.
         targets: Where `out` lies there, or `_NOWHERE`.
         sides: Of the first cells of what is brought, above bit 0 the page where they begin.
     """
@@ -292,7 +292,7 @@ def _divided(counts: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], t
 
 
 def is_alone(array: NDArray[Any]) -> bool:
-    """Return whether one of several arrays is reduced by itself where it lies in the arena, on this rank or another one."""
+    """Return whether one of several arrays is reduced by itself where it lies in shared memory, on this rank or another one."""
     return array.nbytes >= _ALONE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""The arena as workers have it: one memory for all, zeros at first, given back at last, errors in words and never a signal."""
+"""Shared memory as workers have it: one memory for all, zeros at first, given back at last, errors in words and never a signal."""
 
 import errno
 import fcntl
@@ -33,37 +33,37 @@ MIB = 1 << 20
 
 @pytest.fixture
 def host():
-    """Make arenas; what was made is let go of at the end."""
+    """Make segments; what was made is let go of at the end."""
     made, attached = [], []
 
     class Host:
-        def create(self, arena_bytes=256 * MIB, ranks=2, **more):
-            arena, reason = create(arena_bytes, ranks, 2, **more)
+        def create(self, shm_bytes=256 * MIB, ranks=2, **more):
+            shm, reason = create(shm_bytes, ranks, 2, **more)
             assert reason == ""
-            made.append(arena)
-            return arena
+            made.append(shm)
+            return shm
 
-        def attach(self, arena, rank=0, **more):
-            attached.append(SharedSegment.attach(os.dup(arena.fd), rank, **more))
+        def attach(self, shm, rank=0, **more):
+            attached.append(SharedSegment.attach(os.dup(shm.fd), rank, **more))
             return attached[-1]
 
-        def one(self, arena_bytes=256 * MIB, ranks=2, **more):
-            return self.attach(self.create(arena_bytes, ranks), **more)
+        def one(self, shm_bytes=256 * MIB, ranks=2, **more):
+            return self.attach(self.create(shm_bytes, ranks), **more)
 
     yield Host()
-    for arena in attached:
-        arena.close()
-    for arena in made:
-        arena.close()
+    for shm in attached:
+        shm.close()
+    for shm in made:
+        shm.close()
 
 
 def mappings():
     with open("/proc/self/maps") as file:
-        return [line for line in file if "syncvar-arena" in line]
+        return [line for line in file if "syncvar-shm" in line]
 
 
-def held(arena):
-    return os.fstat(arena.fd).st_blocks * 512
+def held(shm):
+    return os.fstat(shm.fd).st_blocks * 512
 
 
 # What it is.
@@ -71,14 +71,14 @@ def held(arena):
 
 def test_the_header_says_what_it_is(host):
     made = host.create(1 << 40, 3, generation=7)
-    arena = host.attach(made, 2)
+    shm = host.attach(made, 2)
     assert (made.how, made.said) == ("memfd", "")
-    assert (arena.arena_bytes, arena.local_world_size, arena.usable_cores) == (1 << 40, 3, 2)
-    assert (arena.generation, arena.local_rank) == (7, 2)
-    assert len(arena.memory) == 1 << 40
-    assert arena.words[segment_layout.MAGIC] == segment_layout.MAGIC_VALUE
+    assert (shm.shm_bytes, shm.local_world_size, shm.usable_cores) == (1 << 40, 3, 2)
+    assert (shm.generation, shm.local_rank) == (7, 2)
+    assert len(shm.memory) == 1 << 40
+    assert shm.words[segment_layout.MAGIC] == segment_layout.MAGIC_VALUE
     assert held(made) < MIB, "it is as large as it says, and almost nothing of it is there"
-    assert [arena.words[arena.table(rank) // 8] for rank in range(3)] == [0, 0, 0]
+    assert [shm.words[shm.table(rank) // 8] for rank in range(3)] == [0, 0, 0]
 
 
 def test_nobody_can_cut_it_short(host):
@@ -106,10 +106,10 @@ def test_two_attachments_are_one_memory(host):
 
 def test_the_abort_word(host):
     made = host.create()
-    arena = host.attach(made)
-    assert not arena.is_aborted
+    shm = host.attach(made)
+    assert not shm.is_aborted
     made.abort()
-    assert arena.is_aborted
+    assert shm.is_aborted
     made.close()
     made.close()
     made.is_aborted = False
@@ -117,7 +117,7 @@ def test_the_abort_word(host):
 
 
 def test_odd_sizes_are_whole_pages(host):
-    assert host.one(100 * MIB + 1).arena_bytes == 100 * MIB + 4096
+    assert host.one(100 * MIB + 1).shm_bytes == 100 * MIB + 4096
     with pytest.raises(ConfigError, match="too small for 50 ranks"):
         create(100 * MIB, 50, 2)
 
@@ -146,16 +146,16 @@ def test_the_job_s_directory_is_the_last_way(host, monkeypatch, tmp_path):
     assert made.how == "a file in the job's directory"
     assert "memfd (Function not implemented) or a file in" in made.said
     assert list(tmp_path.iterdir()) == []
-    arena = host.attach(made)
+    shm = host.attach(made)
     for _ in range(3):
-        array = arena.empty(40 * MIB, np.uint8)
+        array = shm.empty(40 * MIB, np.uint8)
         array[:] = 1
         del array
-        offset = arena.allocate(40 * MIB)
-        assert not arena.view(offset, 40 * MIB, np.uint8).any(), (
+        offset = shm.allocate(40 * MIB)
+        assert not shm.view(offset, 40 * MIB, np.uint8).any(), (
             "zeros, whether or not pages can be given back"
         )
-        arena.release(offset)
+        shm.release(offset)
 
 
 def test_no_way_is_a_reason(monkeypatch, tmp_path):
@@ -164,8 +164,8 @@ def test_no_way_is_a_reason(monkeypatch, tmp_path):
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     monkeypatch.setattr(segment_file, "_SHARED_FOLDER", str(tmp_path / "missing"))
-    arena, reason = create(256 * MIB, 2, 2, directory=str(tmp_path / "missing too"))
-    assert arena is None
+    shm, reason = create(256 * MIB, 2, 2, directory=str(tmp_path / "missing too"))
+    assert shm is None
     assert reason.startswith("it cannot be made: memfd (Operation not permitted), a file in ")
     assert reason.endswith("a file in the job's directory (No such file or directory)")
 
@@ -202,7 +202,7 @@ def test_an_old_system_that_does_not_know_a_flag(host, monkeypatch):
 
 
 def memfd(data, size, seals=fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW):
-    fd = os.memfd_create("syncvar-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create("syncvar-shm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     os.pwrite(fd, data, 0)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
@@ -218,15 +218,15 @@ def header(
 @pytest.mark.parametrize(
     ("data", "size", "seals", "words"),
     [
-        (b"", 0, 6, "no arena: it has 0 bytes"),
-        (b"", 16 * MIB, 6, "no arena: it begins with other bytes"),
+        (b"", 0, 6, "no shared memory: it has 0 bytes"),
+        (b"", 16 * MIB, 6, "no shared memory: it begins with other bytes"),
         (header(version=99), 16 * MIB, 6, "layout 99, this process reads 2: use the same version"),
         (header(size=32 * MIB), 16 * MIB, 6, "has 16777216 bytes but says 33554432"),
         (header(), 16 * MIB, fcntl.F_SEAL_GROW, "not sealed: another process could cut it short"),
         (header(ranks=1), 16 * MIB, 6, "for 1 ranks, so there is no local rank 1"),
     ],
 )
-def test_what_is_no_arena_is_refused_and_closed(data, size, seals, words):
+def test_what_is_no_shm_is_refused_and_closed(data, size, seals, words):
     fd = memfd(data, size, seals)
     with pytest.raises(SharedMemoryUnavailable, match=words):
         SharedSegment.attach(fd, 1)
@@ -264,7 +264,7 @@ def test_an_address_space_that_is_too_small(host):
     )
     assert ended.stdout == (
         "mapping 1 TiB was refused: Cannot allocate memory; this process may map 8 GiB (ulimit -v); "
-        "a smaller SYNCVAR_ARENA_BYTES may fit\n"
+        "a smaller SYNCVAR_SHM_BYTES may fit\n"
     )
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
@@ -277,17 +277,17 @@ def test_an_address_space_that_is_too_small(host):
 )
 @pytest.mark.parametrize("shape", [(), 5, (3, 4), (0,), (2, 0, 3)])
 def test_arrays_of_every_shape_and_dtype(host, shape, dtype):
-    arena = host.one()
-    array = arena.empty(shape, dtype)
+    shm = host.one()
+    array = shm.empty(shape, dtype)
     expected = np.empty(shape, dtype)
     assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
     assert array.strides == expected.strides or not array.size
     assert array.flags.c_contiguous
     assert array.flags.writeable
     assert array.flags.aligned
-    offset = arena.locate(array)
+    offset = shm.locate(array)
     assert offset % 64 == 0
-    start, stop = segment_layout.SegmentLayout(arena.arena_bytes, 2).arrays(0)
+    start, stop = segment_layout.SegmentLayout(shm.shm_bytes, 2).arrays(0)
     assert start <= offset < stop
     array[...] = np.zeros(shape, dtype)
 
@@ -298,57 +298,57 @@ def test_objects_are_refused(host):
 
 
 def test_locate(host):
-    arena, other = host.one(), host.one()
-    array = arena.empty((10, 20), np.float32)
-    start = arena.locate(array)
-    assert arena.locate(array[3]) == start + 3 * 80
-    assert arena.locate(array[2:5]) == start + 2 * 80
-    assert arena.locate(array.reshape(-1)[7:]) == start + 28
-    assert arena.locate(array.view(np.int32)) == start
-    assert arena.locate(array.T) is None
-    assert arena.locate(array[:, 1]) is None
-    assert arena.locate(array[::-1]) is None
-    assert arena.locate(array.copy()) is None
-    assert arena.locate(np.zeros(3)) is None
-    assert arena.locate(np.zeros((3, 3))[1]) is None
-    assert arena.locate(np.frombuffer(b"abcd", np.uint8)) is None
-    assert arena.locate(arena.view(start, 4, np.uint8)) is None, (
+    shm, other = host.one(), host.one()
+    array = shm.empty((10, 20), np.float32)
+    start = shm.locate(array)
+    assert shm.locate(array[3]) == start + 3 * 80
+    assert shm.locate(array[2:5]) == start + 2 * 80
+    assert shm.locate(array.reshape(-1)[7:]) == start + 28
+    assert shm.locate(array.view(np.int32)) == start
+    assert shm.locate(array.T) is None
+    assert shm.locate(array[:, 1]) is None
+    assert shm.locate(array[::-1]) is None
+    assert shm.locate(array.copy()) is None
+    assert shm.locate(np.zeros(3)) is None
+    assert shm.locate(np.zeros((3, 3))[1]) is None
+    assert shm.locate(np.frombuffer(b"abcd", np.uint8)) is None
+    assert shm.locate(shm.view(start, 4, np.uint8)) is None, (
         "a view of anybody's memory owns nothing"
     )
     assert other.locate(array) is None
-    assert arena.locate(array.view(np.matrix)) == start
+    assert shm.locate(array.view(np.matrix)) == start
 
 
 def test_locate_costs_next_to_nothing_where_there_is_nothing(host):
-    arena, array = host.one(), np.zeros(3)
-    best = min(timeit.repeat(lambda: arena.locate(array), number=10_000, repeat=5)) / 10_000
+    shm, array = host.one(), np.zeros(3)
+    best = min(timeit.repeat(lambda: shm.locate(array), number=10_000, repeat=5)) / 10_000
     assert best < 1e-6
 
 
 def test_memory_reads_as_zeros_and_is_aligned(host):
-    arena = host.one()
+    shm = host.one()
     for _ in range(3):
         offsets = [
-            (arena.allocate(nbytes), nbytes)
+            (shm.allocate(nbytes), nbytes)
             for nbytes in (0, 1, 100, 4096, 5000, 300_000, 3 * MIB, 20 * MIB)
         ]
         for offset, nbytes in offsets:
-            view = arena.view(offset, nbytes, np.uint8)
+            view = shm.view(offset, nbytes, np.uint8)
             assert not view.any()
             view[:] = 255
             assert offset % 64 == 0
             assert offset % 4096 == 64 or nbytes < 4096
             assert offset % (2 * MIB) == 64 or nbytes < 2 * MIB
         for offset, _ in offsets:
-            arena.release(offset)
+            shm.release(offset)
 
 
 def test_signals_do_not_keep_an_allocation_from_ending(host):
-    arena, seen = host.one(2048 * MIB), []
+    shm, seen = host.one(2048 * MIB), []
     before = signal.signal(signal.SIGALRM, lambda *_: seen.append(1))
     limit_of_the_test = signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
     try:
-        arena.allocate(200 * MIB)
+        shm.allocate(200 * MIB)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -359,11 +359,11 @@ def test_signals_do_not_keep_an_allocation_from_ending(host):
 # Its end.
 
 
-def test_a_thousand_arrays_in_an_arena_of_a_quarter(host):
+def test_a_thousand_arrays_in_an_shm_of_a_quarter(host):
     made = host.create(256 * MIB)
-    arena = host.attach(made)
+    shm = host.attach(made)
     for number in range(1000):
-        array = arena.empty(MIB, np.uint8)
+        array = shm.empty(MIB, np.uint8)
         array[:] = number % 256
         view = array[5:10]
         del array
@@ -373,16 +373,16 @@ def test_a_thousand_arrays_in_an_arena_of_a_quarter(host):
 
 def test_memory_goes_back_to_the_system(host):
     made = host.create(512 * MIB)
-    arena = host.attach(made)
+    shm = host.attach(made)
     before = held(made)
-    arrays = [arena.empty(16 * MIB, np.uint8) for _ in range(8)]
+    arrays = [shm.empty(16 * MIB, np.uint8) for _ in range(8)]
     for array in arrays:
         array[:] = 1
     assert held(made) >= before + 128 * MIB
     del array, arrays
-    arena.allocate(1)
+    shm.allocate(1)
     assert held(made) <= before + 18 * MIB, "all but the reserve"
-    assert "syncvar-arena" in mappings()[0]
+    assert "syncvar-shm" in mappings()[0]
 
 
 def test_the_reserve_is_used_before_an_allocation_fails(host):
@@ -393,33 +393,33 @@ def test_the_reserve_is_used_before_an_allocation_fails(host):
             return Shortage(1, 2, "a test") if held(made) + nbytes > self.left else None
 
     made = host.create(512 * MIB)
-    arena = host.attach(made, room=Tight())
-    small = [arena.empty(MIB, np.uint8) for _ in range(16)]
+    shm = host.attach(made, room=Tight())
+    small = [shm.empty(MIB, np.uint8) for _ in range(16)]
     del small
-    large = arena.empty(22 * MIB, np.uint8)
+    large = shm.empty(22 * MIB, np.uint8)
     large[:] = 1
     with pytest.raises(SharedMemoryFull):
-        arena.empty(22 * MIB, np.uint8)
+        shm.empty(22 * MIB, np.uint8)
     del large
-    assert arena.allocate(20 * MIB) > 0, "and what failed took nothing"
+    assert shm.allocate(20 * MIB) > 0, "and what failed took nothing"
 
 
-def test_arrays_outlive_the_arena_and_take_it_with_them(host):
+def test_arrays_outlive_the_shm_and_take_it_with_them(host):
     made = host.create()
     gc.collect()
     fds = len(os.listdir("/proc/self/fd"))
-    arena = SharedSegment.attach(os.dup(made.fd), 0)
-    array = arena.empty((1000, 1000), np.float32)
+    shm = SharedSegment.attach(os.dup(made.fd), 0)
+    array = shm.empty((1000, 1000), np.float32)
     array[:] = 3
     view = array[10:20]
-    arena.close()
-    arena.close()
-    with pytest.raises(UsageError, match="the arena is closed"):
-        arena.empty(1, np.uint8)
+    shm.close()
+    shm.close()
+    with pytest.raises(UsageError, match="shared memory is closed"):
+        shm.empty(1, np.uint8)
     with pytest.raises(TypeError, match="too small"):
-        arena.view(0, 1, np.uint8)
+        shm.view(0, 1, np.uint8)
     assert array.sum() == 3_000_000
-    del array, arena
+    del array, shm
     gc.collect()
     assert view.sum() == 30_000
     assert mappings() != []
@@ -431,27 +431,27 @@ def test_arrays_outlive_the_arena_and_take_it_with_them(host):
 
 def test_nothing_is_freed_or_reused_after_a_break(host):
     made = host.create()
-    arena = host.attach(made)
-    early = arena.empty(MIB, np.uint8)
-    kept = arena.locate(early)
+    shm = host.attach(made)
+    early = shm.empty(MIB, np.uint8)
+    kept = shm.locate(early)
     del early
-    arena.allocate(1)  # reads the note
-    late = arena.empty(2 * MIB, np.uint8)
-    place = arena.locate(late)
+    shm.allocate(1)  # reads the note
+    late = shm.empty(2 * MIB, np.uint8)
+    place = shm.locate(late)
     late[:] = 7
-    arena.quarantine()
+    shm.quarantine()
     del late
-    taken = {arena.allocate(nbytes) for nbytes in (64, MIB, 2 * MIB, 40 * MIB)}
+    taken = {shm.allocate(nbytes) for nbytes in (64, MIB, 2 * MIB, 40 * MIB)}
     assert not taken & {kept, place}
-    assert (arena.view(place, 2 * MIB, np.uint8) == 7).all()
+    assert (shm.view(place, 2 * MIB, np.uint8) == 7).all()
 
 
 def test_arrays_may_die_anywhere(host):
-    arena = host.one()
+    shm = host.one()
 
     class Ring:
         def __init__(self):
-            self.array = arena.empty(100_000, np.uint8)
+            self.array = shm.empty(100_000, np.uint8)
             self.me = self
 
     def make():
@@ -469,18 +469,18 @@ def test_arrays_may_die_anywhere(host):
     finally:
         gc.set_threshold(*threshold)
     gc.collect()
-    arena.allocate(1)
-    assert arena._extents.taken_bytes == MIB, "the extent of the last byte"
+    shm.allocate(1)
+    assert shm._extents.taken_bytes == MIB, "the extent of the last byte"
 
 
 def test_a_forked_child_frees_nothing(host):
-    arena = host.one()
-    array = arena.empty(MIB, np.uint8)
+    shm = host.one()
+    array = shm.empty(MIB, np.uint8)
     array[:] = 5
     pid = os.fork()
     if pid == 0:
         del array
-        os._exit(len(arena._released))
+        os._exit(len(shm._released))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert (array == 5).all()
 
@@ -489,14 +489,14 @@ def test_a_forked_child_frees_nothing(host):
 
 
 def test_a_full_region_is_told(host):
-    arena = host.one(64 * MIB, 2)
-    arrays = [arena.empty(MIB - 64, np.uint8) for _ in range(20)]  # 1 MiB of pages each
+    shm = host.one(64 * MIB, 2)
+    arrays = [shm.empty(MIB - 64, np.uint8) for _ in range(20)]  # 1 MiB of pages each
     with pytest.raises(SharedMemoryFull) as caught:
-        arena.empty((40, MIB), np.uint8)
+        shm.empty((40, MIB), np.uint8)
     assert str(caught.value) == (
         "40 MiB of shared memory asked for, but 20 MiB of the 29.8 MiB of local rank 0 are in use and no free piece is as "
-        "large: ask for less, or raise arena_bytes (64 MiB for all ranks of the host), for instance by "
-        "SYNCVAR_ARENA_BYTES=134217728"
+        "large: ask for less, or raise shm_bytes (64 MiB for all ranks of the host), for instance by "
+        "SYNCVAR_SHM_BYTES=134217728"
     )
     for kind in (MemoryError, ConfigError, SyncvarError):
         assert isinstance(caught.value, kind)
@@ -511,9 +511,9 @@ def test_a_container_s_limit_is_told_before_anything_is_touched(host):
             )
 
     made = host.create()
-    arena, before = host.attach(made, room=Full()), held(made)
+    shm, before = host.attach(made, room=Full()), held(made)
     with pytest.raises(SharedMemoryFull) as caught:
-        arena.empty(100 * MIB, np.uint8)
+        shm.empty(100 * MIB, np.uint8)
     assert str(caught.value) == (
         "100 MiB of shared memory asked for, but 1.9 GiB of 2 GiB are in use: ask for less, or raise the container's "
         "limit (/sys/fs/cgroup/memory.max)"
@@ -522,12 +522,12 @@ def test_a_container_s_limit_is_told_before_anything_is_touched(host):
 
 
 def test_a_full_file_system_is_told(host, monkeypatch):
-    arena = host.one()
+    shm = host.one()
     monkeypatch.setattr(segment.os, "posix_fallocate", full)
     with pytest.raises(SharedMemoryFull) as caught:
-        arena.allocate(100 * MIB)
+        shm.allocate(100 * MIB)
     assert str(caught.value).startswith(
-        "100 MiB of shared memory asked for, but the system has no more room where the arena is"
+        "100 MiB of shared memory asked for, but the system has no more room where shared memory is"
     )
     assert str(caught.value).endswith(
         "ask for less, or raise the size of /dev/shm or the memory limit of the container"
@@ -539,9 +539,9 @@ def full(fd, offset, nbytes):
 
 
 def test_a_crash_writes_no_terabyte(host):
-    arena = host.one(1 << 40)
+    shm = host.one(1 << 40)
     with open("/proc/self/smaps") as file:
         text = file.read()
-    about = text[text.index("syncvar-arena") :].split("VmFlags:")[1].split("\n")[0]
+    about = text[text.index("syncvar-shm") :].split("VmFlags:")[1].split("\n")[0]
     assert " dd" in about
-    assert isinstance(arena.memory, mmap.mmap)
+    assert isinstance(shm.memory, mmap.mmap)

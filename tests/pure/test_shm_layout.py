@@ -1,4 +1,4 @@
-"""Where things are in an arena: nothing overlaps, tables and regions are aligned, too little is refused in words."""
+"""Where things are in shared memory: nothing overlaps, tables and regions are aligned, too little is refused in words."""
 
 import itertools
 
@@ -24,7 +24,7 @@ def test_regions_are_equal_apart_and_inside(ranks, more):
     plan = SegmentLayout(HUGE_BYTES * (ranks + 1) + more, ranks)
     regions = [plan.region(rank) for rank in range(ranks)]
     assert regions[0][0] >= HEADER_BYTES
-    assert regions[-1][1] <= plan.arena_bytes
+    assert regions[-1][1] <= plan.shm_bytes
     assert all(one[1] == other[0] for one, other in itertools.pairwise(regions))
     assert {stop - start for start, stop in regions} == {plan.region_bytes}
     assert plan.region_bytes % HUGE_BYTES == 0
@@ -39,7 +39,7 @@ def test_the_abort_word_has_a_line_of_its_own():
     words = {
         segment_layout.MAGIC,
         segment_layout.VERSION,
-        segment_layout.ARENA_BYTES,
+        segment_layout.SHM_BYTES,
         segment_layout.LOCAL_WORLD_SIZE,
         segment_layout.USABLE_CORES,
         segment_layout.GENERATION,
@@ -50,13 +50,13 @@ def test_the_abort_word_has_a_line_of_its_own():
     assert HEADER_BYTES % PAGE_BYTES == TABLE_BYTES % PAGE_BYTES == 0
 
 
-@pytest.mark.parametrize(("arena_bytes", "ranks"), [(16 << 20, 8), (1 << 20, 1), (1 << 40, 0)])
-def test_too_little_is_refused(arena_bytes, ranks):
+@pytest.mark.parametrize(("shm_bytes", "ranks"), [(16 << 20, 8), (1 << 20, 1), (1 << 40, 0)])
+def test_too_little_is_refused(shm_bytes, ranks):
     with pytest.raises(
         ConfigError,
-        match=rf"arena_bytes \({arena_bytes}\) is too small for {ranks} ranks on a host",
+        match=rf"shm_bytes \({shm_bytes}\) is too small for {ranks} ranks on a host",
     ):
-        SegmentLayout(arena_bytes, ranks)
+        SegmentLayout(shm_bytes, ranks)
 
 
 def test_the_smallest_setting_serves_seven_ranks():

@@ -1,4 +1,4 @@
-"""`check_arena`: memory that nobody was given is neither read nor written."""
+"""`check_shm`: memory that nobody was given is neither read nor written."""
 
 import os
 import re
@@ -17,35 +17,35 @@ from syncvar.shm.segment_file import create
 from syncvar.testing import run_ranks
 
 MIB = 1 << 20
-CHECKED = RuntimeConfig(collective_timeout_s=10.0, shutdown_timeout_s=1.0, check_arena="on")
+CHECKED = RuntimeConfig(collective_timeout_s=10.0, shutdown_timeout_s=1.0, check_shm="on")
 
 
 @pytest.fixture
-def arenas():
-    """Two ranks' views of one arena."""
+def segments():
+    """Two ranks' views of one shared memory."""
     created, reason = create(64 * MIB, 2, 2)
     assert created is not None, reason
     made = [SharedSegment.attach(os.dup(created.fd), rank, checks=True) for rank in range(2)]
     yield made
-    for arena in made:
-        arena.close()
+    for shm in made:
+        shm.close()
     created.close()
 
 
-def test_what_has_been_given_out_may_be_used_by_all_ranks(arenas):
-    for owner in arenas:
+def test_what_has_been_given_out_may_be_used_by_all_ranks(segments):
+    for owner in segments:
         for nbytes in (1, 100, 5000, 300_000, 3 * MIB):
             offset = owner.allocate(nbytes)
-            for arena in arenas:
-                assert arena.view(offset, nbytes, np.uint8).size == nbytes
+            for shm in segments:
+                assert shm.view(offset, nbytes, np.uint8).size == nbytes
                 assert (
-                    arena.view(offset + nbytes // 2, nbytes - nbytes // 2, np.uint8).size
+                    shm.view(offset + nbytes // 2, nbytes - nbytes // 2, np.uint8).size
                     == nbytes - nbytes // 2
                 )
 
 
-def test_what_has_not_may_be_used_by_nobody(arenas):
-    offset = arenas[1].allocate(5000)
+def test_what_has_not_may_be_used_by_nobody(segments):
+    offset = segments[1].allocate(5000)
     plan = segment_layout.SegmentLayout(64 * MIB, 2)
     start, stop = plan.arrays(1)
     nobodys = [
@@ -62,53 +62,53 @@ def test_what_has_not_may_be_used_by_nobody(arenas):
         (64 * MIB, 64),
         (plan.arrays(0)[0], 64),
     ]
-    for arena in arenas:
+    for shm in segments:
         for where, nbytes in nobodys:
             with pytest.raises(
                 InternalError,
-                match=rf"local rank {arena.local_rank} .* bytes \[{where}, {where + nbytes}\)",
+                match=rf"local rank {shm.local_rank} .* bytes \[{where}, {where + nbytes}\)",
             ):
-                arena.view(where, nbytes, np.uint8)
+                shm.view(where, nbytes, np.uint8)
     with pytest.raises(InternalError, match="nobody's"):
-        arenas[0].rows([offset, offset + 8192], (10,), np.dtype(np.uint8))
+        segments[0].rows([offset, offset + 8192], (10,), np.dtype(np.uint8))
 
 
-def test_what_has_been_given_back_is_nobodys_again(arenas):
-    mine, other = arenas
+def test_what_has_been_given_back_is_nobodys_again(segments):
+    mine, other = segments
     array = mine.empty(10 * MIB, np.uint8)
     offset = mine.locate(array)
     other.view(offset, 10 * MIB, np.uint8)
     del array
     mine.allocate(1)  # reads the note that the array has left
-    for arena in arenas:
+    for shm in segments:
         with pytest.raises(InternalError, match="not been given out by local rank 0"):
-            arena.view(offset, 10 * MIB, np.uint8)
+            shm.view(offset, 10 * MIB, np.uint8)
 
 
 def test_without_the_setting_nothing_is_looked_at():
     created, reason = create(64 * MIB, 1, 1)
     assert created is not None, reason
-    arena = SharedSegment.attach(os.dup(created.fd), 0)
-    assert not arena.is_checked
-    assert arena.view(0, 8, np.uint8).size == 8
-    arena.close()
+    shm = SharedSegment.attach(os.dup(created.fd), 0)
+    assert not shm.is_checked
+    assert shm.view(0, 8, np.uint8).size == 8
+    shm.close()
     created.close()
 
 
 def test_a_call_that_takes_nowhere_for_a_place_is_stopped(monkeypatch):
-    """As it once did: the in-place way of prepared calls took 0, which stood for private memory, for an offset."""
+    """As it once did: the in-place way of persistent calls took 0, which stood for private memory, for an offset."""
     monkeypatch.setattr(shared_reduce, "_are_known", lambda _places: True)
 
     def fn():
-        assert current().arena.is_checked
+        assert current().shm.is_checked
         x = sv.empty(20_000) if sv.rank() == 0 else np.empty(20_000)
-        before = current().arena.entries(0, 20_000).tobytes()
+        before = current().shm.entries(0, 20_000).tobytes()
         try:
             for _ in range(5):
                 x[...] = 1.0
                 sv.all_reduce(x, out=x)
         except sv.SyncvarError as error:
-            assert current().arena.entries(0, 8).tobytes() == before[:64]
+            assert current().shm.entries(0, 8).tobytes() == before[:64]
             return error
         return None
 
@@ -120,5 +120,5 @@ def test_a_call_that_takes_nowhere_for_a_place_is_stopped(monkeypatch):
         assert "call " in str(error)
         assert "rank " in str(error)
         assert re.search(
-            r"bytes \[0, (80000|160000)\) of the arena are no memory for arrays", str(error)
+            r"bytes \[0, (80000|160000)\) of shared memory are no memory for arrays", str(error)
         )

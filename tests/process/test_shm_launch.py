@@ -8,21 +8,21 @@ import subprocess
 import pytest
 from launching import check_bound
 
-# Ranks that look at the arena themselves, whatever the engine does with it.
+# Ranks that look at shared memory themselves, whatever the engine does with it.
 FETCH = """
 import os, sys, time
 import probe
-from syncvar.shm.fd_passing import arena_path, fetch
-from syncvar.shm.segment import Arena
+from syncvar.shm.fd_passing import fd_socket_path, fetch
+from syncvar.shm.segment import SharedSegment
 from syncvar.core.environment import RankEnvironment
 
 me = RankEnvironment.from_mapping(os.environ)
 
 
 def attached(generation=0):
-    fd, reason = fetch(arena_path(me.socket_directory), me.job_id, generation, me.local_rank, 10)
+    fd, reason = fetch(fd_socket_path(me.socket_directory), me.job_id, generation, me.local_rank, 10)
     probe.note("fetched", reason=reason)
-    return Arena.attach(fd, me.local_rank) if fd is not None else None
+    return SharedSegment.attach(fd, me.local_rank) if fd is not None else None
 """
 
 
@@ -42,9 +42,9 @@ def transport_line(launch, *options, workers=2, **more):
 def test_a_dry_run_says_what_would_serve(launch, tmp_path):
     assert (
         transport_line(launch)
-        == "transport arena: shared memory (memfd), 1 TiB virtual; SYNCVAR_TRANSPORT=zmq turns it off"
+        == "transport shared memory: shared memory (memfd), 1 TiB virtual; SYNCVAR_TRANSPORT=zmq turns it off"
     )
-    small = {"SYNCVAR_ARENA_BYTES": str(256 << 20)}
+    small = {"SYNCVAR_SHM_BYTES": str(256 << 20)}
     assert "(memfd), 256 MiB virtual;" in transport_line(launch, env=small)
     asked = transport_line(launch, env={"SYNCVAR_TRANSPORT": "zmq"})
     assert asked == "transport zmq: SYNCVAR_TRANSPORT=zmq asks for it"
@@ -66,26 +66,26 @@ def test_verbose_says_it_in_two_words(launch):
 
 
 def test_a_size_that_does_not_fit_is_a_wrong_setting(launch):
-    job = launch("print(1)", workers=9, env={"SYNCVAR_ARENA_BYTES": str(16 << 20)})
+    job = launch("print(1)", workers=9, env={"SYNCVAR_SHM_BYTES": str(16 << 20)})
     assert job.wait() == 78, str(job)
     assert job.err == (
-        "syncvar-launch: arena_bytes (16777216) is too small for 9 ranks on a host: they need at least 20971520\n"
+        "syncvar-launch: shm_bytes (16777216) is too small for 9 ranks on a host: they need at least 20971520\n"
     )
 
 
 SHARE = (
     FETCH
     + """
-arena = attached()
-probe.note("arena", cores=arena.usable_cores, ranks=arena.local_world_size, bytes=arena.arena_bytes)
+shared memory = attached()
+probe.note("shm", cores=shm.usable_cores, ranks=shm.local_world_size, bytes=shm.shm_bytes)
 """
 )
 
 
 def test_ranks_fetch_what_was_asked_for(launch):
-    job = launch(SHARE, workers=3, env={"SYNCVAR_ARENA_BYTES": str(64 << 20)})
+    job = launch(SHARE, workers=3, env={"SYNCVAR_SHM_BYTES": str(64 << 20)})
     assert job.wait() == 0, str(job)
-    found = job.events("arena")
+    found = job.events("shm")
     assert [(event["ranks"], event["bytes"]) for event in found] == [(3, 64 << 20)] * 3
     assert {event["cores"] for event in found} <= set(range(1, len(os.sched_getaffinity(0)) + 1))
 
@@ -93,7 +93,7 @@ def test_ranks_fetch_what_was_asked_for(launch):
 def test_there_is_none_where_sockets_are_asked_for(launch):
     job = launch(FETCH + "assert attached() is None", env={"SYNCVAR_TRANSPORT": "zmq"})
     assert job.wait() == 0, str(job)
-    assert all("hands over no arena" in event["reason"] for event in job.events("fetched"))
+    assert all("hands over no shared memory" in event["reason"] for event in job.events("fetched"))
 
 
 def test_an_address_space_that_is_too_small_is_served_by_sockets(launch):
@@ -116,7 +116,7 @@ WATCH = (
     FETCH
     + """
 how = sys.argv[1]
-arena = attached()
+shared memory = attached()
 if me.rank == 1:
     probe.gate("ready")
     probe.note("inject")
@@ -129,7 +129,7 @@ if me.rank == 1:
     time.sleep(60)
 probe.open_gate("ready")
 until = time.monotonic() + 20
-while not arena.is_aborted:
+while not shm.is_aborted:
     if time.monotonic() > until:
         raise SystemExit("nobody said anything")
 probe.note("aborted")
@@ -140,7 +140,7 @@ probe.note("aborted")
 @pytest.mark.parametrize(
     "how", [pytest.param("exit", marks=pytest.mark.slow), "leave", "raise", "SEGV", "STOP"]
 )
-def test_a_lost_rank_is_told_in_the_arena(launch, how):
+def test_a_lost_rank_is_told_in_the_shm(launch, how):
     job = launch(WATCH, arguments=[how])
     (injected,) = job.await_events("inject", rank=1)
     at = injected["at"]
@@ -156,11 +156,11 @@ def test_an_orderly_end_wakes_nobody(launch):
     script = (
         FETCH
         + """
-arena = attached()
+shared memory = attached()
 if me.rank == 1:
     raise SystemExit(0)
 time.sleep(0.5)
-probe.note("end", aborted=arena.is_aborted)
+probe.note("end", aborted=shm.is_aborted)
 """
     )
     job = launch(script)
@@ -174,8 +174,8 @@ BREAK = (
 import syncvar as sv
 
 sv.init()
-arena = attached()
-assert not arena.is_aborted
+shm = attached()
+assert not shm.is_aborted
 if me.rank == 1:
     try:
         sv.all_reduce(1, timeout=0.3)
@@ -183,14 +183,14 @@ if me.rank == 1:
         pass
     probe.note("broke")
 until = time.monotonic() + 20
-while not arena.is_aborted and time.monotonic() < until:
+while not shm.is_aborted and time.monotonic() < until:
     time.sleep(0.001)
-probe.note("aborted", aborted=arena.is_aborted)
+probe.note("aborted", aborted=shm.is_aborted)
 """
 )
 
 
-def test_a_break_that_a_rank_reports_is_told_in_the_arena(launch):
+def test_a_break_that_a_rank_reports_is_told_in_the_shm(launch):
     job = launch(BREAK)
     job.wait()
     (broke,) = job.events("broke")
@@ -209,10 +209,10 @@ import syncvar as sv
 generations = []
 for generation in range(4):
     assert sv.all_reduce(1) == 2
-    arena = attached(generation)
-    generations.append(arena.generation)
-    assert not arena.is_aborted
-    arena.close()
+    shm = attached(generation)
+    generations.append(shm.generation)
+    assert not shm.is_aborted
+    shm.close()
     sv.shutdown()
 probe.note("end", generations=generations, descriptors=len(os.listdir("/proc/self/fd")))
 probe.gate("looked")
@@ -220,7 +220,7 @@ probe.gate("looked")
 )
 
 
-def test_every_generation_has_an_arena_and_the_launcher_keeps_few(launch):
+def test_every_generation_has_an_shm_and_the_launcher_keeps_few(launch):
     job = launch(ANEW)
     ends = job.await_events("end", 2)
     assert [event["generations"] for event in ends] == [[0, 1, 2, 3]] * 2
@@ -228,7 +228,7 @@ def test_every_generation_has_an_arena_and_the_launcher_keeps_few(launch):
         os.readlink(f"/proc/{job.process.pid}/fd/{name}")
         for name in os.listdir(f"/proc/{job.process.pid}/fd")
     ]
-    assert len([target for target in held if "syncvar-arena" in target]) == 1, held
+    assert len([target for target in held if "syncvar-shm" in target]) == 1, held
     job.open_gate("looked")
     assert job.wait() == 0, str(job)
 
@@ -275,21 +275,21 @@ for _ in range(5):
 assert (variable.numpy() == 10).all()
 
 words = ""
-arena = attached()
-if arena is not None and "fill" in sys.argv:  # until there is nothing left, and everything is touched
+shm = attached()
+if shared memory is not None and "fill" in sys.argv:  # until there is nothing left, and everything is touched
     sv.barrier()
     if me.rank == 0:
         arrays = []
         try:
             while len(arrays) < 200:
-                arrays.append(arena.empty(1 << 20, np.uint8))
+                arrays.append(shm.empty(1 << 20, np.uint8))
                 arrays[-1][:] = 255
         except SharedMemoryFull as full:
             words = str(full)
         probe.note("filled", count=len(arrays), words=words)
         del arrays
-        arena.release(arena.allocate(1))
-    arena.close()
+        shm.release(shm.allocate(1))
+    shm.close()
     sv.barrier()
     assert sv.all_reduce(np.ones(1000)).sum() == 2000
 probe.note("end", status=open("/proc/self/status").read().split("ShmPnd")[0][:20])
@@ -379,7 +379,7 @@ def test_f40_little_or_no_shared_memory(launch, tmp_path, way):
         (filled,) = job.events("filled")
         assert 10 < filled["count"] < 64, str(job)
         assert (
-            "the system has no more room where the arena is (the ranks of this host hold 6"
+            "the system has no more room where shared memory is (the ranks of this host hold 6"
             in filled["words"]
         ), str(job)
         assert "raise the size of /dev/shm or the memory limit of the container" in filled["words"]
@@ -390,11 +390,11 @@ def test_f40_little_or_no_shared_memory(launch, tmp_path, way):
     [
         (
             "memfd",
-            "transport arena: shared memory (a file in /dev/shm), 1 TiB virtual; SYNCVAR_TRANSPORT=zmq turns it off",
+            "transport shared memory: shared memory (a file in /dev/shm), 1 TiB virtual; SYNCVAR_TRANSPORT=zmq turns it off",
         ),
         (
             "memfd,shm,directory",
-            "transport zmq: unix sockets; no arena because it cannot be made: memfd (",
+            "transport zmq: unix sockets; no shared memory because it cannot be made: memfd (",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Handing over the arena: the job's own workers get it, everybody else a sentence, and the launcher never waits."""
+"""Handing over shared memory: the job's own workers get it, everybody else a sentence, and the launcher never waits."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ import pytest
 
 from syncvar.protocol.object_codec import unpack_object
 from syncvar.shm import fd_passing
-from syncvar.shm.fd_passing import Handing, arena_path, fetch
+from syncvar.shm.fd_passing import Handing, fd_socket_path, fetch
 from syncvar.shm.segment import SharedSegment
 from syncvar.shm.segment_file import create
 
@@ -55,7 +55,7 @@ class Launcher:
 @pytest.fixture
 def launcher(pytestconfig):
     launchers = []
-    path = f"{pytestconfig.syncvar_runtime}/arena"
+    path = f"{pytestconfig.syncvar_runtime}/shm"
 
     def start(*args):
         launchers.append(Launcher(path, *args))
@@ -90,18 +90,18 @@ from syncvar.protocol.object_codec import pack_object
 path, job, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 fd, reason = fetch(path, job, 0, rank, 10)
 assert reason is None, reason
-arena = SharedSegment.attach(fd, rank)
-array = arena.empty((1000,), np.float64)
+shm = SharedSegment.attach(fd, rank)
+array = shm.empty((1000,), np.float64)
 array[:] = rank + 1
-words = arena.words
-words[arena.table(rank) // 8] = arena.locate(array)
-while not words[arena.table(1 - rank) // 8]:
-    assert not arena.is_aborted
-other = arena.view(words[arena.table(1 - rank) // 8], 1000, np.float64)
+words = shm.words
+words[shm.table(rank) // 8] = shm.locate(array)
+while not words[shm.table(1 - rank) // 8]:
+    assert not shm.is_aborted
+other = shm.view(words[shm.table(1 - rank) // 8], 1000, np.float64)
 sys.stdout.buffer.write(pack_object([float(other.sum()), float(array.sum())]))
 sys.stdout.flush()
 sys.stdin.read()
-while not arena.is_aborted:
+while not shm.is_aborted:
     pass
 """
 
@@ -162,7 +162,7 @@ def test_who_is_refused_hears_why(launcher, job, generation, rank, words):
     assert one.handing.refused_requests == 1
 
 
-def test_no_arena_is_a_reason_told_once(launcher):
+def test_no_shm_is_a_reason_told_once(launcher):
     one = launcher(lambda generation: (None, f"none for generation {generation}"))
     for generation in (0, 0, 1):
         assert fetch(launcher.path, JOB, generation, 0, 5) == (
@@ -187,27 +187,28 @@ def test_a_fallback_is_told_once(launcher, monkeypatch):
 
 
 def test_nobody_there(tmp_path):
-    fd, reason = fetch(str(tmp_path / "arena"), JOB, 0, 0, 5)
+    fd, reason = fetch(str(tmp_path / "shm"), JOB, 0, 0, 5)
     assert fd is None
     assert (
-        reason == f"the launcher hands over no arena ({tmp_path}/arena: No such file or directory)"
+        reason
+        == f"the launcher hands over no shared memory ({tmp_path}/shm: No such file or directory)"
     )
 
 
 def test_a_launcher_that_does_not_answer(pytestconfig):
-    path = f"{pytestconfig.syncvar_runtime}/arena"
+    path = f"{pytestconfig.syncvar_runtime}/shm"
     stuck = Handing(path, JOB, 2, make)
     try:
         assert fetch(path, JOB, 0, 0, 0.2) == (
             None,
-            "the launcher did not hand over the arena within 0.2 s",
+            "the launcher did not hand over shared memory within 0.2 s",
         )
     finally:
         stuck.close()
 
 
 def test_a_launcher_that_is_gone_in_the_middle(pytestconfig):
-    path = f"{pytestconfig.syncvar_runtime}/arena"
+    path = f"{pytestconfig.syncvar_runtime}/shm"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen()
@@ -275,7 +276,7 @@ def test_another_user_is_dropped(launcher, monkeypatch):
 
 
 def test_a_number_that_was_another_descriptor_s(launcher, pytestconfig):
-    path = f"{pytestconfig.syncvar_runtime}/arena"
+    path = f"{pytestconfig.syncvar_runtime}/shm"
     server = Handing(path, JOB, 2, make)
     try:
         with connected(path):
@@ -301,24 +302,24 @@ def test_each_generation_has_its_own_and_old_ones_are_let_go(launcher):
     one = launcher()
     first = [fetched(launcher, 0, rank) for rank in range(2)]
     second = fetched(launcher, 1, 1)
-    assert [arena.generation for arena in (*first, second)] == [0, 0, 1]
-    assert sorted(one.handing._arenas) == [0, 1], "rank 0 may still be in the old one"
+    assert [shm.generation for shm in (*first, second)] == [0, 0, 1]
+    assert sorted(one.handing._segments) == [0, 1], "rank 0 may still be in the old one"
     late = fetched(launcher, 0, 0)
     assert late.generation == 0
     last = fetched(launcher, 1, 0)
-    assert sorted(one.handing._arenas) == [1]
+    assert sorted(one.handing._segments) == [1]
     assert fetch(launcher.path, JOB, 0, 0, 5) == (None, "generation 0 is over, 1 is in force")
     one.handing.abort(0)
     assert not last.is_aborted
     one.handing.abort(1)
     assert last.is_aborted
     assert second.is_aborted
-    for arena in (*first, second, late, last):
-        arena.close()
+    for shm in (*first, second, late, last):
+        shm.close()
 
 
 def test_after_a_restart_nobody_gets_memory_of_an_earlier_generation(pytestconfig):
-    path = f"{pytestconfig.syncvar_runtime}/arena"
+    path = f"{pytestconfig.syncvar_runtime}/shm"
     asked = []
     server = Handing(
         path, JOB, 2, lambda generation: (asked.append(generation), (None, "none"))[1], 2
@@ -332,17 +333,17 @@ def test_after_a_restart_nobody_gets_memory_of_an_earlier_generation(pytestconfi
 
 
 def _request(generation):
-    return struct.pack("=8s64sQQ", b"ARENA\0\0\1", JOB.encode(), generation, 0)
+    return struct.pack("=8s64sQQ", b"SVSHM\0\0\1", JOB.encode(), generation, 0)
 
 
 def test_a_lost_rank_marks_all_there_are_and_will_be(launcher):
     one = launcher()
-    arenas = [fetched(launcher, 0, 0), fetched(launcher, 1, 0)]
+    segments = [fetched(launcher, 0, 0), fetched(launcher, 1, 0)]
     one.handing.abort()
-    arenas.append(fetched(launcher, 2, 0))
-    assert all(arena.is_aborted for arena in arenas)
-    for arena in arenas:
-        arena.close()
+    segments.append(fetched(launcher, 2, 0))
+    assert all(shm.is_aborted for shm in segments)
+    for shm in segments:
+        shm.close()
 
 
 def test_nothing_is_left_open(launcher):
@@ -358,8 +359,8 @@ def test_nothing_is_left_open(launcher):
     ):  # the newest; the last connection is closed a moment later
         assert time.monotonic() < until
         time.sleep(0.005)
-    assert list(one.handing._arenas) == [19]
+    assert list(one.handing._segments) == [19]
 
 
 def test_where_it_is_handed_over():
-    assert arena_path("/tmp/a/b") == "/tmp/a/b/arena"
+    assert fd_socket_path("/tmp/a/b") == "/tmp/a/b/shm"

@@ -1,4 +1,4 @@
-"""Variables come and go under a small arena; what is too much is said in words, and variables go on without it."""
+"""Variables come and go under a small shared memory; what is too much is said in words, and variables go on without it."""
 
 import pytest
 
@@ -19,7 +19,7 @@ for number in range(int(sys.argv[1])):
 try:
     sv.empty(200 << 20, np.uint8)
 except sv.SharedMemoryFull as error:
-    print("said", "arena_bytes" in str(error) and "256 MiB" in str(error))
+    print("said", "shm_bytes" in str(error) and "256 MiB" in str(error))
 kept = [sv.Variable(np.zeros(1 << 22, np.float32), name=f"kept{number}", aggregation="SUM") for number in range(12)]
 strategy = sv.MirroredStrategy()
 with strategy.scope():
@@ -32,7 +32,7 @@ print("sum", float(last.numpy()[7]), len(kept))
 @pytest.mark.parametrize("count", [A_FEW, pytest.param(VARIABLES, marks=pytest.mark.slow)])
 def test_variables_of_1_mib_one_after_another_under_256_mib(launch, count):
     job = launch(
-        SCRIPT, workers=2, arguments=[str(count)], env={"SYNCVAR_ARENA_BYTES": str(256 << 20)}
+        SCRIPT, workers=2, arguments=[str(count)], env={"SYNCVAR_SHM_BYTES": str(256 << 20)}
     )
     assert job.wait(120) == 0, str(job)
     text = job.out

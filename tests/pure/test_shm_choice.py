@@ -9,7 +9,7 @@ from syncvar_launcher.hosts.agent_protocol import Reader, StartRequest, pack
 from syncvar_launcher.hosts.provision import HostSlot
 from syncvar_launcher.hosts.remote_workers import RemoteWorkers
 from syncvar_launcher.job.job import Job
-from syncvar_launcher.local.shm_service import why_no_arena
+from syncvar_launcher.local.shm_service import shm_unavailable_reason
 from syncvar_launcher.options import option_table as options_module
 from syncvar_launcher.options.hostfile import Host
 from syncvar_launcher.options.option_table import core_count, parse
@@ -21,18 +21,18 @@ def chosen(*argv, **environ):
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
 def test_shared_where_several_ranks_are_on_a_proven_processor(machine):
-    assert why_no_arena(chosen("-n", "2"), machine, 2) == ""
+    assert shm_unavailable_reason(chosen("-n", "2"), machine, 2) == ""
 
 
 def test_reasons():
-    assert why_no_arena(chosen("-n", "1"), "x86_64", 1) == "a single rank sends nothing"
+    assert shm_unavailable_reason(chosen("-n", "1"), "x86_64", 1) == "a single rank sends nothing"
     assert (
-        why_no_arena(chosen("-n", "2", SYNCVAR_TRANSPORT="zmq"), "x86_64", 2)
+        shm_unavailable_reason(chosen("-n", "2", SYNCVAR_TRANSPORT="zmq"), "x86_64", 2)
         == "SYNCVAR_TRANSPORT=zmq asks for it"
     )
-    reason = why_no_arena(chosen("-n", "2"), "aarch64", 2)
+    reason = shm_unavailable_reason(chosen("-n", "2"), "aarch64", 2)
     assert reason.startswith(
-        "unix sockets; no arena because aarch64 may show stores to other cores in another order"
+        "unix sockets; no shared memory because aarch64 may show stores to other cores in another order"
     )
 
 
@@ -40,16 +40,16 @@ def test_a_size_too_small_for_the_ranks():
     with pytest.raises(
         ConfigError, match="too small for 8 ranks on a host: they need at least 18874368"
     ):
-        why_no_arena(chosen("-n", "8", SYNCVAR_ARENA_BYTES="16777216"), "x86_64", 8)
-    assert why_no_arena(
-        chosen("-n", "8", SYNCVAR_ARENA_BYTES="16777216", SYNCVAR_TRANSPORT="zmq"), "x86_64", 8
+        shm_unavailable_reason(chosen("-n", "8", SYNCVAR_SHM_BYTES="16777216"), "x86_64", 8)
+    assert shm_unavailable_reason(
+        chosen("-n", "8", SYNCVAR_SHM_BYTES="16777216", SYNCVAR_TRANSPORT="zmq"), "x86_64", 8
     )
 
 
 @pytest.mark.parametrize("text", ["16777215", "0", "-1", "1e12", "256M"])
 def test_a_size_that_is_none(text):
-    with pytest.raises(ConfigError, match="SYNCVAR_ARENA_BYTES"):
-        chosen(SYNCVAR_ARENA_BYTES=text)
+    with pytest.raises(ConfigError, match="SYNCVAR_SHM_BYTES"):
+        chosen(SYNCVAR_SHM_BYTES=text)
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(None, 4), (1, 1), (3, 3), (4, 4), (100, 4)])
@@ -62,12 +62,12 @@ def test_a_container_s_quota_counts_where_cores_are_counted(monkeypatch, quota, 
 
 
 def test_each_host_of_a_job_has_its_own_reason():
-    options = chosen("-n", "9", SYNCVAR_ARENA_BYTES="16777216")
-    assert why_no_arena(options, "x86_64", 2) == ""
-    assert why_no_arena(options, "x86_64", 1) == "there is one rank on this host"
-    assert "aarch64 may show stores" in why_no_arena(options, "aarch64", 8)
+    options = chosen("-n", "9", SYNCVAR_SHM_BYTES="16777216")
+    assert shm_unavailable_reason(options, "x86_64", 2) == ""
+    assert shm_unavailable_reason(options, "x86_64", 1) == "there is one rank on this host"
+    assert "aarch64 may show stores" in shm_unavailable_reason(options, "aarch64", 8)
     with pytest.raises(ConfigError, match="too small for 8 ranks on a host"):
-        why_no_arena(options, "x86_64", 8)
+        shm_unavailable_reason(options, "x86_64", 8)
 
 
 class Told:
@@ -83,7 +83,7 @@ class Told:
         self.orders.append(StartRequest.read(message["start"]))
 
 
-def test_hosts_of_other_processors_are_told_to_make_no_arena(tmp_path):
+def test_hosts_of_other_processors_are_told_to_make_no_shm(tmp_path):
     facts = {"cores": [0, 1], "cpu_count": 2, "core_count": 2}
     sites = [
         HostSlot(Told(), name, 2, "10.0.0.1", {**facts, "processor": name})
@@ -95,7 +95,9 @@ def test_hosts_of_other_processors_are_told_to_make_no_arena(tmp_path):
     )
     agents.begin()
     (first,), (second,) = (site.remote.orders for site in sites)
-    assert first.why_no_arena == ""
-    assert "aarch64 may show stores to other cores in another order" in second.why_no_arena
+    assert first.shm_unavailable_reason == ""
+    assert (
+        "aarch64 may show stores to other cores in another order" in second.shm_unavailable_reason
+    )
     assert second.hands_over, "its ranks ask, and are told the reason"
     assert not agents.is_complete
