@@ -24,16 +24,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "MESSAGE_NBYTES_MAX",
-    "Arrays",
-    "Endpoint",
-    "Message",
-    "OutgoingMessage",
-    "frames_of",
-    "message_of",
-]
-
 MESSAGE_NBYTES_MAX = 16 << 20
 _ITEMS_MAX = 1 << 20
 _PLAIN = "?bBhHiIlLqQefd"  # dtypes whose arrays are buffers that can be cast

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Arrays
     from syncvar.parameter_server.server.shard import RuleKey
 
-__all__ = ["push_of", "rule_key_of", "slots_of", "spec_of"]
-
 
 def rule_key_of(told: list[Any]) -> RuleKey:
     """Return the optimizer that an operation names."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.server_variables import ServerVariable
     from syncvar.strategies.base import Strategy
 
-__all__ = ["ServerAccess", "ServersHere", "checked_staleness"]
-
 _log = logging.getLogger("syncvar")
 _PUSHES_MAX = 32  # of one strategy that may be under way
 _WORLD = 0

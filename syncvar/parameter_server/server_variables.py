@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.client.request_client import Ticket
     from syncvar.parameter_server.strategy import ParameterServerStrategy
 
-__all__ = ["Reads", "ServerVariable", "ShardedVariable"]
-
 
 class Reads:
     """The pulls of one request, and how their results become arrays.

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.server_variables import ServerVariable
     from syncvar.parameter_server.strategy import ParameterServerStrategy
 
-__all__ = ["SavedVariable", "ServerState", "give_back", "recall", "rule_key", "take"]
-
 _HOME = 0  # the server that keeps what is said of restoring
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from syncvar.core.environment import RankEnvironment
     from syncvar.variables.variable import Variable
 
-__all__ = ["ParameterServerStrategy"]
-
 _APART = (VariableSynchronization.ON_READ, VariableSynchronization.NONE)
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from syncvar.parameter_server.client.request_client import Ticket
 
-__all__ = ["ClusterCoordinator", "PerWorkerDataset", "RemoteValue"]
-
 _BOARD = 0  # the server that has the tasks
 _FOR_EVER_S = 1e9
 _DATASET = "syncvar per-worker dataset"

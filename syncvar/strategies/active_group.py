@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.work import Work
 
-__all__ = ["LEFT", "ActiveGroup", "PeerExhausted"]
-
 LEFT = "left sv.uneven: "
 _LEFT_RUN = "left strategy.run inside sv.uneven: "
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from syncvar.variables.deferred_writes import WriteQueue
     from syncvar.variables.policy import VariableSynchronization
 
-__all__ = ["Strategy", "strategies_of"]
-
 _REPLICA = CallContext.REPLICA
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["BatchDecision", "BatchHeader", "is_unanimous", "verdict"]
-
 _LARGEST = (1 << 64) - 1
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.storage import Storage
 
-__all__ = ["CentralStorageStrategy"]
-
 
 class CentralStorageStrategy(MirroredStrategy):
     """One copy of every variable on each host, in memory that the replicas of the host share.

@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 
     from syncvar.strategies.base import Strategy
 
-__all__ = [
-    "ReplicaContext",
-    "ValueContext",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ValueContext:

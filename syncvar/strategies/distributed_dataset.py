@@ -27,14 +27,6 @@ if TYPE_CHECKING:
 
     from syncvar.strategies.base import Strategy
 
-__all__ = [
-    "DistributedDataset",
-    "DistributedIterator",
-    "InputContext",
-    "distributed",
-    "distributed_from_function",
-]
-
 _NEXT = "next batch of a distributed dataset"
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from syncvar.strategies.base import Strategy
     from syncvar.variables.registry import VariableRegistry
 
-__all__ = ["Uneven", "uneven"]
-
 _WHAT = "sv.uneven"
 _END = "end of sv.uneven"
 

@@ -14,8 +14,6 @@ from syncvar.variables.variable import Variable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["checked_modules", "update_modules"]
-
 
 def checked_modules(modules: Sequence[Any], call: str) -> tuple[Any, ...]:
     """Return modules whose state can be read and written.

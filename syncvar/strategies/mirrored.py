@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["DefaultStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy"]
-
 _log = logging.getLogger("syncvar")
 
 

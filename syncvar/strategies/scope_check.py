@@ -11,8 +11,6 @@ from syncvar.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["model_ids", "refuse_new_models"]
-
 _BASES = (("torch.nn", "Module"), ("keras.layers", "Layer"), ("tf_keras.layers", "Layer"))
 """Module and name of the base class of all models, by library."""
 

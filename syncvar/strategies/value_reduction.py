@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
     from syncvar.strategies.base import Strategy
 
-__all__ = ["ReduceOp", "gather_values", "local_part", "own_part", "reduce_values"]
-
 
 class ReduceOp(StrEnum):
     """How values of several replicas, or of several ranks, are combined: names of an op.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from syncvar.parameter_server.server.shard import RuleKey, ShardSlots, Spec
 
-__all__ = ["Place", "RequestBuilder"]
-
 Place = tuple[int, int]
 """Where a result is: the server, and which of its operations."""
 

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
     from syncvar.parameter_server.messages import Arrays, Endpoint, Message
 
-__all__ = ["Client", "ServerPart", "Ticket"]
-
-
 _NEVER = float("inf")
 _TOLD = {one.__name__: one for one in (ConfigError, MismatchError, UsageError)}
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Arrays, Message
     from syncvar.parameter_server.server.replicated_state import WorkerState
 
-__all__ = ["WINDOW", "PrimaryReplica"]
-
 WINDOW = 64
 """So many requests of a worker may be unanswered; more than that a server does not keep."""
 

@@ -25,16 +25,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Arrays, Message
     from syncvar.parameter_server.server.shard import Position, Room, Spec
 
-__all__ = [
-    "SHARED",
-    "Reading",
-    "ReplicatedState",
-    "WorkerRequest",
-    "WorkerState",
-    "changes",
-    "reads",
-]
-
 _GIVEN_UP_MAX = 256  # others ask about the latest only: a worker has far fewer unanswered requests
 _READS = frozenset(
     (
