@@ -12,13 +12,12 @@ from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.communicator import begin_epochs
 from syncvar.runtime.deferred_queues import send_queued
 from syncvar.runtime.timeouts import checked_timeout
-from syncvar.strategies.contexts import ValueContext
 from syncvar.strategies.distributed_dataset import (
     DistributedDataset,
-    InputContext,
     distributed,
     distributed_from_function,
 )
+from syncvar.strategies.replica_group import InputContext, ValueContext
 from syncvar.strategies.scope_check import model_ids, refuse_new_models
 from syncvar.strategies.value_reduction import gather_values, local_part, own_part, reduce_values
 from syncvar.variables.policy import CallContext

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.sync_points import meet
@@ -19,20 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from syncvar.strategies.base import Strategy
-
-
-@dataclass(frozen=True, slots=True)
-class ValueContext:
-    """The replica for which `experimental_distribute_values_from_function` makes a value.
-
-    Example:
-        >>> import syncvar as sv
-        >>> sv.ValueContext().num_replicas_in_sync
-        1
-    """
-
-    replica_id_in_sync_group: int = 0
-    num_replicas_in_sync: int = 1
 
 
 class ReplicaContext(MigrationHintsMixin):

@@ -8,7 +8,6 @@ replica waits in a step that another never makes, and all get an exception while
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.all_reduce import agree
@@ -18,69 +17,23 @@ from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, UsageE
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.data.batches import BatchPolicy, content_digest, even_part, inspected, no_rows
 from syncvar.data.dataset import Dataset
-from syncvar.data.iterator_state import integer_of, read_state
+from syncvar.data.iterator_state import read_state
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.strategies.batch_agreement import BatchHeader, is_unanimous, verdict
+from syncvar.strategies.replica_group import InputContext, ReplicaGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from syncvar.strategies.base import Strategy
 
 _NEXT = "next batch of a distributed dataset"
-
-
-@dataclass(frozen=True, slots=True)
-class InputContext:
-    """The replica for which `distribute_datasets_from_function` makes a dataset.
-
-    Args:
-        num_input_pipelines: Number of datasets, one for each process.
-        input_pipeline_id: Number of this dataset.
-        num_replicas_in_sync: Number of replicas of the strategy.
-
-    Example:
-        >>> import syncvar as sv
-        >>> context = sv.InputContext(num_input_pipelines=4, num_replicas_in_sync=4)
-        >>> context.get_per_replica_batch_size(128)
-        32
-    """
-
-    num_input_pipelines: int = 1
-    input_pipeline_id: int = 0
-    num_replicas_in_sync: int = 1
-
-    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the rows of one replica's batch.
-
-        Args:
-            global_batch_size: Rows of all replicas' batches together, at least 0.
-
-        Returns:
-            Rows of one replica's batch.
-
-        Raises:
-            ConfigError: The number of replicas does not divide the batch.
-        """
-        size = integer_of("global_batch_size", global_batch_size, 0)
-        replicas = self.num_replicas_in_sync
-        each, rest = divmod(size, replicas)
-        if rest:
-            raise ConfigError(
-                f"{size} rows cannot be shared evenly by {replicas} replicas; take {size - rest} "
-                f"or {size - rest + replicas}, or distribute global batches with "
-                f"strategy.experimental_distribute_dataset, which cuts any size"
-            )
-        return each
-
-
 _END = object()
 
 
 class Feed:
     """The source of a distributed dataset: batches, and whether all replicas read the same."""
 
-    def __init__(self, strategy: Strategy, dataset: Any, *, is_global: bool) -> None:
+    def __init__(self, strategy: ReplicaGroup, dataset: Any, *, is_global: bool) -> None:
         self.strategy = strategy
         self.dataset = dataset
         self.is_global = is_global
@@ -396,14 +349,14 @@ class DistributedIterator(MigrationHintsMixin):
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-def distributed(strategy: Strategy, dataset: Any) -> DistributedDataset:
+def distributed(strategy: ReplicaGroup, dataset: Any) -> DistributedDataset:
     """Return a DistributedDataset of global batches."""
     method = "experimental_distribute_dataset"
     return _agreed_dataset(strategy, method, dataset, None, is_global=True)
 
 
 def distributed_from_function(
-    strategy: Strategy, fn: Callable[[InputContext], Any]
+    strategy: ReplicaGroup, fn: Callable[[InputContext], Any]
 ) -> DistributedDataset:
     """Return a DistributedDataset of the batches that a function makes for this replica."""
     replicas = strategy.num_replicas_in_sync
@@ -419,7 +372,7 @@ def distributed_from_function(
 
 
 def _agreed_dataset(
-    strategy: Strategy, method: str, dataset: Any, error: Exception | None, *, is_global: bool
+    strategy: ReplicaGroup, method: str, dataset: Any, error: Exception | None, *, is_global: bool
 ) -> DistributedDataset:
     """Return the dataset after a barrier, in which all replicas get the error of any of them."""
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
-    from syncvar.strategies.base import Strategy
+    from syncvar.strategies.replica_group import ReplicaGroup
 
 
 class ReduceOp(StrEnum):
@@ -113,7 +113,7 @@ class _Reduction(NamedTuple):
         )
 
 
-def reduce_values(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
+def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
     """Reduce a value or pytree over replicas: first this part along `axis`, then across replicas.
 
     With `axis=None`, the reduction is elementwise over the replicas.
@@ -144,7 +144,7 @@ def reduce_values(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> 
     )
 
 
-def _elementwise(value: Any, reduce_op: Any, *, group: Strategy, timeout: float | None) -> Any:
+def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: float | None) -> Any:
     """Combine values of all replicas elementwise; the cached path of `reproducible` calls."""
     communicator, reproducible = group.communicator, group.reproducible
 
