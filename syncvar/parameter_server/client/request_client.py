@@ -20,9 +20,8 @@ from syncvar.core.errors import (
     WireError,
 )
 from syncvar.core.process_ids import server_number
-from syncvar.parameter_server.messages import OutgoingMessage
+from syncvar.parameter_server.messages import SHARED, OutgoingMessage, changes, reads
 from syncvar.parameter_server.server.primary import WINDOW
-from syncvar.parameter_server.server.replicated_state import SHARED, changes, reads
 from syncvar.parameter_server.server.replication import PATIENCE
 from syncvar.parameter_server.server.server_machine import RESEND_S
 
