@@ -22,29 +22,16 @@ _PAUSE_MS = 1000
 
 
 class ProcessChange(NamedTuple):
-    """A change of a process.
+    """A change of a process."""
 
-    Args:
-        number: Process number.
-        kind: "serves" (a server is reachable), "ended", or "begins" (it was restarted).
-        reason: Reason of the end; empty for a normal exit.
-        incarnation: Number of the restart.
-    """
-
-    number: int
-    kind: str
-    reason: str = ""
-    incarnation: int = 0
+    number: int  # process number
+    kind: str  # "serves" (a server is reachable), "ended", or "begins" (it was restarted)
+    reason: str = ""  # reason of the end; empty for a normal exit
+    incarnation: int = 0  # number of the restart
 
 
 class Directory:
     """Asks the launcher for the servers, and collects its reports.
-
-    Args:
-        context: ZeroMQ context of this process.
-        environment: Number of this process, and its job.
-        config: Deadlines and limits.
-        keys: Keys of a tcp endpoint; None for none.
 
     Attributes:
         addresses: Server -> address.
@@ -134,11 +121,7 @@ class Directory:
         return found
 
     def await_all(self) -> list[ProcessChange]:
-        """Wait until every server serves or has ended, and return all changes.
-
-        Raises:
-            RendezvousError: Some servers have not started in time.
-        """
+        """Wait until every server serves or has ended, and return all changes."""
         until = time.monotonic() + self._config.rendezvous_timeout_s
         found: list[ProcessChange] = []
         while True:

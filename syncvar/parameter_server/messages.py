@@ -101,11 +101,7 @@ def frames_of(message: Message, arrays: Sequence[NDArray[Any]] = ()) -> list[byt
 
 
 def message_of(frames: Sequence[Any]) -> tuple[Message, Arrays]:
-    """Return the message in some frames, and its arrays: read-only views of the frames.
-
-    Raises:
-        WireError: The frames are no message.
-    """
+    """Return the message in some frames, and its arrays: read-only views of the frames."""
     if not frames or len(frames[0]) > MESSAGE_NBYTES_MAX:
         raise WireError("a message between workers and servers begins with a map of at most 16 MiB")
     try:

@@ -29,17 +29,11 @@ class RunningModule(NamedTuple):
 
 
 class LateName(NamedTuple):
-    """A name that a scheduled function needs, and that its module binds below the present line.
+    """A name that a scheduled function needs, and that its module binds below the present line."""
 
-    Args:
-        name: The name.
-        line: First line that binds it.
-        user: Scheduled function that needs it, which may be the name itself.
-    """
-
-    name: str
-    line: int
-    user: str
+    name: str  # the name
+    line: int  # first line that binds it
+    user: str  # scheduled function that needs it, which may be the name itself
 
     def __str__(self) -> str:
         used = "" if self.name == self.user else f" (which {self.user} uses)"

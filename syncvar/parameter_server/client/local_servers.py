@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 
 class LocalServers:
-    """Servers of a job whose workers are all in this process.
-
-    Args:
-        workers: Number of workers.
-        servers: Number of servers.
-        replicas: 1 if each server has a backup on the next one; else 0.
-    """
+    """Servers of a job whose workers are all in this process."""
 
     def __init__(self, workers: int, servers: int = 1, replicas: int = 0) -> None:
         self.count = servers

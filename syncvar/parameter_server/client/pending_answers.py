@@ -20,10 +20,6 @@ class Session:
     """A worker's client, with a lock.
 
     A subclass implements `send`, calls `received` for each message, and `turn` when it is due.
-
-    Args:
-        client: The state machine.
-        timeout_s: Seconds that a call waits.
     """
 
     def __init__(self, client: Client, timeout_s: float) -> None:

@@ -34,10 +34,6 @@ def put_tallies(tallies: dict[str, bytes], folder: Path) -> None:
 class PushCounter:
     """The file of one worker.
 
-    Args:
-        path: Path of the file, which may not exist.
-        generation: Number of this attempt of the job.
-
     Attributes:
         before: Pushes that an earlier attempt counted; 0 if there was none.
     """

@@ -91,15 +91,7 @@ class _Sent(NamedTuple):
 
 
 class Client:
-    """One worker's requests to all servers.
-
-    Args:
-        rank: Rank of the worker; no worker waits for ranks beyond those of the job (evaluators).
-        incarnation: Number of its restarts.
-        servers: Number of servers.
-        heirs: For each server its failover order.
-        resend_s: Seconds after which it repeats requests without an answer.
-    """
+    """One worker's requests to all servers."""
 
     def __init__(
         self,
@@ -132,15 +124,7 @@ class Client:
     def request(
         self, parts: Mapping[int, ServerPart], now: float
     ) -> tuple[Ticket, list[OutgoingMessage]]:
-        """Send a request; its pushes are applied on all of its servers or on none.
-
-        Args:
-            parts: Server -> its part.
-            now: Seconds of a monotonic clock.
-
-        Returns:
-            A ticket that is over when all servers have answered, and the messages to send now.
-        """
+        """Send a request; its pushes are applied on all of its servers or on none."""
         ticket = Ticket(parts)
         if self.broken is not None:
             ticket.fail(self.broken)

@@ -43,17 +43,9 @@ _sessions: list[WorkerSession] = []  # open sessions of this process
 class WorkerSession(Session):
     """The session of a worker with the servers of its job.
 
-    Args:
-        environment: Rank of this worker, and its job.
-        config: Deadlines and limits.
-        environ: `os.environ`, which has the job's secret.
-
     Attributes:
         before_end: Functions of a call's name and a timeout that wait for this worker's pushes; the
             end of the script calls them.
-
-    Raises:
-        RendezvousError: Not all servers have started in time, or the launcher refuses this process.
     """
 
     def __init__(

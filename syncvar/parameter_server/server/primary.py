@@ -56,14 +56,7 @@ class _WorkerQueue:
 
 
 class PrimaryReplica:
-    """One server's replicated state, executed here.
-
-    Args:
-        server: Index of the server.
-        ledger: Its state; new, or that of a backup.
-        mirror: Server of the backup; None for no backup.
-        resend_s: Seconds after which it repeats messages without an answer.
-    """
+    """One server's replicated state, executed here."""
 
     def __init__(
         self, server: int, ledger: ReplicatedState, mirror: int | None, resend_s: float

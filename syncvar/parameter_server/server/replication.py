@@ -24,14 +24,7 @@ PATIENCE = 16  # factor up to which the interval between repeated messages doubl
 
 
 class ReplicationStream:
-    """The entries of one state on their way to the backup, and the messages that wait for it.
-
-    Args:
-        server: Server whose state it is.
-        entries: Number of entries that primary and backup have already.
-        mirror: Server of the backup; None for no backup.
-        resend_s: Seconds after which it repeats messages without an answer.
-    """
+    """The entries of one state on their way to the backup, and the messages that wait for it."""
 
     def __init__(self, server: int, entries: int, mirror: int | None, resend_s: float) -> None:
         self.mirror = mirror

@@ -27,12 +27,6 @@ RESEND_S = 0.5  # a message without an answer is repeated after this time; only 
 class Server:
     """One server process.
 
-    Args:
-        index: Index of the server.
-        workers: Number of workers of the job.
-        heirs: For each server its failover order; the first that lives holds the backup.
-        resend_s: See `RESEND_S`.
-
     Attributes:
         new_copies: Servers whose backup is new here; the caller reads and clears it.
 
@@ -83,14 +77,7 @@ class Server:
     def handle(
         self, sender: Endpoint, message: Message, arrays: Arrays, now: float
     ) -> list[OutgoingMessage]:
-        """Take one message; return the messages to send.
-
-        Args:
-            sender: Sender, as the link knows it.
-            message: Message of `message_of`.
-            arrays: Its arrays; they must not change afterwards.
-            now: Seconds of a monotonic clock.
-        """
+        """Take one message; return the messages to send."""
         kind = message["kind"]
         if kind == "copy":
             return self._copy(sender, message, arrays)

@@ -175,13 +175,7 @@ class ServerStats:
 
 
 class Serving:
-    """The loop of a server.
-
-    Args:
-        environment: Number of the server, and its job.
-        config: Deadlines and limits.
-        environ: `os.environ`, which has the job's secret.
-    """
+    """The loop of a server."""
 
     def __init__(
         self, environment: RankEnvironment, config: RuntimeConfig, environ: MutableMapping[str, str]

@@ -42,43 +42,26 @@ _STEP = "step"
 
 
 class Spec(NamedTuple):
-    """The shape, dtype and position of a shard.
+    """The shape, dtype and position of a shard."""
 
-    Args:
-        shape: Shape of this part.
-        dtype: Name of the dtype.
-        aggregation: Name of the VariableAggregation that combines the pushes of a round.
-        whole: Shape of the variable.
-        start: First row of the variable in this part.
-        shards: Number of parts of the variable.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    aggregation: str
-    whole: tuple[int, ...]
-    start: int
-    shards: int = 1
+    shape: tuple[int, ...]  # shape of this part
+    dtype: str  # name of the dtype
+    aggregation: str  # name of the VariableAggregation that combines the pushes of a round
+    whole: tuple[int, ...]  # shape of the variable
+    start: int  # first row of the variable in this part
+    shards: int = 1  # number of parts of the variable
 
 
 class Push(NamedTuple):
-    """One change.
+    """One change."""
 
-    Args:
-        how: "assign", "assign_add", "assign_sub", a scatter, or "step" (of an optimizer).
-        value: Array of the shard's shape, or of its rows.
-        rows: int64 indices, from the first row of this shard; None for all rows.
-        rule: For "step": key of the optimizer.
-        rate: For "step": learning rate.
-        combine: For "step" in a round: "mean" or "sum" of the workers' gradients.
-    """
-
-    how: str
-    value: NDArray[Any]
+    how: str  # "assign", "assign_add", "assign_sub", a scatter, or "step" (of an optimizer)
+    value: NDArray[Any]  # array of the shard's shape, or of its rows
+    # int64 indices, from the first row of this shard; None for all rows
     rows: NDArray[Any] | None = None
-    rule: RuleKey = ("", ())
-    rate: float = 0.0
-    combine: str = "mean"
+    rule: RuleKey = ("", ())  # for "step": key of the optimizer
+    rate: float = 0.0  # for "step": learning rate
+    combine: str = "mean"  # for "step" in a round: "mean" or "sum" of the workers' gradients
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -106,14 +89,7 @@ def check_slots(rule: RuleKey, slots: ShardSlots, value: NDArray[Any]) -> None:
 
 
 class Shard:
-    """A part of a variable.
-
-    Args:
-        spec: Shape, dtype and position.
-        value: Initial value; copied.
-        staleness: Bound in ticks of pushes that a read may miss; None for no bound.
-        room: Allocates an array of a shape and a dtype.
-    """
+    """A part of a variable."""
 
     def __init__(
         self, spec: Spec, value: NDArray[Any], staleness: int | None, room: Room = np.empty

@@ -54,30 +54,16 @@ Route = bytes | Pipe
 
 
 class ReceivedMessage(NamedTuple):
-    """A message that has arrived.
+    """A message that has arrived."""
 
-    Args:
-        number: Process number of the sender.
-        incarnation: Incarnation of the sender.
-        frames: Buffers that do not change.
-        answers: Route for answers to exactly this process.
-    """
-
-    number: int
-    incarnation: int
-    frames: Frames
-    answers: Route
+    number: int  # process number of the sender
+    incarnation: int  # incarnation of the sender
+    frames: Frames  # buffers that do not change
+    answers: Route  # route for answers to exactly this process
 
 
 class ServerLinks:
     """The sockets of one process; for one thread at a time.
-
-    Args:
-        context: ZeroMQ context of this process.
-        environment: Number of this process, and its job.
-        config: Limits and intervals.
-        keys: Keys of tcp links; None for unprotected or no such links.
-        lender: Memory shared with the processes of this host; None for none.
 
     Attributes:
         refused: Number of dropped messages: malformed, or not of this job.
@@ -249,11 +235,7 @@ class ServerLinks:
         return not isinstance(one, Pipe) or one.has_more
 
     def receive(self, one: Any) -> ReceivedMessage | None:
-        """Return the next message of one socket, or None; drops messages that are not of this job.
-
-        Raises:
-            InternalError: A message refers to shared memory that this process has not mapped.
-        """
+        """Return the next message of one socket, or None; drops messages that are not of this job."""
         if isinstance(one, Pipe):
             return self._receive_from_pipe(one)
         if isinstance(one, UnixListener):

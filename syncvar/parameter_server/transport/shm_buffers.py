@@ -65,10 +65,6 @@ class _BufferReader(NamedTuple):
 class ShmBufferPool:
     """The blocks that one process has lent, and views of blocks that it has borrowed.
 
-    Args:
-        shm: The memory; this process lends from its own region.
-        lends: Whether it may lend; else it only borrows.
-
     Attributes:
         lent: Number of arrays lent.
         segment: The memory. A process may lend only to processes that have mapped it too.
@@ -131,11 +127,7 @@ class ShmBufferPool:
         return found
 
     def borrow(self, reference: SharedMemoryReference) -> memoryview:
-        """Return a read-only view of a lent array; its end releases the block.
-
-        Raises:
-            InternalError: The reference is to other memory, or outside of it.
-        """
+        """Return a read-only view of a lent array; its end releases the block."""
         word = self._shm.resolve(reference)
         block = self._shm.refer(word // 64 * 64, _WORDS_NBYTES + reference.nbytes)
         if word % 8:

@@ -60,10 +60,6 @@ class UnixListener:
 class Pipe:
     """One end of a stream.
 
-    Args:
-        connected: The socket.
-        is_opener: Whether this end has connected.
-
     Attributes:
         peer: Data of the owner about the other end.
         is_over: Whether the stream has ended.
@@ -137,12 +133,6 @@ class Pipe:
         """Return the next whole message, which does not change, or None.
 
         Call it until it returns None, or until `has_more` is False.
-
-        Args:
-            nbytes_max: Longest message that the other end may send now.
-
-        Raises:
-            ValueError: The bytes are no message, or the message is longer.
         """
         if self._filling is not None:
             return self._fill()
