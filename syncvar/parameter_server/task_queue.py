@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
+
+    from syncvar.parameter_server.messages import Arrays
 
 
 class TaskResult(NamedTuple):
@@ -49,6 +51,52 @@ class TaskQueue:
         queue._idle, queue._waiting = state["idle"], state["waiting"]
         queue.outcomes = {task: TaskResult(*one) for task, one in state["outcomes"].items()}
         return queue
+
+    def execute(self, rank: int, operation: dict[str, Any], arrays: Arrays) -> None:
+        """Execute a worker's operation."""
+        match operation["do"]:
+            case "put":
+                self.put(operation["task"], arrays[operation["value"]])
+            case "ask":
+                self.ask(rank)
+            case "finish":
+                result = TaskResult(operation["failed"], arrays[operation["value"]])
+                self.finish(rank, operation["task"], result)
+            case "forget":
+                self.forget(operation["tasks"])
+            case "cancel":
+                self.cancel()
+            case "close":
+                self.close()
+
+    def is_ready(self, rank: int, operation: dict[str, Any]) -> bool:
+        """Return whether `read` can answer now; True for operations on other state."""
+        name = operation["do"]
+        if name == "task":
+            return rank in self.given or self.is_closed
+        if name == "outcome":
+            return self.is_over(operation["task"])
+        return name != "drained" or self.is_drained
+
+    def read(
+        self, rank: int, operation: dict[str, Any], add: Callable[[NDArray[Any]], int]
+    ) -> dict[str, Any]:
+        """Return the result of a read; `add` stores an array and returns its number."""
+        match operation["do"]:
+            case "task":
+                if rank not in self.given:
+                    return {"closed": True}
+                task, call = self.given[rank]
+                return {"closed": False, "task": task, "array": add(call)}
+            case "outcome":
+                result = self.outcomes.get(operation["task"])
+                if result is None:
+                    return {"cancelled": True}
+                return {"cancelled": False, "failed": result.failed, "array": add(result.value)}
+            case "progress":
+                failed = [task for task, one in self.outcomes.items() if one.failed]
+                return {"drained": self.is_drained, "failed": failed}
+        return {}
 
     @property
     def is_drained(self) -> bool:

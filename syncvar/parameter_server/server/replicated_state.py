@@ -16,7 +16,7 @@ from syncvar.core.errors import ConfigError, MismatchError, SyncvarError, WireEr
 from syncvar.parameter_server.messages import READS, push_of, rule_key_of, slots_of, spec_of
 from syncvar.parameter_server.server.server_rules import rule_of
 from syncvar.parameter_server.server.shard import Shard, check_slots
-from syncvar.parameter_server.task_queue import TaskQueue, TaskResult
+from syncvar.parameter_server.task_queue import TaskQueue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -268,23 +268,7 @@ class ReplicatedState:
             worker.takes_part = False
             self.board.lose(rank)
         else:
-            self._change_queue(rank, operation, arrays)
-
-    def _change_queue(self, rank: int, operation: dict[str, Any], arrays: Arrays) -> None:
-        board, kind = self.board, operation["do"]
-        if kind == "put":
-            board.put(operation["task"], arrays[operation["value"]])
-        elif kind == "ask":
-            board.ask(rank)
-        elif kind == "finish":
-            result = TaskResult(operation["failed"], arrays[operation["value"]])
-            board.finish(rank, operation["task"], result)
-        elif kind == "forget":
-            board.forget(operation["tasks"])
-        elif kind == "cancel":
-            board.cancel()
-        elif kind == "close":
-            board.close()
+            self.board.execute(rank, operation, arrays)
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -365,18 +349,9 @@ class ReplicatedState:
             elif kind in ("expect", "describe"):
                 if operation["key"] not in self.shards:
                     return False
-            elif not self._is_queue_ready(rank, operation):
+            elif not self.board.is_ready(rank, operation):
                 return False
         return True
-
-    def _is_queue_ready(self, rank: int, operation: dict[str, Any]) -> bool:
-        """Return whether the task queue can answer; True for operations on other state."""
-        board, kind = self.board, operation["do"]
-        if kind == "task":
-            return rank in board.given or board.is_closed
-        if kind == "outcome":
-            return board.is_over(operation["task"])
-        return kind != "drained" or board.is_drained
 
     def read(self, rank: int, operations: Iterable[dict[str, Any]], arrays: Arrays) -> Reading:
         """Return the results of reads; an empty map for an operation that reads nothing."""
@@ -418,29 +393,7 @@ class ReplicatedState:
                 counts = {"shards": len(self.shards), "entries": self.entries}
                 return {"staleness": dict(self.staleness), **counts}
             case _:
-                return self._read_queue(rank, operation, reading)
-        return {}
-
-    def _read_queue(self, rank: int, operation: dict[str, Any], reading: Reading) -> dict[str, Any]:
-        board = self.board
-        match operation["do"]:
-            case "task":
-                if rank not in board.given:
-                    return {"closed": True}
-                task, call = board.given[rank]
-                return {"closed": False, "task": task, "array": reading.add(call)}
-            case "outcome":
-                result = board.outcomes.get(operation["task"])
-                if result is None:
-                    return {"cancelled": True}
-                return {
-                    "cancelled": False,
-                    "failed": result.failed,
-                    "array": reading.add(result.value),
-                }
-            case "progress":
-                failed = [task for task, one in board.outcomes.items() if one.failed]
-                return {"drained": board.is_drained, "failed": failed}
+                return self.board.read(rank, operation, reading.add)
         return {}
 
     def _pull(self, rank: int, operation: dict[str, Any], arrays: Arrays) -> NDArray[Any]:

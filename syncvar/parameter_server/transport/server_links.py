@@ -235,7 +235,7 @@ class ServerLinks:
         return not isinstance(one, Pipe) or one.has_more
 
     def receive(self, one: Any) -> ReceivedMessage | None:
-        """Return the next message of one socket, or None; drops messages that are not of this job."""
+        """Return the next message of one socket, or None; drops messages of other jobs."""
         if isinstance(one, Pipe):
             return self._receive_from_pipe(one)
         if isinstance(one, UnixListener):
