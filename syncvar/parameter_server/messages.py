@@ -88,14 +88,7 @@ class OutgoingMessage(NamedTuple):
 
 
 def frames_of(message: Message, arrays: Sequence[NDArray[Any]] = ()) -> list[bytes | memoryview]:
-    """Return a message as frames: the map, then the bytes of each array, without a copy.
-
-    Example:
-        >>> frames = frames_of({"kind": "retired", "server": 1}, (np.arange(3),))
-        >>> message, arrays = message_of(frames)
-        >>> message["server"], arrays[0].tolist()
-        (1, [0, 1, 2])
-    """
+    """Return a message as frames: the map, then the bytes of each array, without a copy."""
     headers = [[dtype_index(array.dtype), *array.shape] for array in arrays]
     return [msgpack.packb([message, headers]), *map(_buffer, arrays)]
 

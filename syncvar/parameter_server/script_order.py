@@ -69,11 +69,6 @@ def late_names(module: RunningModule) -> list[LateName]:
 
     It leaves out names that the module binds above too, names that a function binds by `global`,
     and variables that hold a scheduled function.
-
-    Example:
-        >>> text = "c = ClusterCoordinator(s)\nstep = 1\ndef f():\n    return step\nc.schedule(f)\n"
-        >>> [str(one) for one in late_names(RunningModule("train.py", 1, text))]
-        ['f, line 3', 'step (which f uses), line 2']
     """
     tree = _parsed(module.source)
     late = {name: lines[0] for name, lines in _bindings(tree).items() if lines[0] > module.line}

@@ -233,7 +233,7 @@ class ServerAccess:
                 steps.append((variable, rows.values, rows.indices))
             else:
                 steps.append((variable, operand_array(gradient, variable.shape, dtype, call), None))
-        settings = {"rule": rule, "rate": rate, "combine": combine}
+        settings = {"rule": list(rule), "rate": rate, "combine": combine}
         with self.pushing("apply_gradients") as request:
             for variable, value, indices in steps:
                 variable.add_push(request, "step", value, indices, **settings)

@@ -58,13 +58,7 @@ class BatchDecision(NamedTuple):
 
 
 def is_unanimous(largest: NDArray[Any]) -> bool:
-    """Return whether all replicas have equal headers.
-
-    Example:
-        >>> one, other = BatchHeader(True, 8, 0, 2, kind=7), BatchHeader(True, 8, 0, 3, kind=7)
-        >>> is_unanimous(np.maximum(one.sides(is_global=True), other.sides(is_global=True)))
-        False
-    """
+    """Return whether all replicas have equal headers."""
     numbers = largest.tolist()
     half = len(numbers) // 2
     return all(
@@ -73,16 +67,7 @@ def is_unanimous(largest: NDArray[Any]) -> bool:
 
 
 def verdict(offers: Sequence[BatchHeader], *, is_global: bool) -> BatchDecision:
-    """Return what all replicas do; a pure function of the headers of all replicas.
-
-    Example:
-        >>> batch = BatchHeader(True, 8, 0, 2, kind=77)
-        >>> end = BatchHeader(False, 0, 0, 2, kind=0)
-        >>> verdict([end, batch], is_global=False)
-        BatchDecision(disagreement='', is_over=False, teacher=1, differs=False)
-        >>> verdict([end, batch], is_global=True).disagreement
-        'the dataset has ended on some replicas and not on others'
-    """
+    """Return what all replicas do; a pure function of the headers of all replicas."""
     if len({(offer.epoch, offer.position) for offer in offers}) > 1:
         return BatchDecision("the replicas are at different places of their datasets")
     live = [place for place, offer in enumerate(offers) if offer.has_batch]

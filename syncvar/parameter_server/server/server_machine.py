@@ -29,15 +29,6 @@ class Server:
 
     Attributes:
         new_copies: Servers whose backup is new here; the caller reads and clears it.
-
-    Example:
-        >>> server = Server(0, workers=1, heirs=[()])
-        >>> tick = {"do": "tick", "clock": 1}
-        >>> request = {"kind": "request", "server": 0, "rank": 0, "incarnation": 0, "number": 1,
-        ...            "follows": 0, "answered": 0, "transaction": 1, "parts": [0], "sent": [1],
-        ...            "operations": [tick]}
-        >>> [outgoing.target for outgoing in server.handle(("worker", 0), request, (), now=0.0)]
-        [('worker', 0)]
     """
 
     def __init__(

@@ -90,12 +90,7 @@ def _serve(_arguments: list[str]) -> None:
 
 
 def endpoint_of(number: int) -> Endpoint:
-    """Return the endpoint of a process number.
-
-    Example:
-        >>> endpoint_of(3), endpoint_of(SERVER_0 + 1)
-        (('worker', 3), ('server', 1))
-    """
+    """Return the endpoint of a process number."""
     return ("server", number - SERVER_0) if is_server(number) else ("worker", number)
 
 

@@ -159,23 +159,13 @@ def _error_text(error: BaseException) -> str:
 
 
 def slot_names(rule: UpdateRule, dtype: np.dtype[Any]) -> list[str]:
-    """Return the names of a rule's slots of a variable, in the order of checkpoints.
-
-    Example:
-        >>> slot_names(rule_of("Adam", {}), np.dtype("float16"))
-        ['master', 'm', 'v']
-    """
+    """Return the names of a rule's slots of a variable, in the order of checkpoints."""
     initials = rule._initials()  # noqa: SLF001  (a rule as its variables see it)
     return [*(["master"] if is_half(dtype) else []), *initials]
 
 
 def rule_of(name: str, settings: dict[str, Any]) -> UpdateRule:
-    """Return an optimizer's update rule; raise ConfigError for an unknown class name.
-
-    Example:
-        >>> type(rule_of("Adam", {"beta_1": 0.8})).__name__
-        'Adam'
-    """
+    """Return an optimizer's update rule; raise ConfigError for an unknown class name."""
     if name not in _ELEMENTWISE or not all(re.fullmatch("[a-z_0-9]+", key) for key in settings):
         raise ConfigError(
             f"servers make the steps of {', '.join(_ELEMENTWISE)}, not of {name!r:.60}"

@@ -58,11 +58,6 @@ def packed(
         segment: The sender's shared memory; None for none.
         has_checksum: Whether to add a checksum of the parts that are not lent.
         separate_nbytes: Length from which parts are separate.
-
-    Example:
-        >>> nbytes, pieces, separate = packed([b"head", b"array"])
-        >>> [bytes(one) for one in unpacked(b"".join(pieces))[0]], nbytes, separate
-        ([b'head', b'array'], 80, [])
     """
     table: list[int] = []
     pieces: list[Any] = [b""]
@@ -94,12 +89,7 @@ def packed(
 
 
 def cut(part: Any) -> list[Any]:
-    """Return the frames of a part, without a copy.
-
-    Example:
-        >>> [len(one) for one in cut(bytes(FRAME_NBYTES + 3))], [len(one) for one in cut(b"head")]
-        ([1052672, 3], [4])
-    """
+    """Return the frames of a part, without a copy."""
     view = memoryview(part)
     if view.nbytes < FRAME_NBYTES:
         return [part]
