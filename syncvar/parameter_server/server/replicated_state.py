@@ -1,8 +1,8 @@
 """The replicated state machine of one server: equal entries in equal order make equal state.
 
-Primary and backup execute the same entries, maps with arrays: `request` (of a worker, in its
-order), `decision` (about a transaction over several servers) and `fence` (a worker's incarnation
-has ended). Reads are no entries.
+Primary and backup execute the same entries, which are maps with arrays: a worker's `request`, a
+`decision` about a transaction over several servers, or a `fence`, which ends an incarnation of a
+worker. Reads are no entries.
 """
 
 from __future__ import annotations
@@ -123,16 +123,24 @@ class ReplicatedState:
         cls, server: int, workers: int, state: dict[str, Any], room: Room
     ) -> ReplicatedState:
         """Return the state machine with this state."""
-        made = cls(server, workers)
-        made.room, made.entries, made.staleness = room, state["entries"], state["staleness"]
+        machine = cls(server, workers)
+        machine.room, machine.entries, machine.staleness = (
+            room,
+            state["entries"],
+            state["staleness"],
+        )
         for rank, one in state["workers"].items():
             staged = None if one["staged"] is None else WorkerRequest(*one["staged"])
-            made.workers[rank] = WorkerState(**{**one, "staged": staged})
-        made.undecided = {rank for rank, one in made.workers.items() if one.staged is not None}
-        made.shards = {key: Shard.of_state(shard, room) for key, shard in state["shards"].items()}
-        made.board = TaskQueue.of_state(state["board"])
-        made._in_rounds = {shard for shard in made.shards.values() if shard.waits}
-        return made
+            machine.workers[rank] = WorkerState(**{**one, "staged": staged})
+        machine.undecided = {
+            rank for rank, one in machine.workers.items() if one.staged is not None
+        }
+        machine.shards = {
+            key: Shard.of_state(shard, room) for key, shard in state["shards"].items()
+        }
+        machine.board = TaskQueue.of_state(state["board"])
+        machine._in_rounds = {shard for shard in machine.shards.values() if shard.waits}
+        return machine
 
     # -- entries -----------------------------------------------------------------------------------
 
@@ -274,10 +282,10 @@ class ReplicatedState:
 
     def refusal(self, request: WorkerRequest) -> tuple[str, str] | None:
         """Return error and reason why a request cannot be executed, or None; changes nothing."""
-        made: set[str] = set()
+        created: set[str] = set()
         try:
             for operation in request.message["operations"]:
-                self._check(operation, request.arrays, made)
+                self._check(operation, request.arrays, created)
         except SyncvarError as error:
             return type(error).__name__, str(error)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -285,14 +293,14 @@ class ReplicatedState:
             return "WireError", reason
         return None
 
-    def _check(self, operation: dict[str, Any], arrays: Arrays, made: set[str]) -> None:
+    def _check(self, operation: dict[str, Any], arrays: Arrays, created: set[str]) -> None:
         kind = operation["do"]
         if kind == "push":
-            if operation["key"] not in made:
+            if operation["key"] not in created:
                 self._shard(operation).check(push_of(operation, arrays))
         elif kind in ("create", "restore"):
             spec, value = spec_of(operation), arrays[operation["value"]]
-            made.add(operation["key"])
+            created.add(operation["key"])
             if value.shape != spec.shape or value.dtype.name != spec.dtype:
                 raise WireError(
                     f"variable {operation['key']!r}: the value is no {spec.dtype}{list(spec.shape)}"
