@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.server.shard import Position, Room, Spec
 
 _ABORTED_MAX = 256  # servers ask about the latest only: a worker has far fewer open requests
-_UNCHECKED = READS | {"meet", "leave", "ask", "forget", "cancel", "close"}
+_UNCHECKED = READS | {"tick", "count", "meet", "leave", "ask", "forget", "cancel", "close"}
 
 
 class WorkerRequest(NamedTuple):
@@ -299,34 +299,33 @@ class ReplicatedState:
             if operation["key"] not in created:
                 self._shard(operation).check(push_of(operation, arrays))
         elif kind in ("create", "restore"):
-            spec, value = spec_of(operation), arrays[operation["value"]]
             created.add(operation["key"])
-            if value.shape != spec.shape or value.dtype.name != spec.dtype:
-                raise WireError(
-                    f"variable {operation['key']!r}: the value is no {spec.dtype}{list(spec.shape)}"
-                )
-            bound = operation["staleness"]
-            if bound is not None and (type(bound) is not int or bound < 0):
-                raise ConfigError(f"staleness must be None or at least 0, not {bound!r}")
-            if operation["key"] in self.shards:
-                self._compare(operation["key"], spec)
-            if kind == "restore":
-                for rule, slots in slots_of(operation, arrays).items():
-                    check_slots(rule, slots, value)
+            self._check_create(operation, arrays)
         elif kind == "staleness":
             self._shard(operation)
-        elif kind == "tick":
-            if type(operation["clock"]) is not int:
-                raise WireError(f"a tick has clock {operation['clock']!r:.40}, no whole number")
-        elif kind == "count":
-            if not all(type(one) is int for one in operation["pushes"].values()):
-                raise WireError("pushes are counted in whole numbers")
+        elif kind == "tick" and type(operation["clock"]) is not int:
+            raise WireError(f"a tick has clock {operation['clock']!r:.40}, no whole number")
+        elif kind == "count" and not all(type(one) is int for one in operation["pushes"].values()):
+            raise WireError("pushes are counted in whole numbers")
         elif kind in ("put", "finish"):
             is_number = type(operation["task"]) is int
             if not is_number or arrays[operation["value"]].dtype.name != "uint8":
                 raise WireError(f"a task to {kind} is a number and bytes")
         elif kind not in _UNCHECKED:
             raise WireError(f"servers know no operation {kind!r:.40}")
+
+    def _check_create(self, operation: dict[str, Any], arrays: Arrays) -> None:
+        key, spec, value = operation["key"], spec_of(operation), arrays[operation["value"]]
+        if value.shape != spec.shape or value.dtype.name != spec.dtype:
+            raise WireError(f"variable {key!r}: the value is no {spec.dtype}{list(spec.shape)}")
+        bound = operation["staleness"]
+        if bound is not None and (type(bound) is not int or bound < 0):
+            raise ConfigError(f"staleness must be None or at least 0, not {bound!r}")
+        if key in self.shards:
+            self._compare(key, spec)
+        if operation["do"] == "restore":
+            for rule, slots in slots_of(operation, arrays).items():
+                check_slots(rule, slots, value)
 
     def _shard(self, operation: dict[str, Any]) -> Shard:
         shard = self.shards.get(operation["key"])
@@ -376,33 +375,34 @@ class ReplicatedState:
         self, rank: int, operation: dict[str, Any], arrays: Arrays, reading: Reading
     ) -> dict[str, Any]:
         """Read one operation; arrays go to `reading`."""
+        result: dict[str, Any] = {}
         match operation["do"]:
             case "pull":
-                return {"array": reading.add(self._pull(rank, operation, arrays))}
+                result = {"array": reading.add(self._pull(rank, operation, arrays))}
             case "slots":
                 steps, slots = self._shard(operation).slots(rule_key_of(operation["rule"]))
                 numbers = {name: reading.add(slot) for name, slot in slots.items()}
-                return {"steps": steps, "slots": numbers}
+                result = {"steps": steps, "slots": numbers}
             case "version":
                 pushes = {rank: one.pushes for rank, one in self.workers.items() if one.pushes}
-                return {"pushes": pushes}
+                result = {"pushes": pushes}
             case "expect":
                 self._compare(operation["key"], spec_of(operation))
             case "describe":
                 spec = self._shard(operation).spec
-                names = {"dtype": spec.dtype, "aggregation": spec.aggregation}
-                return {"whole": list(spec.whole), **names, "shards": spec.shards}
+                result = {"whole": list(spec.whole), "dtype": spec.dtype, "shards": spec.shards}
+                result["aggregation"] = spec.aggregation
             case "where":
                 worker = self.worker(rank)
-                return {"clock": worker.clock, "pushes": worker.pushes}
+                result = {"clock": worker.clock, "pushes": worker.pushes}
             case "rule":
                 rule_of(*operation["rule"])
             case "stats":
-                counts = {"shards": len(self.shards), "entries": self.entries}
-                return {"staleness": dict(self.staleness), **counts}
+                result = {"shards": len(self.shards), "entries": self.entries}
+                result["staleness"] = dict(self.staleness)
             case _:
-                return self.board.read(rank, operation, reading.add)
-        return {}
+                result = self.board.read(rank, operation, reading.add)
+        return result
 
     def _pull(self, rank: int, operation: dict[str, Any], arrays: Arrays) -> NDArray[Any]:
         shard = self._shard(operation)
