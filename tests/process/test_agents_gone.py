@@ -37,7 +37,7 @@ def chosen(folder, *arguments):
 
 def test_no_answer_is_awaited_of_an_agent_that_is_gone(gone, monkeypatch, tmp_path):
     monkeypatch.setattr(provision, "polled", refuse)
-    job = provision.Cluster(chosen(tmp_path), print)
+    job = provision.JobHosts(chosen(tmp_path), print)
     job.sites = [provision.HostSlot(gone, "node1", 2, "127.0.0.1", {})]
     with pytest.raises(HostUnreachable, match="node1"):
         job.free_port()
