@@ -1,8 +1,8 @@
-"""What of shared memory has been given out: every use of it can be compared with that, where `check_shm` is on.
+"""Allocation maps: with `check_shm` on, each use of shared memory is checked against them.
 
-Each rank tells all others, at the end of its region, which lines of the cache there it has given out: one byte for each.
-A use of memory that nobody was given is a bug of this library, and is refused before it reads or writes anything: else it
-would change an array of somebody, or take its numbers for others.
+Each rank keeps a map at the end of its region: one byte for each cache line, 1 if the line is
+allocated. A use of memory that nobody allocated is a bug of this library. The check raises before
+the use could damage an array.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from syncvar.shm.segment_layout import LINE_BYTES, PAGE_BYTES
 if TYPE_CHECKING:
     from syncvar.shm.segment import SharedSegment
 
-__all__ = ["GIVEN", "AllocationMap"]
-
-GIVEN = 4  # word of a rank's table: where its bytes begin; 0 where it keeps none
+GIVEN = 4  # word of a rank's table: offset of its map; 0 without checks
 
 
 class AllocationMap:
-    """What this rank has given out of its region, and what the others say of theirs.
+    """The allocated lines of this rank's region, and a reader of the other ranks' maps.
 
     Args:
-        shm: The mapped shared memory.
+        shm: The mapped segment.
     """
 
     def __init__(self, shm: SharedSegment) -> None:
@@ -35,15 +33,11 @@ class AllocationMap:
 
     @staticmethod
     def nbytes(shm: SharedSegment) -> int:
-        """Return how much of a region is taken for this: whole pages at its end."""
+        """Return the size of the map: whole pages at the end of a region."""
         return -(-shm.layout.region_bytes // LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
 
     def add(self, offset: int, nbytes: int) -> None:
-        """Tell that memory has been given out.
-
-        Raises:
-            SharedMemoryFull: There is no room to tell it.
-        """
+        """Mark memory as allocated."""
         first, last = self._lines(self._shm.local_rank, offset, nbytes)
         page = (self.start + first) // PAGE_BYTES * PAGE_BYTES
         self._shm.populate(page, -(-(self.start + last - page) // PAGE_BYTES) * PAGE_BYTES)
@@ -51,28 +45,23 @@ class AllocationMap:
         self._sizes[offset] = nbytes
 
     def remove(self, offset: int) -> None:
-        """Tell that it is nobody's any more."""
+        """Mark memory as free."""
         first, last = self._lines(self._shm.local_rank, offset, self._sizes.pop(offset))
         self._shm.ground[self.start + first : self.start + last] = 0
 
     def why_not(self, offset: int, nbytes: int) -> str:
-        """Return in words why some bytes may not be used; empty where they may."""
+        """Return why nobody may use these bytes, or an empty text."""
         shm = self._shm
         place = f"bytes [{offset}, {offset + nbytes}) of shared memory"
-        rank = next(
-            (
-                one
-                for one in range(shm.local_world_size)
-                if _is_in(shm.layout.arrays(one), offset, nbytes)
-            ),
-            None,
-        )
+        ranks = range(shm.local_world_size)
+        owners = [rank for rank in ranks if _is_in(shm.layout.arrays(rank), offset, nbytes)]
+        rank = owners[0] if owners else None
         if rank is None:
-            return f"{place} are no memory for arrays"
+            return f"{place} are outside the memory for arrays"
         told = shm.words[shm.table(rank) // 8 + GIVEN]
         first, last = self._lines(rank, offset, nbytes)
         if told and not shm.ground[told + first : told + last].all():
-            return f"{place} have not been given out by local rank {rank}"
+            return f"local rank {rank} has not allocated {place}"
         return ""
 
     def _lines(self, rank: int, offset: int, nbytes: int) -> tuple[int, int]:
