@@ -125,7 +125,11 @@ class SharedSegment:
         self._fd = fd
         self._room = room
         start, stop = self.layout.arrays(local_rank)
-        self.given = AllocationMap(self) if checks else None
+        self.given: AllocationMap | None = None
+        if checks:
+            self.given = AllocationMap(
+                self.layout, local_rank, self.words, self.ground, self.populate
+            )
         self._extents = Extents(start, stop if self.given is None else self.given.start)
         self._lock = threading.RLock()  # reentrant: a signal handler must get an error, not hang
         self._changer = 0
