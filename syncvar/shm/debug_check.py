@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from syncvar.shm.segment_layout import SegmentLayout
 
-GIVEN = 4  # word of a rank's table: offset of its map; 0 without checks
+MAP_OFFSET = 4  # word of a rank's table: offset of its map; 0 without checks
 
 
 class AllocationMap:
@@ -47,7 +47,7 @@ class AllocationMap:
         _, stop = layout.arrays(local_rank)
         # The map has whole pages at the end of the region.
         self.start = stop - -(-layout.region_bytes // LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
-        words[layout.table(local_rank) // 8 + GIVEN] = self.start
+        words[layout.table(local_rank) // 8 + MAP_OFFSET] = self.start
 
     def add(self, offset: int, nbytes: int) -> None:
         """Mark memory as allocated.
@@ -75,7 +75,7 @@ class AllocationMap:
         if not owners:
             return f"{span} are outside the memory for arrays"
         rank = owners[0]
-        start = self._words[layout.table(rank) // 8 + GIVEN]
+        start = self._words[layout.table(rank) // 8 + MAP_OFFSET]
         first, last = self._lines(rank, offset, nbytes)
         if start and not self._ground[start + first : start + last].all():
             return f"local rank {rank} has not allocated {span}"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 FILLED, NEWS, BY_LINK, RING, NUMBER, ATTENDED = range(6)  # only the C extension uses ATTENDED
 USED, FULL = 8, 9
-_ANSWERS, _GIVEN_UP, PLACES = 16, 24, 8
+_ANSWERS, _CANCELLED, PLACES = 16, 24, 8
 HEADER_WORDS = 32
 RING_BYTES_LEAST = 256 << 10
 ENTRY_BYTES_MAX = RING_BYTES_LEAST // 2  # so an empty ring has room for an entry at any position
@@ -91,7 +91,7 @@ def _data_at(words: int, nbytes: int) -> int:
     return words * 8 if nbytes < _ALIGNED_FROM else -(-words * 8 // LINE_BYTES) * LINE_BYTES
 
 
-class _Box:
+class _Ring:
     def __init__(self, shm: SharedSegment, start: int) -> None:
         self._shm = shm
         self.words = shm.words
@@ -101,7 +101,7 @@ class _Box:
         self.ring_bytes = self.words[self.base + RING]
 
 
-class RingWriter(_Box):
+class RingWriter(_Ring):
     """The sender's end of a ring. One thread at a time.
 
     Args:
@@ -169,8 +169,8 @@ class RingWriter(_Box):
         before = number - PLACES
         if (
             before > 0
-            and words[self._answer(before)] < before << 1
-            and words[self._given_up(before)] != before
+            and words[self._answer_word(before)] < before << 1
+            and words[self._cancelled_word(before)] != before
         ):
             return 0
         start = self._room((_FIXED_WORDS + len(shape) + 3) * 8)
@@ -242,21 +242,21 @@ class RingWriter(_Box):
         The word may already belong to a later message; the sender publishes that only after this
         answer.
         """
-        return min(2, max(0, self.words[self._answer(number)] - (number << 1) + 2))
+        return min(2, max(0, self.words[self._answer_word(number)] - (number << 1) + 2))
 
     def answers_at(self, number: int) -> int:
         """Return the word of the answer; it becomes 2 * `number` - 1 or 2 * `number`."""
-        return self._answer(number)
+        return self._answer_word(number)
 
     def give_up(self, number: int) -> None:
         """Cancel a long message; the receiver discards what it is reading of it."""
-        self.words[self._given_up(number)] = number
+        self.words[self._cancelled_word(number)] = number
 
-    def _answer(self, number: int) -> int:
+    def _answer_word(self, number: int) -> int:
         return self.base + _ANSWERS + number % PLACES
 
-    def _given_up(self, number: int) -> int:
-        return self.base + _GIVEN_UP + number % PLACES
+    def _cancelled_word(self, number: int) -> int:
+        return self.base + _CANCELLED + number % PLACES
 
     def _room(self, nbytes: int) -> int:
         """Return the offset of a new entry and write its length there; -1 if it has no room now."""
@@ -286,7 +286,7 @@ class RingWriter(_Box):
         words[base + NEWS] += 1
 
 
-class RingReader(_Box):
+class RingReader(_Ring):
     """The receiver's end of a ring. One thread at a time.
 
     Args:
@@ -365,7 +365,7 @@ class RingReader(_Box):
 
     def was_given_up(self, number: int) -> bool:
         """Return whether the sender cancelled a long message."""
-        return self.words[self.base + _GIVEN_UP + number % PLACES] >= number
+        return self.words[self.base + _CANCELLED + number % PLACES] >= number
 
     def _say(self, number: int, what: int) -> None:
         with contextlib.suppress(ValueError):  # the segment is closed

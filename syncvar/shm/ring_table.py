@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 RING_BYTES = 2 << 20  # shorter rings fit into private caches, and are slower
 _RINGS_BYTES = 16 << 20  # of all rings of a rank together, about
-_BOXES = 5  # word of a rank's table: offset of its list of rings
+_RINGS = 5  # word of a rank's table: offset of its list of rings
 _NEVER = 1  # value in the list: all messages go over links
 
 
@@ -60,7 +60,7 @@ class Boxes:
         shm, words = self._shm, self._shm.words
         table = shm.table(shm.local_rank) // 8
         place = self.channels.places[dest]
-        if words[table + _BOXES] == _NEVER:
+        if words[table + _RINGS] == _NEVER:
             return None
         try:
             if not self._list:
@@ -69,10 +69,10 @@ class Boxes:
                     shm.release(listed)  # type: ignore[unreachable]
                 else:
                     self._list = listed
-                    words[table + _BOXES] = listed
+                    words[table + _RINGS] = listed
             made, ring_bytes = self._allocate()
         except SharedMemoryFull:
-            words[self._list // 8 + place if self._list else table + _BOXES] = _NEVER
+            words[self._list // 8 + place if self._list else table + _RINGS] = _NEVER
             return None
         words[made // 8 + RING] = ring_bytes  # all else reads as zeros
         words[self._list // 8 + place] = made
@@ -98,11 +98,11 @@ class Boxes:
         """Return whether a rank will never have a ring to this one."""
         words, places = self._shm.words, self.channels.places
         found = self._word_of(source)
-        return words[found or self._shm.table(places[source]) // 8 + _BOXES] == _NEVER
+        return words[found or self._shm.table(places[source]) // 8 + _RINGS] == _NEVER
 
     def comes_at(self, source: int) -> int:
         """Return the word that changes when the ring from a rank appears."""
-        return self._word_of(source) or self._shm.table(self.channels.places[source]) // 8 + _BOXES
+        return self._word_of(source) or self._shm.table(self.channels.places[source]) // 8 + _RINGS
 
     def reach(self, source: int) -> ProcessReader | None:
         """Return the reader of a rank's memory, which is rank 0 there.
@@ -150,5 +150,5 @@ class Boxes:
         0 while that rank has no list.
         """
         shm = self._shm
-        listed = shm.words[shm.table(self.channels.places[source]) // 8 + _BOXES]
+        listed = shm.words[shm.table(self.channels.places[source]) // 8 + _RINGS]
         return 0 if listed in (0, _NEVER) else listed // 8 + shm.local_rank

@@ -93,7 +93,7 @@ class SharedSegment:
         local_rank: Rank of this process on the host.
         layout: Offsets of the regions.
         ground: The segment as bytes.
-        given: Map of allocated memory; None without checks.
+        allocation_map: Map of allocated memory; None without checks.
     """
 
     _current_process = staticmethod(os.getpid)  # also works while the interpreter shuts down
@@ -125,12 +125,14 @@ class SharedSegment:
         self._fd = fd
         self._room = room
         start, stop = self.layout.arrays(local_rank)
-        self.given: AllocationMap | None = None
+        self.allocation_map: AllocationMap | None = None
         if checks:
-            self.given = AllocationMap(
+            self.allocation_map = AllocationMap(
                 self.layout, local_rank, self.words, self.ground, self.populate
             )
-        self._extents = Extents(start, stop if self.given is None else self.given.start)
+        self._extents = Extents(
+            start, stop if self.allocation_map is None else self.allocation_map.start
+        )
         self._lock = threading.RLock()  # reentrant: a signal handler must get an error, not hang
         self._changer = 0
         self._released: deque[int] = deque()
@@ -208,7 +210,7 @@ class SharedSegment:
     @property
     def is_checked(self) -> bool:
         """Whether each use of the memory is checked."""
-        return self.given is not None
+        return self.allocation_map is not None
 
     def view(self, offset: int, count: int, dtype: DTypeLike) -> NDArray[Any]:
         """Return a flat view of `count` elements at `offset`, in any region."""
@@ -248,7 +250,7 @@ class SharedSegment:
 
     def check(self, offset: int, nbytes: int) -> None:
         """Raise InternalError if checks are on and nobody allocated these bytes."""
-        reason = "" if self.given is None else self.given.why_not(offset, nbytes)
+        reason = "" if self.allocation_map is None else self.allocation_map.why_not(offset, nbytes)
         if reason:
             raise InternalError(f"local rank {self.local_rank} uses unallocated memory: {reason}")
 
@@ -348,7 +350,7 @@ class SharedSegment:
                 return
             os.close(self._fd)
             self._fd = -1
-            self.ground, self.given = np.empty(0, np.uint8), None
+            self.ground, self.allocation_map = np.empty(0, np.uint8), None
             self.words.release()
             with contextlib.suppress(BufferError):  # live arrays end the mapping later
                 self.memory.close()
@@ -393,8 +395,8 @@ class SharedSegment:
         try:
             for start, stop in taken.missing:
                 self.populate(start, stop - start)
-            if self.given is not None:
-                self.given.add(taken.offset, taken.nbytes)
+            if self.allocation_map is not None:
+                self.allocation_map.add(taken.offset, taken.nbytes)
         except BaseException:
             self._give_back(self._extents.cancel(taken))
             self._give_back(taken.missing, are_clean=True)
@@ -405,8 +407,8 @@ class SharedSegment:
         ranges: list[Range] = []
         while self._released and not self._is_quarantined:
             offset = self._released.popleft()
-            if self.given is not None:
-                self.given.remove(offset)
+            if self.allocation_map is not None:
+                self.allocation_map.remove(offset)
             ranges += self._extents.free(offset)
         return ranges
 
