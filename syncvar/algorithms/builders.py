@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from syncvar.algorithms.bruck import bruck_all_to_all
-from syncvar.algorithms.chain import chain_broadcast
 from syncvar.algorithms.direct import (
     direct_all_gather,
     direct_all_reduce,
@@ -24,7 +23,6 @@ from syncvar.algorithms.direct import (
 )
 from syncvar.algorithms.dissemination import dissemination_all_gather, dissemination_barrier
 from syncvar.algorithms.double_tree import (
-    double_tree_all_reduce,
     double_tree_broadcast,
     double_tree_reduce,
 )
@@ -37,7 +35,7 @@ from syncvar.algorithms.recursive_doubling import (
 )
 from syncvar.algorithms.recursive_halving import halving_all_reduce
 from syncvar.algorithms.reproducible import reproducible_all_reduce
-from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce
 from syncvar.algorithms.schedule import Buffer, Copy, Reduce, Schedule
 from syncvar.algorithms.tree import (
     binomial_all_reduce,
@@ -92,7 +90,6 @@ _BUILDERS: Mapping[str, Mapping[str, Callable[[_Call], Iterator[Round]]]] = {
         "doubling": lambda call: doubling_all_reduce(call.rank, call.world_size, call.count),
         "halving": lambda call: halving_all_reduce(call.rank, call.world_size, call.count),
         "ring": lambda call: ring_all_reduce(call.rank, call.world_size, call.count),
-        "double_tree": lambda call: double_tree_all_reduce(call.rank, call.world_size, call.count),
         "reproducible": lambda call: reproducible_all_reduce(
             call.rank, call.world_size, call.count
         ),
@@ -111,7 +108,6 @@ _BUILDERS: Mapping[str, Mapping[str, Callable[[_Call], Iterator[Round]]]] = {
         "scatter_gather": lambda call: scattered_broadcast(
             call.rank, call.world_size, call.count, call.root
         ),
-        "chain": lambda call: chain_broadcast(call.rank, call.world_size, call.count, call.root),
         "double_tree": lambda call: double_tree_broadcast(
             call.rank, call.world_size, call.count, call.root
         ),
@@ -135,7 +131,6 @@ _BUILDERS: Mapping[str, Mapping[str, Callable[[_Call], Iterator[Round]]]] = {
     "reduce_scatter": {
         "direct": lambda call: direct_reduce_scatter(call.rank, call.world_size, call.counts),
         "pairwise": lambda call: pairwise_reduce_scatter(call.rank, call.world_size, call.counts),
-        "ring": lambda call: ring_reduce_scatter(call.rank, call.world_size, call.counts),
     },
     "all_to_all": {
         "direct": lambda call: direct_all_to_all(call.rank, call.world_size, call.matrix),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.schedule import Chunk, Round, Step
 
-__all__ = ["double_tree_all_reduce", "double_tree_broadcast", "double_tree_reduce"]
+__all__ = ["double_tree_broadcast", "double_tree_reduce"]
 
 
 class _Edge(NamedTuple):
@@ -110,27 +110,6 @@ def double_tree_reduce(rank: int, world_size: int, count: int, root: int) -> Ite
                     else Send(parent, piece)
                 )
     yield from map(tuple, rounds)
-
-
-def double_tree_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
-    """Yield the rounds of an all-reduce by two trees for one rank: reduce to rank 0, then broadcast from there.
-
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0 or smaller than the number of pieces, 2s with s = `PIECES`.
-
-    Yields:
-        Twice the rounds of `double_tree_broadcast`.
-
-    Cost: 4s + 4 log2 n rounds at most; no rank sends more than the vector twice; no scratch.
-
-    Order: as `double_tree_reduce` to rank 0. Bytes are equal on every rank.
-
-    Source: Sanders, Speck and Träff 2009, section 4; figure: tests/golden/double_tree_3.txt.
-    """
-    yield from double_tree_reduce(rank, world_size, count, 0)
-    yield from double_tree_broadcast(rank, world_size, count, 0)
 
 
 def _rank(position: int, root: int) -> int:

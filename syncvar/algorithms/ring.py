@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.schedule import Chunk, Round
 
-__all__ = ["ring_all_gather", "ring_all_reduce", "ring_reduce_scatter"]
+__all__ = ["ring_all_gather", "ring_all_reduce"]
 
 
 def ring_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
@@ -54,35 +54,6 @@ def ring_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
             RecvReduce(left, chunks[(rank - step - 1) % world_size], incoming_left),
         )
     yield from _circulate(rank, world_size, chunks, (rank + 1) % world_size)
-
-
-def ring_reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Iterator[Round]:
-    """Yield the rounds of a ring reduce-scatter for one rank: the first half of the all-reduce.
-
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        counts: Elements of each rank's block; uneven and 0 are allowed. WORK holds the whole vector, and the result
-            in the own block; partial results are outside of it.
-
-    Yields:
-        n-1 rounds of one Send and one RecvReduce; none for a group of one.
-
-    Cost: n-1 rounds and as many messages per rank; each rank sends every block but its own, and reduces every block
-        but that of rank-1; no scratch.
-
-    Order: block c is summed along ranks c+1, ..., n-1, then 0, ..., c; rank 0 puts its own value to the left of what
-        has come so far.
-
-    Source: Patarasuk and Yuan 2009, section 4; figure: tests/golden/ring_reduce_scatter_3.txt.
-    """
-    blocks = consecutive_chunks(counts)
-    left, right = (rank - 1) % world_size, (rank + 1) % world_size
-    for step in range(1, world_size):
-        yield (
-            Send(right, blocks[(rank - step) % world_size]),
-            RecvReduce(left, blocks[(rank - step - 1) % world_size], incoming_left=rank != 0),
-        )
 
 
 def ring_all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Iterator[Round]:
