@@ -7,13 +7,6 @@ are put together.
 
 `stages` says what is run, and `flattened` writes the same stages as one plan for all ranks, which the checker proves
 like any other. So the proof is of what runs.
-
-Example:
-    >>> from syncvar.algorithms.collective_contracts import contract_of
-    >>> from syncvar.algorithms.schedule_checker import verify
-    >>> plans = flattened("all_reduce", (2, 2), count=6)
-    >>> verify(plans, contract_of("all_reduce", 4, count=6, tree=True)).messages
-    (3, 2, 3, 2)
 """
 
 from __future__ import annotations

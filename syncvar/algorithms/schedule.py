@@ -1,8 +1,8 @@
 """The words in which an algorithm is written down: chunk, step, round, plan.
 
 An algorithm is data. It says which ranges of a flat buffer a rank sends, receives, reduces and copies, in which
-order; it knows neither dtypes nor sockets. `syncvar.algorithms.schedule_checker` runs plans on symbols, `execution` and `engine`
-run them on arrays.
+order; it knows neither dtypes nor sockets. The tests run schedules on symbols, the runtime runs
+them on arrays.
 """
 
 from __future__ import annotations

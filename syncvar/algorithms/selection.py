@@ -68,7 +68,7 @@ _FEWEST_ROUNDS = "what is small needs few rounds more than few bytes"
 _BALANCED = "a long vector needs few bytes more than few rounds"
 _PIPELINE = "a long vector goes in pieces, which all ranks pass on at once"
 
-# Over links the borders follow `syncvar.algorithms.schedule_cost.predicted_seconds` with its constants of LINKS, rounded to few
+# Over links the borders follow `syncvar.cli.plan_cost.predicted_seconds` with its constants of LINKS, rounded to few
 # numbers; a test keeps the table near the best of the predictions. What the model does not know decides between equals:
 # fewer copies, less scratch, fewer bytes through one rank.
 _RULES = (

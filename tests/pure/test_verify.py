@@ -3,9 +3,7 @@
 from dataclasses import replace
 
 import pytest
-
-from syncvar.algorithms.builders import build_all
-from syncvar.algorithms.collective_contracts import (
+from collective_contracts import (
     Contract,
     ExpectedRange,
     all_gather_contract,
@@ -21,6 +19,10 @@ from syncvar.algorithms.collective_contracts import (
     scatter_contract,
     tree_expression,
 )
+from schedule_checker import verify
+from symbolic_values import Expressions
+
+from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.schedule import (
     Buffer,
     Chunk,
@@ -31,9 +33,8 @@ from syncvar.algorithms.schedule import (
     Schedule,
     Send,
 )
-from syncvar.algorithms.schedule_checker import TrafficReport, verify
-from syncvar.algorithms.symbolic_values import Expressions
 from syncvar.algorithms.tree import binomial_reduce
+from syncvar.cli.plan_cost import TrafficReport
 from syncvar.core.errors import InternalError, PlanError
 
 NOTHING = Chunk(0, 0)
