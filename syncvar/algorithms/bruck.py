@@ -10,36 +10,27 @@ from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, Send
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from syncvar.algorithms.schedule import Round, Step
-
-__all__ = ["bruck_all_to_all"]
+    from syncvar.algorithms.schedule import Round, ScheduleArgs, Step
 
 
-def bruck_all_to_all(rank: int, world_size: int, count_per_block: int) -> Iterator[Round]:
+def bruck_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of Bruck's all-to-all for one rank, for equal blocks.
 
-    Block i is the one that has to travel i ranks to the right. In round k all blocks whose bit k is set go 2**k ranks
-    to the right in one message, for which they are packed unless they lie side by side. Each round packs and receives
-    in a place of its own, because what was sent is borrowed.
+    Block i is the one that has to travel i ranks to the right. In round k all blocks whose bit k is
+    set go 2**k ranks to the right in one message, for which they are packed unless they lie side by
+    side. Each round packs and receives in a place of its own, because what was sent is borrowed.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count_per_block: Elements that every rank sends to each; may be 0. WORK holds the blocks for destinations
-            0 ... n-1, then those from sources 0 ... n-1.
-
-    Yields:
-        A local round that packs, if there are four ranks or more, and ceil(log2 n) rounds of one Send and one Recv; the
-        last unpacks; a local round with one copy for a group of one.
-
-    Cost: ceil(log2 n) rounds and as many messages per rank; each round sends the blocks whose bit is set, n/2 of them
-        if n is a power of two, and copies them; scratch 2 blocks for each of them, n log2 n blocks, at most.
+    Cost: ceil(log2 n) rounds and as many messages per rank; each round sends the blocks whose bit
+        is set, n/2 of them if n is a power of two, and copies them; scratch 2 blocks for each of
+        them, n log2 n blocks, at most.
 
     Order: nothing is combined.
 
-    Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997, "Efficient algorithms for all-to-all communications in
-        multiport message-passing systems", section 3; figure: tests/golden/bruck_3.txt.
+    Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997, "Efficient algorithms for all-to-all
+        communications in multiport message-passing systems", section 3; figure:
+        tests/golden/bruck_3.txt.
     """
+    rank, world_size, count_per_block = args.rank, args.world_size, args.matrix[0][0]
     count = count_per_block
     outgoing, incoming = exchange_blocks([[count] * world_size] * world_size, rank)
     held = [outgoing[(rank + distance) % world_size] for distance in range(world_size)]

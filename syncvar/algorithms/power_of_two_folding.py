@@ -1,15 +1,13 @@
 """What algorithms for powers of two do with other numbers of ranks: the first pairs of ranks fold into one each.
 
-With n = P + f, P the largest power of two up to n, ranks 2i and 2i+1 fold for i < f: the odd one gives its vector to
-the even one, waits, and gets the result. The P ranks that go on are numbered in rank order, so that contributions of
-neighbours stay neighbours.
+With n = P + f, P the largest power of two up to n, ranks 2i and 2i+1 fold for i < f: the odd one
+gives its vector to the even one, waits, and gets the result. The P ranks that go on are numbered in
+rank order, so that contributions of neighbours stay neighbours.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
-
-__all__ = ["Folding"]
 
 
 class Folding(NamedTuple):

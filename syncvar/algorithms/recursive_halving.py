@@ -11,36 +11,27 @@ from syncvar.algorithms.schedule import Chunk, Recv, RecvReduce, Send
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.algorithms.schedule import Round
-
-__all__ = ["halving_all_reduce"]
+    from syncvar.algorithms.schedule import Round, ScheduleArgs
 
 
-def halving_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
+def halving_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of Rabenseifner's all-reduce for one rank.
 
-    Reduce-scatter: partners are 1, 2, 4, ... apart; each sends the half that the other keeps and sums its own half.
-    All-gather: the same partners in reverse order give the halves back, now complete. Ranks beyond a power of two
-    fold (`syncvar.algorithms.power_of_two_folding`).
+    Reduce-scatter: partners are 1, 2, 4, ... apart; each sends the half that the other keeps and
+    sums its own half. All-gather: the same partners in reverse order give the halves back, now
+    complete. Ranks beyond a power of two fold (`syncvar.algorithms.power_of_two_folding`).
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0 or smaller than `world_size`.
+    Cost: 2 floor(log2 n) rounds, 2 more if n is no power of two; with P the largest power of two <=
+        n each rank that goes on sends 2(P-1)/P of the buffer, and reduces (P-1)/P of it; folding
+        sends it whole; no scratch.
 
-    Yields:
-        2 floor(log2 n) rounds of one exchange; a round of folding before and one after, if n is no power of two; none
-        for a group of one.
+    Order: the tree T over the ranks that go on, with folded pairs as one: T(0, n) if n is a power
+        of two. Bytes are equal on every rank.
 
-    Cost: 2 floor(log2 n) rounds, 2 more if n is no power of two; with P the largest power of two <= n each rank that
-        goes on sends 2(P-1)/P of the buffer, and reduces (P-1)/P of it; folding sends it whole; no scratch.
-
-    Order: the tree T over the ranks that go on, with folded pairs as one: T(0, n) if n is a power of two. Bytes are
-        equal on every rank.
-
-    Source: Rabenseifner 2004, "Optimization of collective reduction operations", section 3; Thakur, Rabenseifner and
-        Gropp 2005, section 4.5; figure: tests/golden/halving_5.txt.
+    Source: Rabenseifner 2004, "Optimization of collective reduction operations", section 3; Thakur,
+        Rabenseifner and Gropp 2005, section 4.5; figure: tests/golden/halving_5.txt.
     """
+    rank, world_size, count = args.rank, args.world_size, args.count
     if world_size == 1:
         return
     folding = Folding.of(world_size)

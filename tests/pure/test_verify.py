@@ -31,6 +31,7 @@ from syncvar.algorithms.schedule import (
     RecvReduce,
     Reduce,
     Schedule,
+    ScheduleArgs,
     Send,
 )
 from syncvar.algorithms.tree import binomial_reduce
@@ -378,7 +379,7 @@ def test_the_tree_of_the_contract_is_demanded():
 
 
 def test_a_reduction_to_rank_0_meets_its_own_contract():
-    rounds = [tuple(binomial_reduce(rank, 6, 2)) for rank in range(6)]
+    rounds = [tuple(binomial_reduce(ScheduleArgs(rank, 6, 2))) for rank in range(6)]
     work = Chunk(0, 2)
     wanted = ExpectedRange(work, tuple(range(6)), tree_expression(0, 6))
     contract = Contract("reduce", 6, (2,) * 6, (work,) * 6, ((wanted,), *((),) * 5), ((),) * 6)
