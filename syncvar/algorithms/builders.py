@@ -32,8 +32,8 @@ from syncvar.algorithms.recursive_doubling import (
     doubling_all_reduce,
     doubling_exscan,
     doubling_scan,
+    halving_all_reduce,
 )
-from syncvar.algorithms.recursive_halving import halving_all_reduce
 from syncvar.algorithms.reproducible import reproducible_all_reduce
 from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce
 from syncvar.algorithms.schedule import Buffer, Copy, Reduce, Schedule, ScheduleArgs

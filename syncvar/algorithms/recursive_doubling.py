@@ -8,10 +8,9 @@ sums are those of the aligned blocks of 1, 2, 4, ... ranks, the subtrees of
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.algorithms.chunks import consecutive_chunks
-from syncvar.algorithms.power_of_two_folding import Folding
+from syncvar.algorithms.chunks import consecutive_chunks, even_chunks
 from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
 
 if TYPE_CHECKING:
@@ -20,12 +19,49 @@ if TYPE_CHECKING:
     from syncvar.algorithms.schedule import Round, ScheduleArgs, Step
 
 
+class _Folding(NamedTuple):
+    """How the ranks of a group fold.
+
+    Args:
+        levels: log2 of the number of ranks that go on.
+        folded: Pairs that fold.
+
+    Example:
+        >>> folding = _Folding.of(5)
+        >>> folding.levels, [folding.number(rank) for rank in range(5)], [folding.rank(number) for number in range(4)]
+        (2, [0, None, 1, 2, 3], [0, 2, 3, 4])
+    """
+
+    levels: int
+    folded: int
+
+    @classmethod
+    def of(cls, world_size: int) -> _Folding:
+        """Return how `world_size` ranks fold."""
+        levels = world_size.bit_length() - 1
+        return cls(levels, world_size - (1 << levels))
+
+    def number(self, rank: int) -> int | None:
+        """Return the number of a rank among those that go on, or None if it waits."""
+        if rank >= 2 * self.folded:
+            return rank - self.folded
+        return None if rank % 2 else rank // 2
+
+    def rank(self, number: int) -> int:
+        """Return the rank with a number."""
+        return 2 * number if number < self.folded else number + self.folded
+
+    def partner(self, rank: int) -> int | None:
+        """Return the rank that waits for a rank that goes on, or None."""
+        return rank + 1 if rank < 2 * self.folded else None
+
+
 def doubling_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a recursive-doubling all-reduce for one rank.
 
     Partners exchange what they have summed and sum both. What was sent is borrowed, so each round
     sums in a place of its own: a rank hears of its partner's receipt in no later round. Ranks
-    beyond a power of two fold (`syncvar.algorithms.power_of_two_folding`).
+    beyond a power of two fold.
 
     Cost: floor(log2 n) rounds, 2 more if n is no power of two; each rank that goes on sends `count`
         elements in each round, and makes as many reductions; scratch floor(log2 n) count.
@@ -39,7 +75,7 @@ def doubling_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     rank, world_size, count = args.rank, args.world_size, args.count
     if world_size == 1:
         return
-    folding = Folding.of(world_size)
+    folding = _Folding.of(world_size)
     work = Chunk(0, count)
     number, partner = folding.number(rank), folding.partner(rank)
     if number is None:
@@ -64,6 +100,55 @@ def doubling_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
         if level == folding.levels - 2:
             steps.append(Copy(wider, work))
         yield tuple(steps)
+    if folding.folded:
+        yield () if partner is None else (Send(partner, work),)
+
+
+def halving_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of Rabenseifner's all-reduce for one rank.
+
+    Reduce-scatter: partners are 1, 2, 4, ... apart; each sends the half that the other keeps and
+    sums its own half. All-gather: the same partners in reverse order give the halves back, now
+    complete. Ranks beyond a power of two fold.
+
+    Cost: 2 floor(log2 n) rounds, 2 more if n is no power of two; with P the largest power of two <=
+        n each rank that goes on sends 2(P-1)/P of the buffer, and reduces (P-1)/P of it; folding
+        sends it whole; no scratch.
+
+    Order: the tree T over the ranks that go on, with folded pairs as one: T(0, n) if n is a power
+        of two. Bytes are equal on every rank.
+
+    Source: Rabenseifner 2004, "Optimization of collective reduction operations", section 3; Thakur,
+        Rabenseifner and Gropp 2005, section 4.5; figure: tests/golden/halving_5.txt.
+    """
+    rank, world_size, count = args.rank, args.world_size, args.count
+    if world_size == 1:
+        return
+    folding = _Folding.of(world_size)
+    work = Chunk(0, count)
+    number, partner = folding.number(rank), folding.partner(rank)
+    if number is None:
+        yield (Send(rank - 1, work),)
+        yield from [()] * (2 * folding.levels)
+        yield (Recv(rank - 1, work),)
+        return
+    if folding.folded:
+        yield () if partner is None else (RecvReduce(partner, work, incoming_left=False),)
+    chunks = even_chunks(count, 1 << folding.levels)
+    halvings: list[tuple[int, Chunk, Chunk]] = []
+    low, high = 0, len(chunks)
+    for level in range(folding.levels):
+        peer = folding.rank(number ^ (1 << level))
+        middle = (low + high) // 2
+        lower, upper = (
+            Chunk(chunks[a].start, chunks[b - 1].stop) for a, b in ((low, middle), (middle, high))
+        )
+        kept, given = (lower, upper) if rank < peer else (upper, lower)
+        low, high = (low, middle) if rank < peer else (middle, high)
+        halvings.append((peer, kept, given))
+        yield (Send(peer, given), RecvReduce(peer, kept, incoming_left=peer < rank))
+    for peer, kept, given in reversed(halvings):
+        yield (Send(peer, kept), Recv(peer, given))
     if folding.folded:
         yield () if partner is None else (Send(partner, work),)
 
