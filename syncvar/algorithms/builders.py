@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from syncvar.algorithms.bruck import bruck_all_to_all
 from syncvar.algorithms.direct import (
     direct_all_gather,
     direct_all_reduce,
@@ -26,7 +25,11 @@ from syncvar.algorithms.double_tree import (
     double_tree_broadcast,
     double_tree_reduce,
 )
-from syncvar.algorithms.pairwise import pairwise_all_to_all, pairwise_reduce_scatter
+from syncvar.algorithms.pairwise import (
+    bruck_all_to_all,
+    pairwise_all_to_all,
+    pairwise_reduce_scatter,
+)
 from syncvar.algorithms.recursive_doubling import (
     doubling_all_gather,
     doubling_all_reduce,
