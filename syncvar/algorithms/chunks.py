@@ -9,8 +9,6 @@ from syncvar.algorithms.schedule import Buffer, Chunk
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["PIECES", "consecutive_chunks", "even_chunks", "exchange_blocks"]
-
 PIECES = 8
 """Pieces that follow each other through a pipeline. The same for every count: sizes never change who talks to whom."""
 
@@ -19,14 +17,6 @@ def consecutive_chunks(
     counts: Iterable[int], buffer: Buffer = Buffer.WORK, start: int = 0
 ) -> list[Chunk]:
     """Lay chunks of given sizes one after the other.
-
-    Args:
-        counts: Elements of each chunk, each >= 0.
-        buffer: Where the chunks lie.
-        start: First element of the first chunk.
-
-    Returns:
-        One chunk per count, in order; each starts where the one before stops.
 
     Cost: linear in the number of chunks.
 
@@ -44,14 +34,6 @@ def consecutive_chunks(
 def even_chunks(count: int, parts: int, buffer: Buffer = Buffer.WORK) -> list[Chunk]:
     """Cut `count` elements into `parts` consecutive chunks whose sizes differ by one at most.
 
-    Args:
-        count: Elements to cut, >= 0; may be smaller than `parts`.
-        parts: Number of chunks, >= 1.
-        buffer: Where the chunks lie.
-
-    Returns:
-        The chunks in order; the longer ones come first, and trailing ones may be empty.
-
     Cost: linear in `parts`.
 
     Example:
@@ -64,13 +46,6 @@ def even_chunks(count: int, parts: int, buffer: Buffer = Buffer.WORK) -> list[Ch
 
 def exchange_blocks(matrix: Sequence[Sequence[int]], rank: int) -> tuple[list[Chunk], list[Chunk]]:
     """Lay out the WORK buffer of an all-to-all: first what the rank sends, by destination, then what comes, by source.
-
-    Args:
-        matrix: matrix[s][d] elements go from rank s to rank d.
-        rank: The rank whose WORK it is.
-
-    Returns:
-        The blocks for destinations 0 ... n-1, and the blocks from sources 0 ... n-1.
 
     Cost: linear in the number of ranks.
 

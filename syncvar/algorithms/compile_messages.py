@@ -12,8 +12,6 @@ from syncvar.algorithms.schedule import Buffer, Copy, Recv, RecvReduce, Reduce, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["INCOMING_LEFT", "OVERWRITE", "Incoming", "LinkRound", "Prepared", "prepare"]
-
 OVERWRITE, INCOMING_LEFT, INCOMING_RIGHT = 0, 1, 2
 _BROUGHT = 2  # number of the buffer beside those of the plan
 
@@ -39,8 +37,9 @@ class LinkRound(NamedTuple):
 class Prepared(NamedTuple):
     """A plan made ready to run: peers are ranks of the world, steps are sorted by what they do.
 
-    `apart` has the rounds for a work buffer that holds nothing yet: what a rank brings is read where it lies, until
-    something is written in its place. None where the plan reads it in another way, or leaves some of it as it is.
+    `apart` has the rounds for a work buffer that holds nothing yet: what a rank brings is read
+    where it lies, until something is written in its place. None where the plan reads it in another
+    way, or leaves some of it as it is.
     """
 
     rounds: tuple[LinkRound, ...]
@@ -51,12 +50,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(plan: Schedule, members: Sequence[int]) -> Prepared:
-    """Make a plan of a group ready to run.
-
-    Args:
-        plan: Rounds of this rank; peers are ranks of the group.
-        members: Ranks of the group in the world.
-    """
+    """Make a plan of a group ready to run."""
     rounds = []
     for steps in plan.rounds:
         sends: list[tuple[int, int, int, int]] = []

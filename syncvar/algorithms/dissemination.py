@@ -12,57 +12,42 @@ from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, Send
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.algorithms.schedule import Round, Step
-
-__all__ = ["dissemination_all_gather", "dissemination_barrier"]
+    from syncvar.algorithms.schedule import Round, ScheduleArgs, Step
 
 
-def dissemination_barrier(rank: int, world_size: int) -> Iterator[Round]:
+def dissemination_barrier(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a dissemination barrier for one rank.
-
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-
-    Yields:
-        ceil(log2 n) rounds of one Send and one Recv of empty chunks.
 
     Cost: ceil(log2 n) rounds and as many messages per rank, no elements; no scratch.
 
     Order: nothing is combined; every rank ends after every rank has begun.
 
-    Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization", section 3; figure:
-        tests/golden/dissemination_barrier_5.txt.
+    Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization", section
+        3; figure: tests/golden/dissemination_barrier_5.txt.
     """
+    rank, world_size = args.rank, args.world_size
     nothing = Chunk(0, 0)
     for level in range((world_size - 1).bit_length()):
         span = 1 << level
         yield (Send((rank + span) % world_size, nothing), Recv((rank - span) % world_size, nothing))
 
 
-def dissemination_all_gather(rank: int, world_size: int, count_per_rank: int) -> Iterator[Round]:
+def dissemination_all_gather(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of Bruck's all-gather for one rank.
 
-    SCRATCH holds blocks rotated, block j being that of rank + j, so that what is known is always one chunk from 0 and
-    one message per round is enough; copies at the end undo the rotation.
+    SCRATCH holds blocks rotated, block j being that of rank + j, so that what is known is always
+    one chunk from 0 and one message per round is enough; copies at the end undo the rotation.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count_per_rank: Elements of every rank's block; may be 0. WORK holds the concatenation in rank order, with the
-            own block in place at the start.
-
-    Yields:
-        ceil(log2 n) rounds of one Send and one Recv.
-
-    Cost: ceil(log2 n) rounds and as many messages per rank; (n-1) count_per_rank elements sent per rank; scratch
-        n count_per_rank.
+    Cost: ceil(log2 n) rounds and as many messages per rank; (n-1) count_per_rank elements sent per
+        rank; scratch n count_per_rank.
 
     Order: nothing is combined.
 
-    Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997, "Efficient algorithms for all-to-all communications in
-        multiport message-passing systems", section 4; figure: tests/golden/dissemination_5.txt.
+    Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997, "Efficient algorithms for all-to-all
+        communications in multiport message-passing systems", section 4; figure:
+        tests/golden/dissemination_5.txt.
     """
+    rank, world_size, count_per_rank = args.rank, args.world_size, args.counts[0]
     count = count_per_rank
     own = Chunk(rank * count, (rank + 1) * count)
     levels = (world_size - 1).bit_length()

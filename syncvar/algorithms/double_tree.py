@@ -1,8 +1,9 @@
 """Two binary trees at once: a rank that has children in one is a leaf in the other, so that all send about as much.
 
-Each tree carries half of the vector, in pieces that follow each other. The edges have two colours, such that no rank
-has two outgoing or two incoming edges of one colour; edges of a colour are used in every second round. So a rank sends
-one message and receives one in a round, at most, and in the steady state does both in each.
+Each tree carries half of the vector, in pieces that follow each other. The edges have two colours,
+such that no rank has two outgoing or two incoming edges of one colour; edges of a colour are used
+in every second round. So a rank sends one message and receives one in a round, at most, and in the
+steady state does both in each.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from syncvar.algorithms.schedule import Recv, RecvReduce, Send
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.algorithms.schedule import Chunk, Round, Step
-
-__all__ = ["double_tree_all_reduce", "double_tree_broadcast", "double_tree_reduce"]
+    from syncvar.algorithms.schedule import Chunk, Round, ScheduleArgs, Step
 
 
 class _Edge(NamedTuple):
-    """One edge of one of the two trees; the root is position 0, the others are numbered in rank order from 1.
+    """One edge of one of the two trees.
+
+    The root is position 0, the others are numbered in rank order from 1.
 
     Args:
         tree: 0 or 1.
@@ -37,25 +38,17 @@ class _Edge(NamedTuple):
     first: int
 
 
-def double_tree_broadcast(rank: int, world_size: int, count: int, root: int) -> Iterator[Round]:
+def double_tree_broadcast(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a broadcast by two trees for one rank.
-
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0 or smaller than the number of pieces, 2s with s = `PIECES`.
-        root: The rank that holds the vector, the parent of both trees.
-
-    Yields:
-        About 2 log2 n + 2s rounds of one Send and one Recv at most; none for a group of one.
 
     Cost: 2s + 2 log2 n rounds at most; no rank sends more than the vector once; no scratch.
 
     Order: nothing is combined.
 
-    Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
-        sections 3 and 4; figure: tests/golden/double_tree_broadcast_4.txt.
+    Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast,
+        reduction and scan", sections 3 and 4; figure: tests/golden/double_tree_broadcast_4.txt.
     """
+    rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
     edges = _edges(world_size)
     pieces = even_chunks(count, 2 * PIECES)
     rounds: list[list[Step]] = [[] for _ in range(_length(edges))]
@@ -68,30 +61,26 @@ def double_tree_broadcast(rank: int, world_size: int, count: int, root: int) -> 
     yield from map(tuple, rounds)
 
 
-def double_tree_reduce(rank: int, world_size: int, count: int, root: int) -> Iterator[Round]:
-    """Yield the rounds of a reduction by two trees for one rank: the broadcast backwards. Others keep partial results.
+def double_tree_reduce(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of a reduction by two trees for one rank: the broadcast backwards.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0 or smaller than the number of pieces, 2s with s = `PIECES`.
-        root: The rank that gets the result, the parent of both trees.
-
-    Yields:
-        As many rounds as `double_tree_broadcast`.
+    Others keep partial results.
 
     Cost: as `double_tree_broadcast`; every rank but the root sends the vector once; no scratch.
 
-    Order: each half by its tree: a rank combines its own value with those of its children, as the rounds bring them,
-        the one with the lower contributor on the left. Fixed for given n and root.
+    Order: each half by its tree: a rank combines its own value with those of its children, as the
+        rounds bring them, the one with the lower contributor on the left. Fixed for given n and
+        root.
 
     Source: Sanders, Speck and Träff 2009, section 4; figure: tests/golden/double_tree_reduce_4.txt.
     """
+    rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
     edges = _edges(world_size)
     pieces = even_chunks(count, 2 * PIECES)
     length = _length(edges)
     rounds: list[list[Step]] = [[] for _ in range(length)]
-    # Backwards, an edge whose child is reached later comes earlier: the order in which a parent hears of its children.
+    # Backwards, an edge whose child is reached later comes earlier: the order in which a parent
+    # hears of its children.
     lowest = {
         (tree, position): _rank(position, root)
         for tree in range(2)
@@ -110,27 +99,6 @@ def double_tree_reduce(rank: int, world_size: int, count: int, root: int) -> Ite
                     else Send(parent, piece)
                 )
     yield from map(tuple, rounds)
-
-
-def double_tree_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
-    """Yield the rounds of an all-reduce by two trees for one rank: reduce to rank 0, then broadcast from there.
-
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0 or smaller than the number of pieces, 2s with s = `PIECES`.
-
-    Yields:
-        Twice the rounds of `double_tree_broadcast`.
-
-    Cost: 4s + 4 log2 n rounds at most; no rank sends more than the vector twice; no scratch.
-
-    Order: as `double_tree_reduce` to rank 0. Bytes are equal on every rank.
-
-    Source: Sanders, Speck and Träff 2009, section 4; figure: tests/golden/double_tree_3.txt.
-    """
-    yield from double_tree_reduce(rank, world_size, count, 0)
-    yield from double_tree_broadcast(rank, world_size, count, 0)
 
 
 def _rank(position: int, root: int) -> int:
@@ -152,8 +120,9 @@ def _length(edges: tuple[_Edge, ...]) -> int:
 def _edges(world_size: int) -> tuple[_Edge, ...]:
     """Return the edges of both trees, with their rounds.
 
-    The first tree has the other ranks, numbered 1 ... m, in order; its leaves are the odd numbers. The second one is
-    its mirror image for even m, and shifted by one for odd m: either way even numbers are its leaves, but for one.
+    The first tree has the other ranks, numbered 1 ... m, in order; its leaves are the odd numbers.
+    The second one is its mirror image for even m, and shifted by one for odd m: either way even
+    numbers are its leaves, but for one.
     """
     others = world_size - 1
     if others == 0:
@@ -196,7 +165,8 @@ def _children(number: int, others: int) -> Iterator[int]:
 def _colours(links: list[tuple[int, int, int]]) -> list[int]:
     """Give each link 0 or 1, such that links with the same sender, or the same receiver, differ.
 
-    No rank sends or receives over more than two links, so links that touch form paths and even cycles.
+    No rank sends or receives over more than two links, so links that touch form paths and even
+    cycles.
     """
     touching: dict[tuple[str, int], list[int]] = {}
     for index, (_, parent, child) in enumerate(links):

@@ -1,19 +1,12 @@
 """Collectives over several hosts, composed of plans inside each host and plans between them.
 
-Ranks of one host share memory, ranks of different hosts have links. A collective over both is a sequence of **stages**:
-in a stage each rank either takes part in a plan of its host's ranks, or in a plan of one rank from every host, or in
-none. Each plan works on a chunk of the collective's WORK. The plans are the ones of the table; what is new is how they
-are put together.
+Ranks of one host share memory, ranks of different hosts have links. A collective over both is a
+sequence of **stages**: in a stage each rank either takes part in a plan of its host's ranks, or in
+a plan of one rank from every host, or in none. Each plan works on a chunk of the collective's WORK.
+The plans are the ones of the table; what is new is how they are put together.
 
-`stages` says what is run, and `flattened` writes the same stages as one plan for all ranks, which the checker proves
-like any other. So the proof is of what runs.
-
-Example:
-    >>> from syncvar.algorithms.collective_contracts import contract_of
-    >>> from syncvar.algorithms.schedule_checker import verify
-    >>> plans = flattened("all_reduce", (2, 2), count=6)
-    >>> verify(plans, contract_of("all_reduce", 4, count=6, tree=True)).messages
-    (3, 2, 3, 2)
+`stages` says what is run, and `flattened` writes the same stages as one plan for all ranks, which
+the checker proves like any other. So the proof is of what runs.
 """
 
 from __future__ import annotations
@@ -40,8 +33,6 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.schedule import Round, Step
 
-__all__ = ["COMPOSED", "StagePart", "flattened", "keeps_the_tree", "stages"]
-
 COMPOSED = ("all_reduce", "all_gather", "broadcast", "barrier", "header_exchange")
 """The collectives that are composed; the others go over links as if every rank were alone on its host."""
 
@@ -56,7 +47,8 @@ class StagePart(NamedTuple):
 
     Args:
         on_host: The members are ranks of this rank's host; else ranks of different hosts.
-        members: Ranks of the group, in the order of the plan's ranks; empty where this rank has nothing to do.
+        members: Ranks of the group, in the order of the plan's ranks; empty where this rank has
+            nothing to do.
         chunk: The elements of WORK that are the plan's WORK.
         plan: The plan of this rank among the members; None where it has nothing to do.
         plans: On the host, the plans of all members: what is published follows from all of them.
@@ -72,11 +64,8 @@ class StagePart(NamedTuple):
 def keeps_the_tree(sizes: Sequence[int]) -> bool:
     """Return whether the tree T(0, n) over all ranks is one tree on each host, and one over the hosts' results.
 
-    So it is where every host but the last has the same power of two of ranks, and the last no more: the blocks of the
-    hosts are then subtrees.
-
-    Args:
-        sizes: Ranks of the group on each host, in order.
+    So it is where every host but the last has the same power of two of ranks, and the last no more:
+    the blocks of the hosts are then subtrees.
 
     Example:
         >>> keeps_the_tree((4, 4, 3)), keeps_the_tree((3, 3)), keeps_the_tree((2, 4))
@@ -99,28 +88,16 @@ def stages(
 ) -> tuple[StagePart, ...] | None:
     """Return what a rank does in each stage of a collective over several hosts.
 
-    Args:
-        collective: One of `COMPOSED`.
-        sizes: Ranks of the group on each host, in the group's order.
-        rank: The rank in the group.
-        count: Elements of WORK; of each rank's block for a collective of blocks without `counts`.
-        counts: Elements of each rank's block, where they are uneven.
-        itemsize: Bytes of an element.
-        root: Root of a broadcast.
-        reproducible: A reduction must sum by the tree over all ranks.
+    Cost: of an all-reduce, for s ranks on each of h hosts and s links at once: in shared memory
+        what a reduce-scatter and an all-gather of the vector on s ranks cost, and on each link
+        2(h-1)/h of the vector's s-th part. Up to 64 KiB one link takes all.
 
-    Returns:
-        As many stages for every rank; None where the tree that is demanded cannot be composed.
+    Order: each host's ranks are summed by the tree, the hosts' sums as the plan between them does
+        it. The bytes are equal on all ranks.
 
-    Cost: of an all-reduce, for s ranks on each of h hosts and s links at once: in shared memory what a reduce-scatter
-        and an all-gather of the vector on s ranks cost, and on each link 2(h-1)/h of the vector's s-th part. Up to 64
-        KiB one link takes all.
-
-    Order: each host's ranks are summed by the tree, the hosts' sums as the plan between them does it. The bytes are
-        equal on all ranks.
-
-    Source: Karonis et al. 2000 ("Exploiting Hierarchy in Parallel Computer Networks to Optimize Collective Operation
-        Performance"), multilevel collectives; Jia et al. 2018 (section 3.3), the two-level all-reduce.
+    Source: Karonis et al. 2000 ("Exploiting Hierarchy in Parallel Computer Networks to Optimize
+        Collective Operation Performance"), multilevel collectives; Jia et al. 2018 (section 3.3),
+        the two-level all-reduce.
     """
     made = _Stages(tuple(sizes), rank, itemsize)
     if collective == "all_reduce":
@@ -271,20 +248,7 @@ def flattened(
     root: int = 0,
     reproducible: bool = False,
 ) -> list[Schedule]:
-    """Write the stages of all ranks as plans of the whole group, for the checker and for figures.
-
-    Args:
-        collective: As for `stages`.
-        sizes: As for `stages`.
-        count: As for `stages`.
-        counts: As for `stages`.
-        itemsize: As for `stages`.
-        root: As for `stages`.
-        reproducible: As for `stages`; the tree must be one that can be composed.
-
-    Returns:
-        The plans in rank order: stage after stage, with empty rounds where a rank waits for others.
-    """
+    """Write the stages of all ranks as plans of the whole group, for the checker and for figures."""
     n = sum(sizes)
     everyone = []
     for rank in range(n):

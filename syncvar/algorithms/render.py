@@ -1,7 +1,7 @@
 """Plans as text, for transcripts, documents and error messages.
 
-Notation: `w[2:5]` are elements 2, 3 and 4 of WORK, `s[2:5]` of SCRATCH; `<3>` is what came from rank 3; the operands
-of `+` stand in the order in which they are combined.
+Notation: `w[2:5]` are elements 2, 3 and 4 of WORK, `s[2:5]` of SCRATCH; `<3>` is what came from
+rank 3; the operands of `+` stand in the order in which they are combined.
 """
 
 from __future__ import annotations
@@ -15,19 +15,11 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.schedule import Schedule, Step
 
-__all__ = ["plan_text", "step_text"]
-
 _T = TypeVar("_T")
 
 
 def step_text(step: Step) -> str:
     """Return one step in the notation of this module.
-
-    Args:
-        step: Any step.
-
-    Returns:
-        One line, without its end.
 
     Example:
         >>> step_text(RecvReduce(3, Chunk(2, 5), incoming_left=True))
@@ -49,15 +41,7 @@ def step_text(step: Step) -> str:
 
 
 def plan_text(plans: Sequence[Schedule], *, most: int | None = None) -> str:
-    """Return the plan of a whole group as text: one table per round, one row per rank.
-
-    Args:
-        plans: The plans of all ranks, in rank order, at least one.
-        most: Show as many ranks and rounds, and at most 3 steps of a kind; dots stand for those before the last.
-
-    Returns:
-        Lines, each ended; a group that has nothing to do gets the heading only.
-    """
+    """Return the plan of a whole group as text: one table per round, one row per rank."""
     first = plans[0]
     scratch_count = max(plan.scratch_count for plan in plans)
     counts = [str(plan.work_count) for plan in plans]

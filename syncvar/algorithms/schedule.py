@@ -1,27 +1,14 @@
 """The words in which an algorithm is written down: chunk, step, round, plan.
 
-An algorithm is data. It says which ranges of a flat buffer a rank sends, receives, reduces and copies, in which
-order; it knows neither dtypes nor sockets. `syncvar.algorithms.schedule_checker` runs plans on symbols, `execution` and `engine`
-run them on arrays.
+An algorithm is data. It says which ranges of a flat buffer a rank sends, receives, reduces and
+copies, in which order; it knows neither dtypes nor sockets. The tests run schedules on symbols, the
+runtime runs them on arrays.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
-
-__all__ = [
-    "Buffer",
-    "Chunk",
-    "Copy",
-    "Recv",
-    "RecvReduce",
-    "Reduce",
-    "Round",
-    "Schedule",
-    "Send",
-    "Step",
-]
 
 _Kind = TypeVar("_Kind", bound=tuple[Any, ...])
 
@@ -79,8 +66,9 @@ class Recv(NamedTuple):
 class RecvReduce(NamedTuple):
     """Receive and combine with what the chunk holds.
 
-    `incoming_left` says that the incoming value is the left operand: it is set exactly when the incoming value holds
-    the lower contributing rank, so that results do not depend on who happens to compute them.
+    `incoming_left` says that the incoming value is the left operand: it is set exactly when the
+    incoming value holds the lower contributing rank, so that results do not depend on who happens
+    to compute them.
     """
 
     peer: int
@@ -98,7 +86,10 @@ class Copy(NamedTuple):
 
 @_of_its_kind
 class Reduce(NamedTuple):
-    """Combine a local chunk into another of the same count; `source_left` makes the source the left operand."""
+    """Combine a local chunk into another of the same count.
+
+    `source_left` makes the source the left operand.
+    """
 
     source: Chunk
     target: Chunk
@@ -117,6 +108,26 @@ range or a sent one. When all transfers are complete the local steps (Copy, Redu
 that was sent in an earlier round may be written only by something that follows from the peer's having received it: the
 memory of a send is borrowed until then.
 """
+
+
+class ScheduleArgs(NamedTuple):
+    """The arguments of a builder, for one rank of a group of n ranks.
+
+    Args:
+        rank: The rank in the group, 0 <= rank < n.
+        world_size: Ranks of the group, n >= 1.
+        count: Elements of the vector; may be 0, or smaller than n.
+        counts: Elements of each rank's block, in rank order; uneven counts and 0 are allowed.
+        root: The root of a broadcast, reduce, gather or scatter.
+        matrix: matrix[s][d] elements go from rank s to rank d in an all-to-all.
+    """
+
+    rank: int
+    world_size: int
+    count: int = 0  # type: ignore[assignment]  # as in Chunk
+    counts: tuple[int, ...] = ()
+    root: int = 0
+    matrix: tuple[tuple[int, ...], ...] = ()
 
 
 class Schedule(NamedTuple):

@@ -1,6 +1,7 @@
 """Which algorithm, and why: the one table through which every plan is chosen and built.
 
-The choice uses only what is the same on every rank: the collective, the size, the number of ranks, fixed settings.
+The choice uses only what is the same on every rank: the collective, the size, the number of ranks,
+fixed settings.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from typing import NamedTuple
 
 from syncvar.algorithms.builders import REDUCTIONS, check_algorithm, sums_by_the_tree, unsuited
 from syncvar.core.errors import ConfigError
-
-__all__ = ["AlgorithmChoice", "choose", "parse_forced"]
 
 SMALL = 64 * 1024  # bytes up to which rounds cost more than bytes
 LONG = 256 * 1024  # bytes from which a second copy of the vector costs more than some rounds
@@ -68,9 +67,10 @@ _FEWEST_ROUNDS = "what is small needs few rounds more than few bytes"
 _BALANCED = "a long vector needs few bytes more than few rounds"
 _PIPELINE = "a long vector goes in pieces, which all ranks pass on at once"
 
-# Over links the borders follow `syncvar.algorithms.schedule_cost.predicted_seconds` with its constants of LINKS, rounded to few
-# numbers; a test keeps the table near the best of the predictions. What the model does not know decides between equals:
-# fewer copies, less scratch, fewer bytes through one rank.
+# Over links the borders follow `syncvar.cli.plan_cost.predicted_seconds` with its constants of
+# LINKS, rounded to few numbers; a test keeps the table near the best of the predictions. What the
+# model does not know decides between equals: fewer copies, less scratch, fewer bytes through one
+# rank.
 _RULES = (
     _Rule("all_reduce", "direct", _ONE_ROUND, 16 * 1024, (1, 3)),
     _Rule("all_reduce", "doubling", _FEWEST_ROUNDS, SMALL),
@@ -149,23 +149,6 @@ def choose(
 ) -> AlgorithmChoice:
     """Choose the algorithm of a call.
 
-    Args:
-        collective: A key of `ALGORITHMS`.
-        nbytes: Bytes of the vector, or of all blocks together; of an all-to-all, what a rank sends on the average.
-        world_size: Ranks of the group.
-        reproducible: Whether a reduction must sum by the tree T(0, world_size). A scan always sums by trees, and the
-            other collectives sum nothing.
-        forced: An algorithm that the user demands, or None.
-        shared: All ranks see the same memory (shared memory of one host); else frames travel over links.
-        even: All blocks have the same count, which some algorithms need.
-
-    Returns:
-        The algorithm and a sentence with the reason.
-
-    Raises:
-        ConfigError: There is no such collective or algorithm, or `forced` contradicts `reproducible`
-            or cannot be done on so many ranks.
-
     Example:
         >>> choose("all_reduce", 1 << 20, 6).algorithm
         'ring'
@@ -208,13 +191,6 @@ def suited(
 ) -> str | None:
     """Return the algorithm that a job demands, or None for calls that it cannot serve: these choose for themselves.
 
-    Args:
-        collective: A key of `ALGORITHMS`.
-        wanted: What `parse_forced` has found for it, if anything.
-        world_size: Ranks of the group.
-        even: All blocks have the same count.
-        reproducible: A reduction must sum by the tree.
-
     Example:
         >>> suited("all_reduce", "ring", 4, even=True, reproducible=False)
         'ring'
@@ -228,16 +204,6 @@ def suited(
 
 def parse_forced(text: str) -> dict[str, str]:
     """Read the setting that demands algorithms for a whole job.
-
-    Args:
-        text: "collective:algorithm" items, separated by commas; spaces around names do not matter, and nothing
-            demands nothing.
-
-    Returns:
-        The algorithm of each collective that is named, for `forced` of `choose`.
-
-    Raises:
-        ConfigError: An item is not written like this, names what does not exist, or repeats a collective.
 
     Example:
         >>> parse_forced("all_reduce:ring, broadcast:tree")

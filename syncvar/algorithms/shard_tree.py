@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["runs_of", "split", "whole_nodes"]
-
 
 def split(lo: int, hi: int) -> int:
     """Return where T(lo, hi) is cut in two: lo + the largest power of two below hi - lo.
-
-    Args:
-        lo: First item.
-        hi: One past the last item, at least lo + 2.
 
     Example:
         >>> split(0, 8), split(8, 13)
@@ -44,13 +38,6 @@ def whole_nodes(runs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, 
     """Return the largest nodes of the tree T(0, count) that lie wholly inside ranges of items.
 
     The nodes of the tree are the aligned blocks of 1, 2, 4, … items, cut off at `count`.
-
-    Args:
-        runs: Ranges [start, stop), ascending, with gaps between them, inside [0, count).
-        count: Items of the whole tree.
-
-    Returns:
-        Ranges, ascending, which together cover `runs`.
 
     Cost: at most 2 log2(count) nodes for each range.
 

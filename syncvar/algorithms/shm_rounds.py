@@ -1,11 +1,11 @@
 """A plan read for memory that all ranks see: a rank publishes once what it sends, and each receiver takes its part.
 
-Over links every send is a message of its own. In shared memory the same bytes sent to several ranks are published
-once, one range after another; who receives needs to know where in the sender's publication its part begins. That
-follows from the plans of all ranks, which are pure data.
+Over links every send is a message of its own. In shared memory the same bytes sent to several ranks
+are published once, one range after another; who receives needs to know where in the sender's
+publication its part begins. That follows from the plans of all ranks, which are pure data.
 
-Publishing copies. A plan that sends a copy, because what it copied will be overwritten, begins with a local round; here
-that round is left out, and the copied range itself is published.
+Publishing copies. A plan that sends a copy, because what it copied will be overwritten, begins with
+a local round; here that round is left out, and the copied range itself is published.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from syncvar.algorithms.schedule import Chunk, Round, Schedule, Step
-
-__all__ = ["Publication", "Take", "publications"]
 
 
 class Take(NamedTuple):
@@ -60,13 +58,6 @@ class Publication(NamedTuple):
 def publications(plans: Sequence[Schedule], rank: int) -> tuple[Publication, ...]:
     """Return the rounds of a rank as publications.
 
-    Args:
-        plans: The plans of all ranks, in rank order.
-        rank: Whose rounds are wanted.
-
-    Raises:
-        PlanError: A receive has no send.
-
     Cost: a pass over the steps of all plans.
 
     Example:
@@ -102,8 +93,9 @@ def publications(plans: Sequence[Schedule], rank: int) -> tuple[Publication, ...
 def _without_copies(all_rounds: Sequence[tuple[Round, ...]]) -> Sequence[tuple[Round, ...]]:
     """Return the rounds of all ranks without a first round that only copies what the second sends.
 
-    The copies must be read by nothing but those sends, and the sends must be of whole copies. No transfer of the second
-    round may write to what was copied: a long publication is put and taken piece by piece.
+    The copies must be read by nothing but those sends, and the sends must be of whole copies. No
+    transfer of the second round may write to what was copied: a long publication is put and taken
+    piece by piece.
     """
     shortened = []
     for rounds in all_rounds:

@@ -1,6 +1,6 @@
 """Times that the costs of plans predict, beside those that are measured.
 
-`syncvar.algorithms.schedule_cost` moves a clock through the plan that a call would run. Two of its constants, the latency and the
+`syncvar.cli.plan_cost` moves a clock through the plan that a call would run. Two of its constants, the latency and the
 time of a byte, are fitted to two measurements of the same run, the smallest and the largest size; reductions and copies
 stay in the proportion to a byte that its own constants have. All lines between are predictions.
 """
@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all
-from syncvar.algorithms.schedule_cost import LINKS, SHM, predicted_seconds
 from syncvar.algorithms.selection import choose
 from syncvar.bootstrap.process import current
+from syncvar.cli.plan_cost import LINKS, SHM, predicted_seconds
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.reduce_ops import reduction
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from syncvar.algorithms.schedule import Schedule
-    from syncvar.algorithms.schedule_cost import CostModel
     from syncvar.cli.collective_registry import Collective
+    from syncvar.cli.plan_cost import CostModel
     from syncvar.cli.selftest_inputs import Case
 
 __all__ = ["Model", "fitted"]

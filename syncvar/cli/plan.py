@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
 from syncvar.algorithms.render import plan_text
-from syncvar.algorithms.schedule_checker import traffic
-from syncvar.algorithms.schedule_cost import LINKS, SHM, predicted_seconds
 from syncvar.algorithms.selection import choose, parse_forced, suited
 from syncvar.cli.bench_table import parse_size
+from syncvar.cli.plan_cost import LINKS, SHM, predicted_seconds, traffic
 from syncvar.cli.plan_program import program_lines
 from syncvar.core.dtypes import DTYPE_NAMES
 from syncvar.core.errors import ConfigError
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     import argparse
 
     from syncvar.algorithms.schedule import Schedule
-    from syncvar.algorithms.schedule_cost import CostModel
+    from syncvar.cli.plan_cost import CostModel
     from syncvar.core.settings import RuntimeConfig
 
 __all__ = ["add_options", "text"]

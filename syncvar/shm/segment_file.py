@@ -1,7 +1,9 @@
-"""Makes the memory that the ranks of a host share. Run by the launcher, so it imports no NumPy.
+"""Creates the segment that the ranks of a host share.
 
-The memory has no name that anybody could open or forget: an anonymous file (memfd) where the system has it, else a file
-that is unlinked as soon as it is open. What is handed over is its descriptor.
+The launcher runs this, so it imports no NumPy.
+
+The segment has no name that a process could open or leave behind: it is a memfd, or a file unlinked
+at once. The launcher passes the descriptor to the workers.
 """
 
 from __future__ import annotations
@@ -19,21 +21,19 @@ from syncvar.shm.segment_layout import SegmentLayout
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CreatedSegment", "create", "why_not_here"]
-
 _SHARED_FOLDER = "/dev/shm"  # noqa: S108  (a random name, O_EXCL and O_NOFOLLOW, unlinked at once)
 _MFD_NOEXEC_SEAL = 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class CreatedSegment:
-    """Shared memory as its maker holds it.
+    """The segment as its creator holds it.
 
     Args:
         fd: Its descriptor.
-        how: What it is, in words: "memfd", "a file in /dev/shm".
-        said: The sentence that tells the user why it is not a memfd; empty where it is one.
-        generation: Which membership it is for.
+        how: Its kind: "memfd", "a file in /dev/shm".
+        said: The sentence that tells the user why it is no memfd; empty for a memfd.
+        generation: Version of the membership.
     """
 
     __slots__ = ("fd", "generation", "how", "is_aborted", "said")
@@ -46,21 +46,24 @@ class CreatedSegment:
         self.is_aborted = False
 
     def abort(self) -> None:
-        """Set the word that everybody who waits looks at. Costs a microsecond and never raises."""
+        """Set the abort word, which all waiting ranks read.
+
+        Costs a microsecond and never raises.
+        """
         if not self.is_aborted and self.fd >= 0:
             self.is_aborted = True
             with contextlib.suppress(OSError):
                 os.pwrite(self.fd, struct.pack("=Q", 1), segment_layout.ABORT * 8)
 
     def close(self) -> None:
-        """Let go of it; the memory lives as long as somebody has it mapped. Idempotent."""
+        """Close the descriptor; mappings keep the memory alive. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def why_not_here(machine: str) -> str:
-    """Return why this kind of machine does not use shared memory, or an empty text.
+    """Return why this machine type cannot use shared memory, or an empty text.
 
     Example:
         >>> why_not_here("x86_64"), "aarch64" in why_not_here("aarch64")
@@ -68,7 +71,9 @@ def why_not_here(machine: str) -> str:
     """
     if machine in ("x86_64", "AMD64"):
         return ""
-    return f"{machine} may show stores to other cores in another order than they were made; only x86-64 is proven"
+    return (
+        f"other cores of {machine} may see stores out of order, so shared memory is for x86-64 only"
+    )
 
 
 def create(
@@ -79,18 +84,15 @@ def create(
     directory: str = "",
     host: int = 0,
 ) -> tuple[CreatedSegment | None, str]:
-    """Make shared memory.
+    """Create a segment; return (segment, "") or (None, reason).
 
     Args:
-        shm_bytes: Its virtual size; rounded up to whole pages.
-        local_world_size: How many ranks share it.
-        usable_cores: How many cores they may use together.
+        shm_bytes: Virtual size in bytes, rounded up to whole pages.
+        local_world_size: Number of ranks that share it.
+        usable_cores: Number of cores that these ranks may use together.
         generation: Version of the membership.
-        directory: A private folder to fall back to; empty for none.
+        directory: Private folder for a file if nothing else works; empty for none.
         host: Index of the host in the job.
-
-    Returns:
-        (shared memory, "") or (None, why it cannot be made).
 
     Raises:
         ConfigError: It is too small for so many ranks.
@@ -129,9 +131,7 @@ def create(
         try:
             os.ftruncate(fd, size)
             os.posix_fallocate(fd, 0, segment_layout.HEADER_BYTES)
-            for rank in range(
-                local_world_size
-            ):  # others read a rank's table before that rank has come
+            for rank in range(local_world_size):  # others may read a table before its rank starts
                 os.posix_fallocate(fd, plan.table(rank), segment_layout.PAGE_BYTES)
             os.pwrite(fd, header, 0)
             if how == "memfd":
@@ -150,7 +150,7 @@ def _open_memfd() -> int:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        # A system may refuse memory that could be made executable, and an old one does not know this flag.
+        # Some systems refuse a memfd that may become executable; old ones do not know this flag.
         return os.memfd_create("syncvar-shm", flags | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:

@@ -32,7 +32,7 @@ def test_reasons():
     )
     reason = shm_unavailable_reason(chosen("-n", "2"), "aarch64", 2)
     assert reason.startswith(
-        "unix sockets; no shared memory because aarch64 may show stores to other cores in another order"
+        "unix sockets; no shared memory because other cores of aarch64 may see stores out of order"
     )
 
 
@@ -65,7 +65,7 @@ def test_each_host_of_a_job_has_its_own_reason():
     options = chosen("-n", "9", SYNCVAR_SHM_BYTES="16777216")
     assert shm_unavailable_reason(options, "x86_64", 2) == ""
     assert shm_unavailable_reason(options, "x86_64", 1) == "there is one rank on this host"
-    assert "aarch64 may show stores" in shm_unavailable_reason(options, "aarch64", 8)
+    assert "aarch64 may see stores" in shm_unavailable_reason(options, "aarch64", 8)
     with pytest.raises(ConfigError, match="too small for 8 ranks on a host"):
         shm_unavailable_reason(options, "x86_64", 8)
 
@@ -96,8 +96,6 @@ def test_hosts_of_other_processors_are_told_to_make_no_shm(tmp_path):
     agents.begin()
     (first,), (second,) = (site.remote.orders for site in sites)
     assert first.shm_unavailable_reason == ""
-    assert (
-        "aarch64 may show stores to other cores in another order" in second.shm_unavailable_reason
-    )
+    assert "other cores of aarch64 may see stores out of order" in second.shm_unavailable_reason
     assert second.hands_over, "its ranks ask, and are told the reason"
     assert not agents.is_complete

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.schedule import Schedule, Step
 
-__all__ = ["LINKS", "SHM", "CostModel", "predicted_seconds"]
-
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
@@ -74,7 +72,7 @@ def predicted_seconds(plans: Sequence[Schedule], itemsize: int, model: CostModel
     """Return how long the plans of a group take by the model, from a common start to the end of the last rank.
 
     Args:
-        plans: The plans of all ranks, in rank order; correct ones, as `syncvar.algorithms.schedule_checker` accepts them.
+        plans: The plans of all ranks, in rank order.
         itemsize: Bytes of an element.
         model: The constants, and the kind of path.
 
@@ -153,3 +151,44 @@ def _local(steps: tuple[Step, ...], itemsize: int, model: CostModel) -> float:
         elif isinstance(step, Copy):
             seconds += step.target.count * itemsize * model.per_copied_byte
     return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficReport:
+    """What plans send.
+
+    Args:
+        rounds: Rounds in which some rank sends; purely local rounds are not counted.
+        messages: Messages sent by each rank.
+        elements: Elements sent by each rank.
+    """
+
+    rounds: int
+    messages: tuple[int, ...]
+    elements: tuple[int, ...]
+
+
+def traffic(plans: Sequence[Schedule]) -> TrafficReport:
+    """Count what the plans of a group send, without proving anything.
+
+    Args:
+        plans: The plans of all ranks, in rank order.
+
+    Returns:
+        Counts of rounds, messages and elements.
+    """
+    sends = [
+        [step for steps in plan.rounds for step in steps if isinstance(step, Send)]
+        for plan in plans
+    ]
+    sending_rounds = {
+        number
+        for plan in plans
+        for number, steps in enumerate(plan.rounds)
+        if any(isinstance(step, Send) for step in steps)
+    }
+    return TrafficReport(
+        rounds=len(sending_rounds),
+        messages=tuple(len(steps) for steps in sends),
+        elements=tuple(sum(step.chunk.count for step in steps) for steps in sends),
+    )
