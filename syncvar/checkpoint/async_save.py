@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from syncvar.checkpoint.chief_restore import SavedElsewhere
     from syncvar.checkpoint.save import Saving
 
-__all__ = ["PendingSave", "write_now"]
 
 _log = logging.getLogger("syncvar")
 

@@ -11,7 +11,6 @@ from syncvar.checkpoint.chief_restore import SavedElsewhere, restore_for_all
 from syncvar.checkpoint.file_names import checked_path
 from syncvar.checkpoint.manifest import Label
 from syncvar.checkpoint.optimizer_state import SlotLeaf
-from syncvar.checkpoint.participants import SoloGroup
 from syncvar.checkpoint.restore import (
     Found,
     check_arguments,
@@ -22,6 +21,7 @@ from syncvar.checkpoint.restore import (
 from syncvar.checkpoint.save import Saving
 from syncvar.checkpoint.server_leaves import ServerOptimizerLeaf, ServerVariableLeaf, sorted_out
 from syncvar.checkpoint.trackables import (
+    SoloGroup,
     VariableLeaf,
     checked_object,
     is_nested,
@@ -36,12 +36,10 @@ from syncvar.strategies.contexts import get_strategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from syncvar.checkpoint.participants import Together
     from syncvar.checkpoint.server_leaves import Collected, Walked
-    from syncvar.checkpoint.trackables import Leaf
+    from syncvar.checkpoint.trackables import Leaf, Together
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["Checkpoint"]
 
 _NAME = re.compile(r"[^\W_][^/\0]{0,127}")
 _log = logging.getLogger("syncvar")

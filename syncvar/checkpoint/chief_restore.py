@@ -17,11 +17,9 @@ from syncvar.parameter_server.snapshot import give_back, recall
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.checkpoint.participants import SoloGroup
     from syncvar.checkpoint.server_leaves import OnServers
-    from syncvar.checkpoint.trackables import Leaf
+    from syncvar.checkpoint.trackables import Leaf, SoloGroup
 
-__all__ = ["SavedElsewhere", "restore_for_all"]
 
 _NOTHING = "nothing was restored"
 

@@ -8,18 +8,6 @@ from typing import Any
 
 from syncvar.core.errors import ConfigError
 
-__all__ = [
-    "LOCK",
-    "MANIFEST",
-    "checked_path",
-    "is_left_over",
-    "is_shard",
-    "shard_name",
-    "step_name",
-    "step_of",
-    "temporary_name",
-]
-
 MANIFEST = "manifest.json"
 LOCK = "lock.json"
 _SHARD = re.compile(r"shard-([0-9a-f]{16})-(\d{5,7})-of-(\d{5,7})\.safetensors")

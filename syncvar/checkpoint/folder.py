@@ -22,7 +22,6 @@ from syncvar.core.private_files import REQUESTED, create_file, refuse_foreign_li
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["CheckpointFolder", "Disk", "make_folder", "read_into"]
 
 _SLACK = 1.1  # of what will be written: headers, and what the file system keeps for itself
 

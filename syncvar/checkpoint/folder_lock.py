@@ -20,8 +20,6 @@ from syncvar.checkpoint.file_names import LOCK
 from syncvar.core.errors import CheckpointError
 from syncvar.core.private_files import REQUESTED
 
-__all__ = ["Lock"]
-
 _log = logging.getLogger("syncvar")
 _TEXT_MAX = 4096
 

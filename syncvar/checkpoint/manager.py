@@ -16,23 +16,21 @@ from syncvar.checkpoint.file_names import LOCK, MANIFEST, checked_path, step_nam
 from syncvar.checkpoint.folder import CheckpointFolder, make_folder
 from syncvar.checkpoint.folder_lock import Lock
 from syncvar.checkpoint.manifest import Label
-from syncvar.checkpoint.participants import SoloGroup, gathered
 from syncvar.checkpoint.preemption import EXIT_CODE, Notice
 from syncvar.checkpoint.retention import best_of, superfluous
 from syncvar.checkpoint.save import checked_metric
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.step_folders import StepFolders
-from syncvar.checkpoint.trackables import outside
+from syncvar.checkpoint.trackables import SoloGroup, gathered, outside
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError
 from syncvar.core.lazy_import import MigrationHintsMixin, unexpected
 
 if TYPE_CHECKING:
     from syncvar.checkpoint.async_save import PendingSave
-    from syncvar.checkpoint.participants import Together
+    from syncvar.checkpoint.trackables import Together
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("syncvar")
 _BEST = ("min", "max")

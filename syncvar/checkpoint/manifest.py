@@ -17,19 +17,6 @@ from syncvar.checkpoint.file_names import shard_name
 from syncvar.checkpoint.safetensors_header import CODES, itemsize_of, strict_json
 from syncvar.core.errors import CheckpointError, Corrupt
 
-__all__ = [
-    "DIGEST_BYTES",
-    "FORMAT",
-    "MANIFEST_BYTES_MAX",
-    "Label",
-    "Manifest",
-    "ManifestEntry",
-    "Piece",
-    "ShardFile",
-    "Stored",
-    "digest_of",
-]
-
 FORMAT = "syncvar.checkpoint"
 VERSION = 1
 MANIFEST_BYTES_MAX = 64 << 20

@@ -18,20 +18,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import ManifestEntry, Stored
-    from syncvar.checkpoint.participants import Together
-    from syncvar.checkpoint.trackables import Leaf
+    from syncvar.checkpoint.trackables import Leaf, Together
     from syncvar.optimizers import Optimizer
     from syncvar.optimizers.slots import SavedSlot
     from syncvar.variables.variable import Variable
-
-__all__ = [
-    "RuleLeaf",
-    "SlotLeaf",
-    "local_leaves",
-    "ownerless_keys",
-    "refuse_ownerless",
-    "require_saved_variables",
-]
 
 
 class StagedSlot(NamedTuple):

@@ -15,7 +15,6 @@ from syncvar.core.status_pipe import tell
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["EXIT_CODE", "Notice"]
 
 EXIT_CODE = 75  # of the sysexits: temporary failure, run me again
 _ECHO_S = 1.0

@@ -18,21 +18,18 @@ from syncvar.checkpoint.optimizer_state import (
     ownerless_keys,
     refuse_ownerless,
 )
-from syncvar.checkpoint.participants import gathered
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.shard_reader import Source
-from syncvar.checkpoint.trackables import KEEP, VariableLeaf
+from syncvar.checkpoint.trackables import KEEP, VariableLeaf, gathered
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, NotFound
 from syncvar.variables.policy import VariableSynchronization
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.checkpoint.participants import Together
-    from syncvar.checkpoint.trackables import Leaf
+    from syncvar.checkpoint.trackables import Leaf, Together
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["POLICIES", "Found", "check_arguments", "is_local", "restore_leaves", "stage_leaves"]
 
 POLICIES = ("same_rank_or_initial", "cycle", "error")
 _TRIES = 3  # of one rank

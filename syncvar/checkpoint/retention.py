@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["RetainedCheckpoint", "best_of", "superfluous"]
-
 
 class RetainedCheckpoint(NamedTuple):
     """A committed checkpoint of a manager's directory.

@@ -14,17 +14,6 @@ from typing import Any, NamedTuple
 
 from syncvar.core.errors import CheckpointError
 
-__all__ = [
-    "CODES",
-    "HEADER_BYTES_MAX",
-    "Tensor",
-    "header_bytes",
-    "header_length",
-    "itemsize_of",
-    "parse_header",
-    "strict_json",
-]
-
 HEADER_BYTES_MAX = 16 << 20
 _NDIM_MAX = 65
 _PREFIX = 8

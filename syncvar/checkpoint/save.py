@@ -21,7 +21,6 @@ from syncvar.checkpoint.file_names import LOCK, MANIFEST, shard_name
 from syncvar.checkpoint.folder import CheckpointFolder, make_folder
 from syncvar.checkpoint.folder_lock import Lock
 from syncvar.checkpoint.manifest import DIGEST_BYTES, Manifest, digest_of
-from syncvar.checkpoint.participants import SoloGroup, gathered
 from syncvar.checkpoint.safetensors_header import header_bytes, itemsize_of
 from syncvar.checkpoint.save_plan import (
     LeafHeader,
@@ -33,6 +32,7 @@ from syncvar.checkpoint.save_plan import (
     shard_of,
 )
 from syncvar.checkpoint.shard_reader import bytes_of, read_manifest
+from syncvar.checkpoint.trackables import SoloGroup, gathered
 from syncvar.core.errors import (
     CheckpointError,
     ConfigError,
@@ -48,10 +48,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import Label
-    from syncvar.checkpoint.participants import Together
-    from syncvar.checkpoint.trackables import Leaf
+    from syncvar.checkpoint.trackables import Leaf, Together
 
-__all__ = ["Saving"]
 
 _CHUNK = 1 << 20  # written and digested while it is in the cache
 _NOTHING = "nothing was saved, and what was there before is as it was"

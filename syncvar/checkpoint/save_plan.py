@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.checkpoint.manifest import ManifestEntry, Piece, ShardFile, Stored
 from syncvar.checkpoint.safetensors_header import itemsize_of
-from syncvar.checkpoint.write_shares import ElementRange, shares
 from syncvar.core.errors import CheckpointError, Corrupt, MismatchError, NotFound, SyncvarError
 
-__all__ = ["LeafHeader", "SaveLayout", "entries_of", "failure_of", "lay_out", "raise_failures"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class LeafHeader(NamedTuple):
@@ -43,6 +43,15 @@ class LeafHeader(NamedTuple):
         return f"{self.kind}{mode} {self.dtype}{list(self.shape)}"
 
 
+class ElementRange(NamedTuple):
+    """A range of a value's elements, counted through in C order, and the rank that writes it."""
+
+    key: str
+    rank: int
+    start: int
+    stop: int
+
+
 class SaveLayout(NamedTuple):
     """Who writes what.
 
@@ -55,6 +64,32 @@ class SaveLayout(NamedTuple):
     brought: dict[str, dict[int, LeafHeader]]
     own: frozenset[str]
     parts: tuple[ElementRange, ...]
+
+
+def shares(values: Sequence[tuple[str, int, int]], ranks: Sequence[int]) -> list[ElementRange]:
+    """Split values, laid side by side, into one range of bytes for each rank, even up to an element.
+
+    Args:
+        values: (key, elements, bytes of an element) of each; one without elements has no part.
+        ranks: Who writes.
+
+    Example:
+        >>> shares([("a", 3, 4), ("b", 5, 4)], [0, 1])
+        [ElementRange(key='a', rank=0, start=0, stop=3), ElementRange(key='b', rank=0, start=0, stop=1), ElementRange(key='b', rank=1, start=1, stop=5)]
+    """
+    total = sum(count * itemsize for _, count, itemsize in values)
+    bounds = [total * index // len(ranks) for index in range(len(ranks) + 1)]
+    made, offset = [], 0
+    for key, count, itemsize in values:
+        edges = [min(max(-(-(bound - offset) // itemsize), 0), count) for bound in bounds]
+        edges[-1] = count
+        made += [
+            ElementRange(key, rank, start, stop)
+            for rank, start, stop in zip(ranks, edges, edges[1:], strict=False)
+            if start < stop
+        ]
+        offset += count * itemsize
+    return made
 
 
 def lay_out(everyone: list[dict[str, LeafHeader]], table_ranks: tuple[int, ...]) -> SaveLayout:

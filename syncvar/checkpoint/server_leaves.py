@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.checkpoint.optimizer_state import RuleLeaf, local_leaves, require_saved_variables
-from syncvar.checkpoint.participants import SoloGroup
 from syncvar.checkpoint.save_plan import LeafHeader
 from syncvar.checkpoint.trackables import (
     KEEP,
     Leaf,
+    SoloGroup,
     VariableLeaf,
     communicator_of_leaves,
     require_fit,
@@ -35,22 +35,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import ManifestEntry, Stored
-    from syncvar.checkpoint.participants import Together
+    from syncvar.checkpoint.trackables import Together
     from syncvar.optimizers import Optimizer
     from syncvar.parameter_server.server.shard import RuleKey
     from syncvar.parameter_server.snapshot import ServerState
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.variable import Variable
 
-__all__ = [
-    "Collected",
-    "OnServers",
-    "ServerOptimizerLeaf",
-    "ServerVariableLeaf",
-    "Walked",
-    "sorted_out",
-    "taken_alone",
-]
 
 _MODE = "ON_WRITE NONE"  # what other strategies make of such a variable
 _STEPS = "steps"

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from syncvar.checkpoint.manifest import Piece, Stored
 
-__all__ = ["Source", "bytes_of", "fault_of", "read_manifest"]
 
 _TRIES = 3
 

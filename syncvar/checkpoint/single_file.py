@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     Path = tuple[Any, ...]
     Arrays = dict[Path, NDArray[Any]]
 
-__all__ = ["load", "save"]
 
 _FORMAT = "syncvar.save"
 _VERSION = "1"

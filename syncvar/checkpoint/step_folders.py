@@ -14,8 +14,6 @@ from syncvar.checkpoint.retention import RetainedCheckpoint
 from syncvar.checkpoint.shard_reader import fault_of, read_manifest
 from syncvar.core.errors import CheckpointError, NotFound
 
-__all__ = ["StepFolders"]
-
 _Signature = tuple[int, int, int]  # of a manifest's file: a save replaces it by another file
 
 

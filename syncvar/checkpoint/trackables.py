@@ -19,10 +19,11 @@ import numpy as np
 
 from syncvar.bootstrap.process import current
 from syncvar.checkpoint.manifest import digest_of
-from syncvar.checkpoint.participants import SoloGroup
 from syncvar.checkpoint.save_plan import LeafHeader
+from syncvar.collectives.sync_points import gather_objects
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
+from syncvar.runtime.communicator import Communicator
 from syncvar.variables.exact_split import share_of
 from syncvar.variables.in_place_update import are_parts, replace_copy
 from syncvar.variables.policy import (
@@ -42,22 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import ManifestEntry, Stored
-    from syncvar.checkpoint.participants import Together
-    from syncvar.runtime.communicator import Communicator
 
-__all__ = [
-    "KEEP",
-    "Leaf",
-    "PlainLeaf",
-    "VariableLeaf",
-    "checked_object",
-    "communicator_of_leaves",
-    "is_nested",
-    "leaf_of",
-    "outside",
-    "require_fit",
-    "require_kind",
-]
 
 _log = logging.getLogger("syncvar")
 
@@ -412,6 +398,38 @@ def require_kind(key: str, entry: ManifestEntry, kind: str, what: str) -> None:
         raise CheckpointError(
             f"{key!r}: the checkpoint has a {entry.kind}, this program has {what}"
         )
+
+
+class SoloGroup:
+    """The group of a worker that saves or restores for all, or leaves that to rank 0.
+
+    Args:
+        rank: This worker.
+        workers: How many the job has.
+    """
+
+    size = 1
+
+    def __init__(self, rank: int, workers: int) -> None:
+        self.rank = self.member_rank = rank
+        self.workers = workers
+        self.members = (rank,)
+
+    def require_all(self, what: str, instead: str = "") -> None:
+        """Do nothing: nobody else is needed."""
+
+
+Together = Communicator | SoloGroup
+
+
+def gathered(
+    group: Together, name: str, make: Callable[[], Any], timeout: float | None
+) -> list[Any]:
+    """Return what every rank of a group makes; what `make` raises is the caller's error, of which the others are told."""
+    if isinstance(group, SoloGroup):
+        return [make()]
+    found: list[Any] = gather_objects(group, name, make, timeout)
+    return found
 
 
 def communicator_of_leaves(leaves: list[Leaf], default: Callable[[], Communicator]) -> Communicator:

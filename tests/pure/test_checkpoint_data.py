@@ -33,8 +33,14 @@ from syncvar.checkpoint.safetensors_header import (
     itemsize_of,
     parse_header,
 )
-from syncvar.checkpoint.save_plan import LeafHeader, entries_of, failure_of, lay_out, raise_failures
-from syncvar.checkpoint.write_shares import shares
+from syncvar.checkpoint.save_plan import (
+    LeafHeader,
+    entries_of,
+    failure_of,
+    lay_out,
+    raise_failures,
+    shares,
+)
 from syncvar.core.dtypes import DTYPE_NAMES
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, MismatchError, NotFound
 
