@@ -1,4 +1,4 @@
-"""Names of files and folders of checkpoints: made here, and recognised here; nothing else is ever opened or removed."""
+"""Names of files and folders of checkpoints. No file of another name is ever opened or removed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,6 @@ import re
 from typing import Any
 
 from syncvar.core.errors import ConfigError
-
-__all__ = [
-    "LOCK",
-    "MANIFEST",
-    "checked_path",
-    "is_left_over",
-    "is_shard",
-    "shard_name",
-    "step_name",
-    "step_of",
-    "temporary_name",
-]
 
 MANIFEST = "manifest.json"
 LOCK = "lock.json"
@@ -29,20 +17,12 @@ _STEP_MAX = 10**19 - 1
 
 
 def checked_path(path: Any, instead: str = "checkpoint.save('folder/name')") -> str:
-    """Return a path as text.
-
-    Args:
-        path: As the caller gave it.
-        instead: What to write, for the error.
-
-    Raises:
-        ConfigError: It is no path.
-    """
+    """Return a path as a str; raise ConfigError, which suggests `instead`, if it is not one."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"path must be a text or a Path, not {path!r:.80}: write {instead}")
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise ConfigError(f"path must be a text that is not empty and has no NUL, not {text!r:.80}")
+        raise ConfigError(f"path must be a text, not empty and without NUL, not {text!r:.80}")
     return text
 
 
@@ -57,31 +37,28 @@ def shard_name(identity: str, rank: int, count: int) -> str:
 
 
 def is_shard(name: str, identity: str | None = None) -> bool:
-    """Return whether a name is that of a shard (of one checkpoint, if its identity is given).
-
-    Example:
-        >>> is_shard("../shard-00112233aabbccdd-00002-of-00004.safetensors")
-        False
-    """
+    """Return whether a name is that of a shard (of one checkpoint, with `identity`)."""
     found = _SHARD.fullmatch(name)
     return found is not None and (identity is None or found[1] == identity)
 
 
 def temporary_name(name: str, nonce: str) -> str:
-    """Return the name under which a file is written before it is renamed."""
+    """Return the name of a file until it is renamed."""
     return f"{name}.tmp-{nonce}"
 
 
 def is_left_over(name: str, identity: str | None) -> bool:
-    """Return whether a file of a checkpoint's folder belongs to a save that did not finish, or to an older one.
+    """Return whether a file belongs to an unfinished save or to an older checkpoint.
 
     Args:
-        name: Of the file.
-        identity: Of the checkpoint that is committed in the folder; None where there is none.
+        name: Name of the file.
+        identity: Identity of the committed checkpoint; None without one.
 
     Example:
-        >>> is_left_over("manifest.json.tmp-00112233aabbccdd", None), is_left_over("notes.txt", None)
-        (True, False)
+        >>> is_left_over("manifest.json.tmp-00112233aabbccdd", None)
+        True
+        >>> is_left_over("notes.txt", None)
+        False
     """
     temporary = _TEMPORARY.fullmatch(name)
     if temporary is not None:
@@ -90,10 +67,7 @@ def is_left_over(name: str, identity: str | None) -> bool:
 
 
 def step_name(step: int) -> str:
-    """Return the name of a step's folder; names sort as steps do.
-
-    Raises:
-        ConfigError: It is no step.
+    """Return the folder name of a step, ordered like the steps; raise ConfigError if it is not one.
 
     Example:
         >>> step_name(1200)
@@ -107,7 +81,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that a folder's name stands for, or None if it is not of that form.
+    """Return the step of a folder name, or None.
 
     Example:
         >>> step_of("step-0000001200"), step_of("step-1/..")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from syncvar.cli.plan_cost import CostModel
     from syncvar.cli.selftest_inputs import Case
 
-__all__ = ["Model", "fitted"]
 
 _STEPS = 8
 _STEP = 1e-3

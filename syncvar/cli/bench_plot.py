@@ -10,9 +10,7 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.cli.bench_record import Row
-
-__all__ = ["draw", "require_matplotlib"]
+    from syncvar.cli.bench_table import Row
 
 
 def require_matplotlib() -> None:

@@ -17,12 +17,12 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.cli.bench import parsed, planned
 from syncvar.cli.bench_model import Model
-from syncvar.cli.bench_record import SHOWN, Row, rated
-from syncvar.cli.bench_table import header, line, summary
-from syncvar.cli.collective_registry import BUS_FACTORS, has_result_like_input
+from syncvar.cli.bench_options import parsed, planned
+from syncvar.cli.bench_table import SHOWN, Row, header, line, rated, summary
+from syncvar.cli.collective_registry import has_result_like_input
 from syncvar.cli.selftest_inputs import Case, count_wrong, spoiled
+from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.output_files import LostFile, report_lost_file, why_unwritten
 
@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.cli.bench import BenchPlan
-    from syncvar.cli.bench_record import Half
+    from syncvar.cli.bench_options import BenchPlan
+    from syncvar.cli.bench_table import Half
 
-__all__ = ["work"]
 
 _SECONDS = 0.05
 _FEWEST, _MOST = 20, 5000

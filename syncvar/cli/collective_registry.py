@@ -12,7 +12,6 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.cli.selftest_inputs import Case, combined, cut, part
-from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import OPS, identity, reduction
@@ -20,17 +19,6 @@ from syncvar.core.settings import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-__all__ = [
-    "BUS_FACTORS",
-    "COLLECTIVES",
-    "Collective",
-    "available",
-    "dtypes",
-    "find",
-    "has_result_like_input",
-    "ops_of",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from syncvar.core.reduce_ops import OPS
 if TYPE_CHECKING:
     from syncvar.cli.collective_registry import Collective
 
-__all__ = ["collectives_text", "cost_of", "signature_of"]
 
 _COST = re.compile(r"^Cost: (.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _COMMON = {"group": None, "async_op": False, "timeout": None}

@@ -9,7 +9,16 @@ import sys
 from typing import TYPE_CHECKING
 
 import syncvar
-from syncvar.cli import bench, flight_commands, migration_table, plan, selftest, stacks
+from syncvar.cli import (
+    bench,
+    bench_options,
+    flight_commands,
+    migration_table,
+    plan,
+    selftest,
+    selftest_options,
+    stacks,
+)
 from syncvar.cli.collectives_table import collectives_text
 from syncvar.cli.variable_rules import rules_text
 from syncvar.core.errors import ConfigError
@@ -19,8 +28,6 @@ from syncvar.protocol.auth_keys import KEY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "coming-from", help="show how syncvar spells what other libraries do, side by side"
         )
     )
-    bench.add_options(
+    bench_options.add_options(
         commands.add_parser("bench", help="time a collective by size, and check its results")
     )
-    selftest.add_options(
+    selftest_options.add_options(
         commands.add_parser("test", help="prove all collectives on real processes")
     )
     commands.add_parser("settings", help="list every setting with unit, default and meaning")

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.flight_recorder.call_record import Event
 
-__all__ = ["Divergence", "divergences", "explained"]
 
 _BEFORE = 5
 _ELSEWHERE = 4

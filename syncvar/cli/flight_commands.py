@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
-__all__ = ["COMMANDS", "add_options", "run"]
 
 COMMANDS = ("trace", "explain")
 _JOB_ID = re.compile("[0-9a-f]{8}")

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from syncvar.cli.plan_cost import CostModel
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["add_options", "text"]
 
 _INSTRUCTIONS = 24  # of a program
 _SHORT = 8  # ranks, rounds and steps of a figure

@@ -22,7 +22,6 @@ from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
 if TYPE_CHECKING:
     from syncvar.runtime.programs.instructions import Program
 
-__all__ = ["program_lines"]
 
 _REDUCED = ("all_reduce", "reduce", "scan", "exscan")
 _MOVED = ("all_gather", "broadcast", "reduce_scatter", "all_to_all")

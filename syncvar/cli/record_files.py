@@ -20,18 +20,6 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.flight_recorder.call_numbers import Gap
 
-__all__ = [
-    "FlightRecord",
-    "as_record",
-    "calls_of",
-    "duration",
-    "load",
-    "lost_ranks",
-    "members_of",
-    "names_of",
-    "newest",
-    "number_of",
-]
 
 _LARGEST = 64 << 20
 # What `PeerLost` says of a rank that has ended, in the words of the membership and of the launcher.

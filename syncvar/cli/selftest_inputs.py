@@ -20,17 +20,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "FOLDED_OPS",
-    "PERIOD",
-    "Case",
-    "combined",
-    "count_wrong",
-    "cut",
-    "first_wrong",
-    "part",
-    "spoiled",
-]
 
 PERIOD = 1021
 

@@ -16,20 +16,18 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.cli.collective_registry import available, dtypes, has_result_like_input, ops_of
-from syncvar.cli.selftest import SelfTestResult, outcome_lines, parsed
+from syncvar.cli.collective_registry import dtypes, has_result_like_input, ops_of
 from syncvar.cli.selftest_inputs import FOLDED_OPS, Case, first_wrong, part
-from syncvar.core.errors import ConfigError, SyncvarError, TransportError
-from syncvar.core.settings import nearest
+from syncvar.cli.selftest_options import SelfTestResult, outcome_lines, parsed, wanted
+from syncvar.core.errors import SyncvarError, TransportError
 from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from syncvar.cli.collective_registry import Collective
 
-__all__ = ["wanted", "work"]
 
 _MANY = 10_007
 _LONG_BYTES = (
@@ -46,21 +44,6 @@ _PLACES = (
 )
 _FAILURES_MAX = 5
 _BARRIERS = 20
-
-
-def wanted(names: Sequence[str]) -> list[Collective]:
-    """Return the collectives to be tested.
-
-    Raises:
-        ConfigError: There is none of a name.
-    """
-    known = {one.name: one for one in available()}
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"unknown collective {name!r}{nearest(name, known)}: it is one of {', '.join(known)}"
-            )
-    return [one for one in known.values() if not names or one.name in names]
 
 
 def work(chosen: argparse.Namespace) -> int:

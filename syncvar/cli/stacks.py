@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["add_options", "run", "stacks_text"]
 
 _SOCKET = "inquiries"
 _LIMIT_S = 5.0  # the launcher itself waits 2 s for its ranks

@@ -14,7 +14,6 @@ from syncvar.core.environment import PREFIX, RankEnvironment
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["is_launched", "start_workers"]
 
 _OF_A_RANK = tuple(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
 _STATUS = PREFIX + "STATUS_FD"

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.flight_recorder.call_record import Event
 
-__all__ = ["merged", "stragglers", "unaligned"]
 
 _EVENTS_ROW = 0
 

@@ -13,8 +13,6 @@ from syncvar.variables.policy import (
     decide,
 )
 
-__all__ = ["rules_text"]
-
 _WORDS = {
     (Travel.NOTHING, Effect.RETURN): "own copy",
     (Travel.MEETING, Effect.RETURN): "own copy, when all have met",

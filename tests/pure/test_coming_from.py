@@ -9,9 +9,10 @@ import pytest
 
 import syncvar as sv
 from syncvar.cli.commands import main
-from syncvar.cli.migration_table import LIBRARIES, TASKS, coming_from_text
+from syncvar.cli.migration_table import LIBRARIES, coming_from_text, tasks
 from syncvar_launcher.options.option_table import parse
 
+TASKS = tasks()
 COMMANDS = [one.syncvar for one in TASKS if "syncvar-launch" in one.syncvar]
 STARTING = "sv.run(fn, workers=4)"
 CALLS = [one.syncvar for one in TASKS if one.syncvar not in (*COMMANDS, STARTING)]
@@ -64,11 +65,13 @@ def test_a_command_is_understood_by_the_launcher(command, tmp_path):
 
 
 def test_every_row_has_five_spellings_and_says_its_task_once():
-    assert len({one.what for one in TASKS}) == len(TASKS)
+    assert len({one.title for one in TASKS}) == len(TASKS)
     for one in TASKS:
-        assert all(one[:6])
-        assert one.syncvar != "-"
-        assert any(one.of(library) != "-" for library in LIBRARIES) or "bits" in one.what
+        assert one.title
+        assert all(one.spellings.values())
+        assert one.syncvar not in ("", "-")
+        assert set(one.spellings) == set(LIBRARIES)
+        assert any(spelling != "-" for spelling in one.spellings.values()) or "bits" in one.title
         assert {name for names, _ in one.notes for name in names} <= set(LIBRARIES)
 
 

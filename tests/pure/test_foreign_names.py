@@ -284,7 +284,7 @@ def test_accepted_words(tmp_path):
         for step in range(4):
             manager.save(step)
         assert len(manager.checkpoints) == 2
-    with pytest.raises(ConfigError, match="keep=3 and max_to_keep=2 are two words for one thing"):
+    with pytest.raises(ConfigError, match="keep=3 and max_to_keep=2 are aliases"):
         sv.CheckpointManager(checkpoint, tmp_path, 3, max_to_keep=2)
     with pytest.raises(ConfigError, match="keep must be an integer of at least 1"):
         sv.CheckpointManager(checkpoint, tmp_path, max_to_keep=0)

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from syncvar.cli.collective_registry import BUS_FACTORS, COLLECTIVES
-from syncvar.core.bus_bandwidth import bus_factor
+from syncvar.cli.collective_registry import COLLECTIVES
+from syncvar.core.bus_bandwidth import BUS_FACTORS, bus_factor
 from syncvar.runtime.flight_recorder.call_record import CallInfo
 from syncvar.runtime.flight_recorder.call_stats import Totals, size_class, size_of
 from syncvar.runtime.flight_recorder.recorder import RING, Recorder
