@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar.transports.curve import LinkKeys
 
-__all__ = ["Directory", "ProcessChange"]
-
 _PAUSE_MS = 1000
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["LateName", "RunningModule", "late_names", "line_of", "running_modules"]
-
 _TAKING_FUNCTIONS = ("schedule", "create_per_worker_dataset")
 
 

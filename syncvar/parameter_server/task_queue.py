@@ -9,8 +9,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["TaskQueue", "TaskResult"]
-
 
 class TaskResult(NamedTuple):
     """What has become of a task.

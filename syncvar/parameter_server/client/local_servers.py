@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.client.request_client import Ticket
     from syncvar.parameter_server.messages import Endpoint, OutgoingMessage
 
-__all__ = ["LocalServers"]
-
 
 class LocalServers:
     """Servers of a job whose workers are all in this process.

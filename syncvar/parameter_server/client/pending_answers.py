@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.client.request_client import Client, ServerPart, Ticket
     from syncvar.parameter_server.messages import Arrays, Endpoint, Message, OutgoingMessage
 
-__all__ = ["Session"]
-
 
 class Session:
     """A worker's client, with a lock.

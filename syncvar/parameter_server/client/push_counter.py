@@ -10,8 +10,6 @@ import os
 import struct
 from pathlib import Path
 
-__all__ = ["PushCounter", "put_tallies", "take_tallies", "tally_path"]
-
 _NAME = "pushes-{}"
 
 _CONTENT = struct.Struct("<QQ")  # generation + 1, so that a new file has none; pushes

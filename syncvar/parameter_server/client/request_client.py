@@ -20,9 +20,8 @@ from syncvar.core.errors import (
     WireError,
 )
 from syncvar.core.process_ids import server_number
-from syncvar.parameter_server.messages import OutgoingMessage
+from syncvar.parameter_server.messages import SHARED, OutgoingMessage, changes, reads
 from syncvar.parameter_server.server.primary import WINDOW
-from syncvar.parameter_server.server.replicated_state import SHARED, changes, reads
 from syncvar.parameter_server.server.replication import PATIENCE
 from syncvar.parameter_server.server.server_machine import RESEND_S
 
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.parameter_server.messages import Arrays, Endpoint, Message
-
-__all__ = ["Client", "ServerPart", "Ticket"]
-
 
 _NEVER = float("inf")
 _TOLD = {one.__name__: one for one in (ConfigError, MismatchError, UsageError)}

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.client.request_client import ServerPart, Ticket
     from syncvar.parameter_server.messages import OutgoingMessage
 
-__all__ = ["WorkerSession", "settle_all"]
-
 _LOOK_EVERY_S = 0.02
 _edges: list[WorkerSession] = []  # of this process, until they are closed
 _LOOK_S = 0.05  # another thread may have taken what this one waits for

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Arrays, Message
     from syncvar.parameter_server.server.shard import Room
 
-__all__ = ["PATIENCE", "ReplicationStream", "ledger_of", "seed_of"]
-
 PATIENCE = 16
 """What has no answer is sent again after up to so many times the usual interval, which doubles each time."""
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Arrays, Endpoint, Message
     from syncvar.parameter_server.server.shard import Room
 
-__all__ = ["RESEND_S", "Server"]
-
 _BETWEEN_SERVERS = (
     "seed",
     "copy",

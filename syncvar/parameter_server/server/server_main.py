@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.messages import Endpoint, OutgoingMessage
     from syncvar.parameter_server.transport.server_links import ReceivedMessage, Route
 
-__all__ = ["Serving", "main", "number_of", "party_of"]
-
 _log = logging.getLogger("syncvar")
 _AT_ONCE = 64  # messages of one socket before the others are looked at
 _PAUSE_S = 1.0

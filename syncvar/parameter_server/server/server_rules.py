@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from syncvar.optimizers.update_rule import UpdateRule
 
-__all__ = ["RuleValidator", "ServerRule", "is_users", "rule_of", "slot_names"]
-
 _REASON_MAX = 4000  # characters of a traceback
 
 _ELEMENTWISE: dict[str, Callable[..., UpdateRule]] = {

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from syncvar.parameter_server.messages import Arrays, Message, OutgoingMessage
 
-__all__ = ["Served", "what_of"]
-
 _KINDS_MAX = 4096
 _BEYOND = "others"
 

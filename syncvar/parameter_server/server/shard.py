@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     Room = Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]
 
-__all__ = ["Position", "Push", "RuleKey", "Shard", "ShardSlots", "Spec", "check_slots"]
-
 Position = tuple[int, int]
 """Where a worker is: how often it has ticked, and at how many barriers it was since."""
 

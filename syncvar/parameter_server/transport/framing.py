@@ -28,8 +28,6 @@ from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["NBYTES_MAX", "Packed", "cut", "joined", "length_of", "packed", "unpacked"]
-
 NBYTES_MAX = 1 << 34
 """No message is longer."""
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import zmq
 
-__all__ = ["Watching"]
-
 
 class Watching:
     """What to wait for: sockets of ZeroMQ, other sockets and descriptors.

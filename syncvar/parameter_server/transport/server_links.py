@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
     from syncvar.transports.curve import Gate, LinkKeys
 
-__all__ = ["ReceivedMessage", "ServerLinks"]
-
 _IDENTITY = struct.Struct("<c8sIII4s")
 _KIND = b"p"
 _APART_NBYTES_MIN = (

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from syncvar.core.settings import RuntimeConfig
     from syncvar.shm.shm_references import SharedMemoryReference
 
-__all__ = ["LEND_NBYTES_MIN", "ShmBufferPool", "lender_of"]
-
 LEND_NBYTES_MIN = 64 << 10
 _WORDS = 8
 _WORDS_NBYTES = 8 * _WORDS  # before the array: they stay on a line of the cache of their own

@@ -18,8 +18,6 @@ import numpy as np
 
 from syncvar.parameter_server.transport.framing import NBYTES_MAX, Packed, length_of
 
-__all__ = ["Pipe", "UnixListener"]
-
 _CHUNK_NBYTES = 128 << 10
 _JOINED_NBYTES_MAX = 32 << 10  # shorter messages are joined: that is less work than many pieces
 _PIECES_MAX = 512  # of one system call, which takes 1024
