@@ -15,8 +15,6 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["RuntimeConfig", "Setting", "doubtful_variables", "nearest"]
-
 _INTERNAL = frozenset(
     PREFIX + name
     for name in (

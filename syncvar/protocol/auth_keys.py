@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from syncvar.core.errors import ConfigError
 
-__all__ = ["KEY_BYTES", "derive", "parse_key"]
-
 KEY_BYTES = 32
 _HASH_BYTES = 32
 

@@ -15,8 +15,6 @@ from syncvar.core.rank_text import rank_list
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["SETTING", "check_about", "differences"]
-
 SETTING = "set."
 """Before the name of a setting that all ranks must have alike."""
 

@@ -11,8 +11,6 @@ from syncvar.core.errors import WireError
 from syncvar.protocol.compatibility import check_about
 from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
 
-__all__ = ["Message", "pack_message", "parse_message"]
-
 _DEPTH_MAX = 8
 _ITEMS_MAX = 4096
 _TEXT_MAX = 65536

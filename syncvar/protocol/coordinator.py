@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["AbortJob", "Action", "Coordinator", "SendMessage", "ShowMessage", "Unresponsive"]
-
 
 class SendMessage(NamedTuple):
     """Send a control message to a rank."""

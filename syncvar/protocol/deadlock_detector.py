@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from syncvar.core.rank_text import rank_list
 
-__all__ = ["DeadlockReport", "Stall", "WaitReport", "find_deadlock", "find_mismatch", "stalls"]
-
 _MISMATCH = (
     "the ranks do not make the same call. Write the same calls in the same order on every rank, with the same shape and "
     "dtype, and none of them inside `if sv.rank() == 0:`"

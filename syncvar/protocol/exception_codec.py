@@ -12,8 +12,6 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.lazy_import import object_named
 from syncvar.protocol.object_codec import pack_object, unpack_object
 
-__all__ = ["CALLER_MAIN", "pack_exception", "unpack_exception"]
-
 CALLER_MAIN = "__syncvar_main__"
 """The name under which a worker of `sv.run` imports the script that its caller runs."""
 

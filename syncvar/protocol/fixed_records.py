@@ -11,17 +11,6 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "ARRAY",
-    "BYTES",
-    "NOTHING",
-    "RECORD_BYTES",
-    "InputRecord",
-    "array_record",
-    "pack_record",
-    "unpack_record",
-]
-
 _NDIM_MAX = 13
 _RECORD = struct.Struct(f"<BBBxxxxxQ{_NDIM_MAX}Q")
 RECORD_BYTES = _RECORD.size

@@ -14,16 +14,6 @@ from typing import NamedTuple
 
 from syncvar.core.errors import WireError
 
-__all__ = [
-    "CARRIERS",
-    "HEADER_NBYTES",
-    "PROTOCOL_VERSION",
-    "FrameType",
-    "Header",
-    "pack_header",
-    "parse_header",
-]
-
 PROTOCOL_VERSION = 1
 _MAGIC = b"sv"
 _BODY = struct.Struct("<2sBBIIQQIIQQ")

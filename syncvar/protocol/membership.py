@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 from syncvar.core.rank_text import rank_list
 from syncvar.protocol.compatibility import differences
 
-__all__ = ["Member", "RollCall"]
-
 
 class Member(NamedTuple):
     """A rank that has joined."""

@@ -11,14 +11,6 @@ proved itself loses the connection (`syncvar.transports.unauthenticated_peers`).
 
 from __future__ import annotations
 
-__all__ = [
-    "CONTROL_NBYTES_MAX",
-    "FRAME_NBYTES",
-    "FRAMING_NBYTES",
-    "HELLO_NBYTES_MAX",
-    "UNPROVED_NBYTES_MAX",
-]
-
 FRAME_NBYTES = (1 << 20) + 4096
 """The longest frame of a message between workers and servers; between ranks it is the setting `segment_bytes`.
 

@@ -14,8 +14,6 @@ from syncvar.protocol.control_messages import pack_message
 if TYPE_CHECKING:
     from syncvar.protocol.control_messages import Message
 
-__all__ = ["ServerTable"]
-
 
 class _ServerAddress(NamedTuple):
     """Where a server listens: for processes of its own host, and for others."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from syncvar.protocol.control_messages import Message
     from syncvar.protocol.deadlock_detector import WaitReport
 
-__all__ = ["StallActions", "Stalls"]
-
 _AGAIN = (
     1,
     6,

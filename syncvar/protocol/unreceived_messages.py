@@ -11,15 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = [
-    "ENTERED_MAX",
-    "STREAMS_MAX",
-    "SentCount",
-    "UnreceivedMessages",
-    "pack_counts",
-    "unreceived_text",
-]
-
 ENTERED_MAX = 4000  # groups that a rank names when it leaves: those that it used last
 STREAMS_MAX = (
     1000  # pairs and tags to which a leaving rank has sent messages: those that it used last
