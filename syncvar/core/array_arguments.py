@@ -16,8 +16,6 @@ from syncvar.core.errors import ConfigError, MismatchError, TransportError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["NUMBERS", "as_array", "checked_integer", "checked_output", "deliver", "told"]
-
 NUMBERS = (bool, int, float, complex, np.generic)
 """Types of what is a number, and no array."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["NAMED", "Library", "UnsupportedLibrary", "library_of"]
-
 
 class Library(NamedTuple):
     """How arrays of a library become NumPy arrays and back.

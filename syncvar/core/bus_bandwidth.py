@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["BUS_FACTORS", "bus_factor"]
-
 BUS_FACTORS: Mapping[str, Callable[[int], float]] = {
     "2(n-1)/n": lambda size: 2 * (size - 1) / size,
     "(n-1)/n": lambda size: (size - 1) / size,

@@ -10,8 +10,6 @@ from syncvar.core.errors import ConfigError, WireError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["DTYPE_NAMES", "dtype_from_index", "dtype_index"]
-
 DTYPE_NAMES = (
     "bool",
     "int8",

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["word_of"]
-
 
 def word_of(given: Any, known: Iterable[str]) -> str | None:
     """Return which of some words is given: as text in any case, or as a member of any enumeration.

@@ -13,8 +13,6 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["PREFIX", "RankEnvironment"]
-
 PREFIX = "SYNCVAR_"
 
 _INTEGERS = {

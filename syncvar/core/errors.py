@@ -19,32 +19,6 @@ from syncvar.core.process_ids import process_name
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "Corrupt",
-    "DeadlineExceeded",
-    "GroupBroken",
-    "HandshakeError",
-    "HostUnreachable",
-    "InternalError",
-    "LaunchError",
-    "MismatchError",
-    "NoAggregation",
-    "NotFound",
-    "PeerLost",
-    "PlanError",
-    "RankFailed",
-    "RendezvousError",
-    "RowOutOfRange",
-    "SharedMemoryFull",
-    "SharedMemoryUnavailable",
-    "SyncvarError",
-    "TransportError",
-    "UsageError",
-    "WireError",
-]
-
 
 class SyncvarError(Exception):
     """Base of every error of this package."""

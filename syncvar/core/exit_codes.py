@@ -10,31 +10,6 @@ import signal
 import sys
 from enum import IntEnum
 
-__all__ = [
-    "CHECKPOINT",
-    "CONFIGURATION",
-    "INTERNAL",
-    "KEY",
-    "LIMITS",
-    "LOST_FILE",
-    "MEANINGS",
-    "MISMATCH",
-    "OF_OTHERS",
-    "PREEMPTED",
-    "RENDEZVOUS",
-    "TIMEOUT",
-    "USAGE",
-    "Severity",
-    "describe_exit",
-    "error_exit_code",
-    "exit_code_of",
-    "failure_in_words",
-    "is_failing",
-    "is_interactive",
-    "signal_name",
-    "weight_of",
-]
-
 USAGE = 2
 RENDEZVOUS = 69
 INTERNAL = 70

@@ -30,16 +30,6 @@ if TYPE_CHECKING:
 
     ExceptionHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
-__all__ = [
-    "enable_fault_handler",
-    "handle_signal",
-    "hook_exceptions",
-    "register_exit",
-    "register_fault_dump",
-    "release_signal",
-    "unregister_exit",
-]
-
 _SIGSET_BYTES = 128  # sizeof(sigset_t) on Linux
 _STDERR = 2
 

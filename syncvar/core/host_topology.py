@@ -10,8 +10,6 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["HostMap", "divided"]
-
 
 def divided(workers: int, hosts: int) -> tuple[int, ...]:
     """Divide ranks over hosts as evenly as possible; the first hosts get one more.

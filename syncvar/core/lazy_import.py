@@ -9,15 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = [
-    "ClassWithHints",
-    "MigrationHintsMixin",
-    "attributes_of",
-    "explained_attribute",
-    "object_named",
-    "unexpected",
-]
-
 
 def explained_attribute(kind: type[Any], name: str) -> str:
     """Return what to write instead of an attribute that a class does not have, or an empty text."""

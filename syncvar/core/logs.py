@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["log_at"]
-
 
 def log_at(level: str) -> None:
     """Show the library's log on standard error, unless the program has its own way or asks for no more than usual."""

@@ -13,19 +13,6 @@ from syncvar.core.settings import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = [
-    "WORDS",
-    "ForeignName",
-    "explained",
-    "group_hint",
-    "missing",
-    "object_hint",
-    "op_hint",
-    "op_of",
-    "unexpected",
-    "words_text",
-]
-
 SEVERAL_HOSTS = (
     "syncvar-launch logs in to other hosts by itself: write --hostfile FILE, with lines such as node1 slots=4, or -H node1:4,node2:4 "
     "(see --help-hosts)"

@@ -8,8 +8,6 @@ import time
 
 from syncvar.core.errors import RendezvousError
 
-__all__ = ["address_towards", "address_towards_any", "bracketed", "resolved", "tcp_endpoint"]
-
 _PAUSE_S = 0.02
 _ANY_PORT = 9
 _NOT_YET = (socket.EAI_NONAME, socket.EAI_AGAIN)

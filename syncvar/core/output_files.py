@@ -18,17 +18,6 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.private_files import PRIVATE, create_file
 from syncvar.core.status_pipe import tell
 
-__all__ = [
-    "AUTO_LOG",
-    "EVIDENCE",
-    "LOST_FILE_EVENT",
-    "LostFile",
-    "check_file",
-    "check_folder",
-    "report_lost_file",
-    "why_unwritten",
-]
-
 LOST_FILE_EVENT = "lost_file"
 """The name of the record by which a rank reports a lost file to its launcher."""
 

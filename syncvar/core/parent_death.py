@@ -6,8 +6,6 @@ import ctypes
 import os
 import signal
 
-__all__ = ["end_with", "libc"]
-
 _PR_SET_PDEATHSIG = 1
 libc = ctypes.CDLL(None, use_errno=True)
 

@@ -13,15 +13,6 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "PRIVATE",
-    "REQUESTED",
-    "create_file",
-    "make_private_folder",
-    "refuse_foreign_links",
-    "write_file",
-]
-
 PRIVATE = 0o600
 """The mode of keys and of files that syncvar makes for itself."""
 

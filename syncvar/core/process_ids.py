@@ -11,18 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "SERVER_0",
-    "SERVING",
-    "heirs_of",
-    "is_server",
-    "mirrors_of",
-    "process_name",
-    "server_hosts",
-    "server_number",
-    "short_name",
-]
-
 SERVING = "serving"
 """What is known of a server that has begun."""
 

@@ -17,25 +17,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "LEAF",
-    "PyTree",
-    "TreeDef",
-    "arrays_in",
-    "arrays_of",
-    "describe",
-    "flatten",
-    "fresh",
-    "holds_dataclass",
-    "is_dataclass",
-    "is_structure",
-    "parts_of",
-    "plain_structure",
-    "rebuilt",
-    "restored_structure",
-    "unflatten",
-]
-
 
 class TreeDef(NamedTuple):
     """The shape of a nested value without its leaves; it can be compared with that of another rank.

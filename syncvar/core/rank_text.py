@@ -10,8 +10,6 @@ from syncvar.core.process_ids import SERVER_0, is_server
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["process_list", "rank_list", "rank_spans", "ranks_of"]
-
 
 def rank_list(ranks: Iterable[int]) -> str:
     """Return ranks as people write them.

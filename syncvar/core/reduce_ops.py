@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 
     Combiner = Callable[..., Any]  # (left, right, out=array): a ufunc, or a function of ours
 
-__all__ = [
-    "OPS",
-    "Combiner",
-    "Reduction",
-    "divided",
-    "finish",
-    "identity",
-    "op_name",
-    "quiet",
-    "quiet_caller",
-    "reduction",
-    "register_op",
-]
-
 OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor", "minloc", "maxloc")
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,

@@ -29,16 +29,6 @@ from syncvar.core.exit_codes import (
     USAGE,
 )
 
-__all__ = [
-    "HOPELESS_CODES",
-    "HOPELESS_ERRORS",
-    "SHORT_S",
-    "Decision",
-    "Ending",
-    "Restarting",
-    "pause_s",
-]
-
 SHORT_S = 10.0
 _PAUSE_S_MAX = 30.0
 _LINES_MAX = 10

@@ -30,25 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType, TracebackType
 
-__all__ = [
-    "ALL_THREADS",
-    "END",
-    "MAIN_THREAD",
-    "STOPPED",
-    "WITHOUT_PYTHON",
-    "StackFrame",
-    "Thread",
-    "current_frames",
-    "doing",
-    "dumps_of",
-    "frames_before",
-    "frames_of",
-    "listen",
-    "shown",
-    "stack_path",
-    "where",
-]
-
 MAIN_THREAD = signal.SIGRTMIN + 15
 ALL_THREADS = signal.SIGRTMIN + 16
 WITHOUT_PYTHON = signal.SIGRTMIN + 17

@@ -18,21 +18,6 @@ from syncvar.core.private_files import PRIVATE, REQUESTED, refuse_foreign_links,
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "JOBS_KEPT",
-    "RECORDS",
-    "TOTALS",
-    "StateFolder",
-    "find_job",
-    "is_record",
-    "job_folders",
-    "job_name",
-    "keep_newest",
-    "remove_job",
-    "state_folder",
-    "write_record",
-]
-
 JOBS_KEPT = 10
 RECORDS = "flight-[rs]*.json"  # of ranks and servers
 TOTALS = "stats-*.json"  # of the calls of a rank, for --stats

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["BEGUN", "StatusPipe", "adopt", "tell"]
-
 BEGUN = "begun"
 """The name of the first record: the process runs Python, and comes to its script next."""
 

@@ -32,20 +32,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "BatchPolicy",
-    "as_batch",
-    "as_leaf",
-    "content_digest",
-    "even_part",
-    "inspected",
-    "leaves_of",
-    "map_leaves",
-    "no_rows",
-    "rows_of",
-    "stacked",
-]
-
 _TEXTS = {"U": "str", "S": "bytes", "O": "object"}
 _TIMES = tuple(
     f"{kind}[{unit}]"

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from syncvar.data.stream_sources import Source
 
-__all__ = ["Dataset", "DatasetIterator", "from_arrays", "from_generator"]
-
 
 def from_arrays(
     arrays: Any,

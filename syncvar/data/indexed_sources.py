@@ -15,16 +15,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "ArrayRows",
-    "Indexed",
-    "IndexedBatches",
-    "IndexedMap",
-    "IndexedRepeat",
-    "IndexedShard",
-    "IndexedShuffle",
-]
-
 
 class Indexed(ABC):
     """Elements 0 to `count` - 1 of each epoch, in any order.

@@ -9,8 +9,6 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError
 
-__all__ = ["integer_of", "read_state"]
-
 
 def integer_of(name: str, value: Any, at_least: int) -> int:
     """Return an integer argument.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from syncvar.data.stream_sources import Source
 
-__all__ = ["Prefetched"]
-
 _JOIN_S = 5.0  # the thread may be inside the user's function, which nothing can end
 
 

@@ -9,8 +9,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["permutation"]
-
 
 def permutation(count: int, seed: int, epoch: int) -> NDArray[np.intp]:
     """Return the order in which `count` elements are read in an epoch.

@@ -16,18 +16,6 @@ from syncvar.data.shuffle_order import permutation
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
 
-__all__ = [
-    "SHUFFLED_MAX",
-    "Generated",
-    "Source",
-    "Stream",
-    "StreamBatches",
-    "StreamMap",
-    "StreamRepeat",
-    "StreamShard",
-    "StreamShuffle",
-]
-
 SHUFFLED_MAX = 1 << 20
 """Elements that a shuffle keeps at most where they cannot be read by their indices: a generator may have no end."""
 

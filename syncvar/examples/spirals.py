@@ -17,19 +17,6 @@ if TYPE_CHECKING:
     # (weights, points, labels) -> mean loss and the gradient of each weight
     Gradients = Callable[[list[NDArray[Any]], NDArray[Any], NDArray[Any]], tuple[float, list[Any]]]
 
-__all__ = [
-    "BATCH",
-    "HIDDEN",
-    "LEARNING_RATE",
-    "SHAPES",
-    "STEPS",
-    "Points",
-    "Trained",
-    "make_points",
-    "report",
-    "train",
-]
-
 HIDDEN = 32
 SHAPES = (
     (4, HIDDEN),

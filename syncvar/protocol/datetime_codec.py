@@ -11,8 +11,6 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MOMENTS", "pack_moment", "unpack_moment"]
-
 MOMENTS = (dt.date, dt.time, dt.datetime, dt.timedelta)
 _DATE = struct.Struct("<HBB")
 _TIME = struct.Struct("<BBBIB")  # hour, minute, second, microsecond, fold

@@ -29,8 +29,6 @@ from syncvar.protocol.standard_type_codec import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["DEPTH_MAX", "PLAIN", "is_plain", "may_travel", "pack_object", "unpack_object"]
-
 _TUPLE, _ARRAY, _SCALAR, _BIG_INTEGER, _COMPLEX = 1, 2, 3, 4, 5
 _ORDERED, _COUNTER, _SET, _FROZEN_SET, _TENSOR = 6, 7, 8, 9, 10
 # 11 to 14 are STANDARD_CODES.

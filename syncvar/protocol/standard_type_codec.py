@@ -12,8 +12,6 @@ from typing import Any
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError, WireError
 
-__all__ = ["STANDARD_CODES", "is_standard", "pack_standard", "unpack_standard"]
-
 _RANGE, _PATH, _DECIMAL, _DTYPE = STANDARD_CODES = range(11, 15)  # of msgpack's extension types
 _BOUNDS = struct.Struct("<qqq")  # start, stop, step
 _DTYPE_TEXT = re.compile(r"[<>|][?biufcSUmM]\d{0,9}(\[\d{0,9}[A-Za-z]{1,2}\])?")

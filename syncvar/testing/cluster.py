@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.client.request_client import Ticket
     from syncvar.parameter_server.messages import Endpoint, OutgoingMessage
 
-__all__ = ["Ask", "Cluster"]
-
 _RESEND_S = 0.05
 
 

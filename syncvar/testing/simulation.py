@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.links.exchange import LinkExchange
     from syncvar.runtime.request import Request
 
-__all__ = ["Simulation"]
-
 _GROUP = 5
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-__all__ = ["TRANSPORT_CHECKS", "TransportFactory", "check_transport"]
-
 _PATIENCE_S = 20.0
 _QUIET_S = (
     0.1  # what has been sent on one machine has arrived, and what must not come would have come

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from syncvar.parameter_server.client.local_servers import LocalServers
     from syncvar.shm.segment_file import CreatedSegment
 
-__all__ = ["run_ranks"]
-
 _SHM_BYTES = 64 << 30  # virtual; pages are taken as they are needed
 _TURN_S = 5e-6  # with Python's 5 ms, calls in which ranks wait took ten times as long (measured)
 _counting = threading.Lock()

@@ -28,7 +28,7 @@ WORDS = {
     "control-only": "unencrypted tcp with encrypted control",
     "off": "unencrypted tcp",
 }
-OPENED = "encryption is off: whoever reaches the ports of this job can read and change what its hosts send, and end it"
+OPENED = "encryption is off: anyone who reaches the ports of this job can read and change what its hosts send, and end it"
 
 
 def options(mode):

@@ -159,7 +159,7 @@ def crossed():
 
 
 def waiting_in_a_ring(
-    said="deadlock: each of these ranks waits for the next one", kind="MismatchError"
+    said="deadlock: each rank in the table waits for the next one", kind="MismatchError"
 ):
     """Each of three ranks waits for a message of the next one."""
     groups = {10 + rank: sorted([rank, (rank + 1) % 3]) for rank in range(3)}
