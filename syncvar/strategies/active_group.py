@@ -16,6 +16,7 @@ from syncvar.collectives.all_reduce import agree, agreement_request
 from syncvar.core.errors import MismatchError, UsageError
 from syncvar.core.rank_text import rank_list
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel, collective_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -106,7 +107,8 @@ class ActiveGroup:
                 f"it, and catch such an error inside the function that strategy.run calls, or around the block"
             )
         if len(self.working) > 1:
-            said = f"{name} inside sv.uneven", _DIGEST
+            collective = f"{collective_of(name)} inside sv.uneven"
+            said = CallLabel(f"{name} inside sv.uneven", CallFields(collective)), _DIGEST
             try:
                 left = agree(
                     self._rolls_now(), _ROLL, "or", self._nobody(), timeout, said

@@ -29,6 +29,7 @@ from syncvar.core.pytree import (
 )
 from syncvar.core.reduce_ops import identity, quiet, reduction
 from syncvar.runtime.communicator import CollectiveSpec
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel, collective_of
 from syncvar.variables.policy import as_member
 from syncvar.variables.values import DistributedValues
 from syncvar.variables.variable import Variable
@@ -185,7 +186,9 @@ def _brought(reduce_op: Any, value: Any, axis: Any) -> _Brought:
     def together(made: list[NDArray[Any]]) -> Any:
         return given_back(part, unflatten(structure, made, part))
 
-    name = f"strategy.reduce({op.name}, axis={axes})"
+    name = CallLabel(
+        f"strategy.reduce({op.name}, axis={axes})", CallFields("strategy.reduce", op.name)
+    )
     if axes is None:
         return _Brought(op.value, name, structure, arrays, together)
     places = [_normalized(axes, array.ndim) for array in arrays]
@@ -251,7 +254,14 @@ def _structured(
         ", …" if len(parts) > 4 else ""
     )
     inside = "" if structure.kind == "leaf" else f" in {describe(structure)}"
-    return CollectiveSpec(f"{name} of {kinds}{inside}", digest, run())
+    text = f"{name} of {kinds}{inside}"
+    collective = collective_of(name) if isinstance(name, CallLabel) else text
+    fields = CallFields(collective)
+    if parts:
+        first = parts[0]
+        dtype = first.dtype.name
+        fields = CallFields(collective, "", dtype, first.shape, first.size, first.nbytes)
+    return CollectiveSpec(CallLabel(text, fields), digest, run())
 
 
 def hash_of(structure: Any) -> int:
