@@ -22,6 +22,7 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import TreeDef, arrays_in, describe, fresh, unflatten
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.programs.block_transfer import NOTHING, Blocks, TransferLayout
 
 if TYPE_CHECKING:
@@ -141,8 +142,12 @@ def gather_request(
         communicator, "all_gather" if target is None else "gather", algorithm
     )
     shown, rooted = ("", ()) if target is None else (f", root {target}", (target,))
+    fields = CallFields(name, root=-1 if target is None else target)
+    if structure is None:
+        array = arrays[0]
+        fields = fields._replace(dtype=array.dtype.name, shape=array.shape, elements=array.size)
     return TransferArgs(
-        f"{name}({kinds}, axis {axis}{shown})",
+        CallLabel(f"{name}({kinds}, axis {axis}{shown})", fields),
         fingerprint(name, int(axis), *rooted, structure, algorithm),
         gathered_layout(arrays[0], axes[0], size, rank, target) if is_moved else None,
         arrange=lambda: gathered_blocks(

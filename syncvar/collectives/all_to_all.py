@@ -19,6 +19,7 @@ from syncvar.core.dtypes import DTYPE_NAMES, dtype_index
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 from syncvar.runtime.request import Stage
 
@@ -147,7 +148,9 @@ def _request(
             if is_alike
             else UNMOVED
         )
-    what = f"all_to_all({dtype.name}, {sum(part.nbytes for part in mine)} bytes)"
+    nbytes = sum(part.nbytes for part in mine)
+    fields = CallFields("all_to_all", dtype=dtype.name, size=nbytes)
+    what = CallLabel(f"all_to_all({dtype.name}, {nbytes} bytes)", fields)
     return TransferArgs(
         what,
         fingerprint("all_to_all", algorithm),

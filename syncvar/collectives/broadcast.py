@@ -35,6 +35,7 @@ from syncvar.core.pytree import (
 from syncvar.protocol.fixed_records import ARRAY, BYTES, NOTHING, InputRecord, array_record
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
@@ -169,15 +170,17 @@ def broadcast_request(
     layout = None
     if moves(communicator, "broadcast", algorithm):
         layout = _layout(arrays[0], root, is_root=is_root) if record.kind == ARRAY else UNMOVED
-    shown = (
-        "None"
-        if x is None
-        else "structure"
-        if structure is not None
-        else f"{arrays[0].dtype.name}{list(arrays[0].shape)}"
-    )
+    fields = CallFields(name, root=root)
+    if x is None or structure is not None:
+        shown = "None" if x is None else "structure"
+    else:
+        array = arrays[0]
+        shown = f"{array.dtype.name}{list(array.shape)}"
+        fields = CallFields(
+            name, "", array.dtype.name, array.shape, array.size, array.nbytes, root=root
+        )
     return TransferArgs(
-        f"{name}(root {root}, {shown})",
+        CallLabel(f"{name}(root {root}, {shown})", fields),
         fingerprint(name, root, algorithm),
         layout,
         arrange=lambda: broadcast_blocks(arrays[0], out, is_root=is_root),

@@ -10,6 +10,7 @@ from syncvar.core.array_arguments import checked_integer
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.communicator import Communicator, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -134,7 +135,8 @@ def new_group(ranks: Iterable[int], *, timeout: float | None = None) -> Group:
             raise refused
 
     identity = _identity(world, members)
-    meet(world, f"new_group({list(members)})", ("new_group", members), timeout, check)
+    label = CallLabel(f"new_group({list(members)})", CallFields("new_group"))
+    meet(world, label, ("new_group", members), timeout, check)
     return Group(context.communicator(identity, members))
 
 

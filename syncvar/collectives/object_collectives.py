@@ -25,6 +25,7 @@ from syncvar.collectives.transfer_args import UNMOVED, TransferArgs, detail_of, 
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
@@ -361,10 +362,13 @@ def _moving(
         layout = None
     elif heads is None:
         layout = UNMOVED
-    what, parts = (name, (name,)) if root is None else (f"{name}(root {root})", (name, root))
+    what, digest = name, fingerprint(name)
+    if root is not None:
+        what = CallLabel(f"{name}(root {root})", CallFields(name, root=root))
+        digest = fingerprint(name, root)
     return TransferArgs(
         what,
-        fingerprint(*parts),
+        digest,
         layout,
         arrange=lambda: None if heads is None else blocks_of(heads),
         finish=_in_heads,

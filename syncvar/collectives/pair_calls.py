@@ -25,6 +25,7 @@ from syncvar.protocol.fixed_records import (
     unpack_record,
 )
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.p2p.channel import P2PChannel
 from syncvar.runtime.p2p.endpoints import RecvEndpoint, SendEndpoint
 from syncvar.runtime.p2p.message_requests import Receiving, Sending
@@ -90,8 +91,14 @@ def _let_go(streams: dict[tuple[int, int, int], P2PChannel]) -> None:
 
 def sending_words(name: str, line: P2PChannel, array: NDArray[Any], kind: int, tag: int) -> str:
     """Return in words that a message is sent."""
-    shown = f"{array.nbytes} bytes" if kind == BYTES else f"{array.dtype.name}{list(array.shape)}"
-    return f"{name}({shown} to rank {line.stream.members[_DEST]}, tag {tag})"
+    peer = line.stream.members[_DEST]
+    fields = CallFields(name, size=array.nbytes, peer=peer, tag=tag)
+    shown = f"{array.nbytes} bytes"
+    if kind != BYTES:
+        dtype = array.dtype.name
+        shown = f"{dtype}{list(array.shape)}"
+        fields = fields._replace(dtype=dtype, shape=array.shape, elements=array.size)
+    return CallLabel(f"{name}({shown} to rank {peer}, tag {tag})", fields)
 
 
 def to_send(
@@ -148,7 +155,9 @@ def to_receive(
         yield Stage(_plan(stream, *rounds, Recv(_SOURCE, Chunk(0, work.size))), work)
         return finish(record.kind, made)
 
-    what = f"{name}(from rank {stream.members[_SOURCE]}, tag {tag})"
+    peer = stream.members[_SOURCE]
+    fields = CallFields(name, peer=peer, tag=tag)
+    what = CallLabel(f"{name}(from rank {peer}, tag {tag})", fields)
     message = Receiving(line.end, landing, finish) if isinstance(line.end, RecvEndpoint) else None
     return CollectiveSpec(what, fingerprint("message"), body(), message)
 

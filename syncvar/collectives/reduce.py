@@ -19,6 +19,7 @@ from syncvar.core.array_arguments import checked_output
 from syncvar.core.pytree import arrays_in, fresh, unflatten
 from syncvar.core.reduce_ops import op_name
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.programs.compile_reduce import ResultPlacement
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _request(
     for array in arrays:
         nan_check.look(array, "reduce")
     parts = [
-        described(array, op, "reduce", target, algorithm, shown=f", root {target}")
+        described(array, op, "reduce", target, algorithm, shown=f", root {target}", root=target)
         for array in arrays
     ]
     hows = [how for how, _, _ in parts]
@@ -143,7 +144,9 @@ def _request(
 
     if structure is not None:
         digest = fingerprint(structure, *(part[1] for part in parts))
-        return ReduceArgs(f"reduce({op}, {len(arrays)} arrays, root {target})", digest, body(), op)
+        text = f"reduce({op}, {len(arrays)} arrays, root {target})"
+        label = CallLabel(text, CallFields("reduce", op, root=target))
+        return ReduceArgs(label, digest, body(), op)
     ((how, digest, what),) = parts
     return ReduceArgs(
         what,

@@ -15,6 +15,7 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import LEAF, PyTree, TreeDef, describe
 from syncvar.core.reduce_ops import OPS, Reduction, finish, identity, reduction
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.persistent.mixed_dtypes import prepare_kinds
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
 from syncvar.runtime.programs.compile_reduce import EVERYWHERE, ResultPlacement
@@ -56,7 +57,7 @@ _LOCATING = ("minloc", "maxloc")
 
 
 def described(
-    array: NDArray[Any], op: str, name: str, *options: Any, shown: str = ""
+    array: NDArray[Any], op: str, name: str, *options: Any, shown: str = "", root: int = -1
 ) -> tuple[Reduction, int, str]:
     """Return how an array is reduced, the fingerprint of the call, and the call in words.
 
@@ -64,7 +65,9 @@ def described(
     """
     how = reduction_of(array, op)
     digest = fingerprint(name, how.name, how.source, array.shape, *options, *how.element_shape)
-    return how, digest, f"{name}({how.name}, {how.source}{list(array.shape)}{shown})"
+    text = f"{name}({how.name}, {how.source}{list(array.shape)}{shown})"
+    fields = CallFields(name, how.name, how.source, array.shape, array.size, array.nbytes, root)
+    return how, digest, CallLabel(text, fields)
 
 
 def described_reduction(
@@ -92,10 +95,9 @@ def described_together(
     )  # a dtype takes long to say its name
     digest = fingerprint(name, op, structure, kinds, reproducible, algorithm, *shape)
     nbytes = sum([array.nbytes for array in arrays])
-    return (
-        digest,
-        f"{name}({op}, {describe(structure)}, {nbytes} bytes{', reproducible' if reproducible else ''})",
-    )
+    mode = ", reproducible" if reproducible else ""
+    text = f"{name}({op}, {describe(structure)}, {nbytes} bytes{mode})"
+    return digest, CallLabel(text, CallFields(name, op, size=nbytes))
 
 
 def reduction_of(array: NDArray[Any], op: str) -> Reduction:

@@ -25,6 +25,7 @@ from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.programs.block_transfer import Blocks, TransferLayout
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _request(
         )
 
     return TransferArgs(
-        f"scatter(root {source})",
+        CallLabel(f"scatter(root {source})", CallFields("scatter", root=source)),
         fingerprint("scatter", source, algorithm),
         layout if moves(communicator, "scatter", algorithm) else None,
         arrange=lambda: blocks_of(parts, out),

@@ -41,6 +41,7 @@ from syncvar.core.pytree import (
 from syncvar.core.reduce_ops import finish, quiet, reduction
 from syncvar.protocol.object_codec import pack_object, unpack_object
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.request import Stage
 
 if TYPE_CHECKING:
@@ -212,9 +213,8 @@ def shards_request(
                 results[place] = total[end - _size(shape) : end].reshape(shape)
         return given_back(like, unflatten(agreed.structure, results, like))
 
-    return CollectiveSpec(
-        f"{name}({op}, {_shown(told.runs)})", fingerprint("all_reduce_shards", op, digest), body()
-    )
+    label = CallLabel(f"{name}({op}, {_shown(told.runs)})", CallFields(name, op))
+    return CollectiveSpec(label, fingerprint("all_reduce_shards", op, digest), body())
 
 
 def _checked(shards: Any) -> tuple[list[int], dict[int, list[NDArray[Any]]], _Kind | None]:

@@ -17,6 +17,7 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.shm_empty import checked_kind, zeros
 from syncvar.core.errors import ConfigError, MismatchError, SharedMemoryFull
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.shm.segment_layout import bytes_in_words
 from syncvar.shm.shm_references import REFERENCE_NBYTES, SharedMemoryReference
 
@@ -88,11 +89,12 @@ def shared_array(
         lengths, kind = checked_kind(shape, dtype)
         _require_one_host(context, communicator)
         asked.append((lengths, kind))
-        return SharedArraySpec(
+        label = CallLabel(
             f"shared_array({list(lengths)}, {kind.name})",
-            (lengths, kind.str),
-            int(np.prod(lengths, dtype=object)) * kind.itemsize,
+            CallFields("shared_array", dtype=kind.name, shape=lengths),
         )
+        nbytes = int(np.prod(lengths, dtype=object)) * kind.itemsize
+        return SharedArraySpec(label, (lengths, kind.str), nbytes)
 
     if communicator.size == 1:
         return zeros(shape, dtype)

@@ -37,6 +37,7 @@ from syncvar.optimizers.slots import OptimizerSlots, compute_dtype, is_apart
 from syncvar.optimizers.sparse_gradients import dense_gradient
 from syncvar.optimizers.update_rule import UpdateRule
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies, copy_of
 from syncvar.variables.policy import CallContext
@@ -610,7 +611,11 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
         step = self.iterations
         how = "as given" if call.is_given else call.op + (", weighted" if weighted else "")
         how += "" if call.shards is None else ", of shards"
-        what = f"apply_gradients({type(self).__name__}, {how}, learning_rate={rate!r}, step {step}) of {call.shown}"
+        what = CallLabel(
+            f"apply_gradients({type(self).__name__}, {how}, learning_rate={rate!r}, step {step}) "
+            f"of {call.shown}",
+            CallFields("apply_gradients", op=call.op),
+        )
         if call.is_given and not owner.check_cross_writes and refused is None:
             return
         # The step is not among the parts: fingerprints are remembered, and these would push all others out.

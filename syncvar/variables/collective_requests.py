@@ -18,6 +18,7 @@ from syncvar.core.errors import InternalError, MismatchError
 from syncvar.core.reduce_ops import reduction
 from syncvar.protocol.fixed_records import array_record
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.runtime.request import Stage
 from syncvar.variables.coercion import digest_of
 from syncvar.variables.policy import Action, Effect, Travel
@@ -205,8 +206,12 @@ def _same_request(
             )
         return x
 
-    shown = f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})"
-    return CollectiveSpec(shown, fingerprint("same", what), body())
+    return CollectiveSpec(_same_label(what, x), fingerprint("same", what), body())
+
+
+def _same_label(what: str, x: NDArray[Any]) -> CallLabel:
+    text = f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})"
+    return CallLabel(text, CallFields(what, "", x.dtype.name, x.shape, x.size, x.nbytes))
 
 
 def is_compared_first(communicator: Communicator) -> bool:
@@ -222,7 +227,7 @@ def alike_request(communicator: Communicator, x: NDArray[Any], what: str) -> Tra
     digest = np.array([digest_of(x)], np.uint64)
     size, rank = communicator.size, communicator.member_rank
     return TransferArgs(
-        f"{what}(same on all replicas, {x.dtype.name}{list(x.shape)})",
+        _same_label(what, x),
         fingerprint("alike", what),
         gathered_layout(digest, 0, size, rank),
         arrange=lambda: gathered_blocks(digest, None, size, rank),

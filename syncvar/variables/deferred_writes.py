@@ -25,6 +25,7 @@ from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.deferred_queues import send_queued
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.variables.queue_prefix import (
     QueuePrefix,
     chained,
@@ -263,7 +264,8 @@ class WriteQueue:
 
     def _request(self) -> CollectiveSpec:
         waiting = list(self._waiting)
-        return CollectiveSpec(f"{_WHAT} ({len(waiting)})", fingerprint(_WHAT), self._body(waiting))
+        label = CallLabel(f"{_WHAT} ({len(waiting)})", CallFields(_WHAT))
+        return CollectiveSpec(label, fingerprint(_WHAT), self._body(waiting))
 
     def _body(self, waiting: list[Increment]) -> Generator[Stage, None, FlushResult]:
         sent, calls = self._sent, self.calls

@@ -21,6 +21,7 @@ from syncvar.core.errors import (
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.variables.array_protocol import ArrayProtocol
 from syncvar.variables.coercion import number_array, operand_array
 from syncvar.variables.collective_requests import (
@@ -581,7 +582,11 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         action = self._decide(operation)
         travel = action.travel
         kind = self._synchronization.name
-        what = f"{operation.value} of {kind} variable {self.name!r} (collective on every replica; local_value() is not)"
+        collective = f"{operation.value} of {kind} variable {self.name!r}"
+        what = CallLabel(
+            f"{collective} (collective on every replica; local_value() is not)",
+            CallFields(collective),
+        )
 
         def mine() -> NDArray[Any]:
             if travel in (Travel.SUM, Travel.MEAN):

@@ -5,8 +5,6 @@ Where nobody asks for totals nothing of this is there, and a call costs what it 
 
 from __future__ import annotations
 
-import math
-import re
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +13,10 @@ from syncvar.core.rank_text import rank_spans
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.runtime.flight_recorder.call_record import CallInfo
-
-__all__ = ["Totals", "size_class", "size_of"]
+    from syncvar.runtime.flight_recorder.call_record import CallFields, CallInfo
 
 _FOLD_AT = 256
 _KINDS_MAX = 4096
-_ARRAY = re.compile(r"([a-z]+)(\d*)\[([\d, ]*)\]")
-_BYTES = re.compile(r"(\d+) bytes")
 _CLASSES = tuple(16**power for power in range(1, 9))
 
 
@@ -39,34 +33,20 @@ def size_class(nbytes: int) -> int:
 
 
 def size_of(told: CallInfo, nbytes: int) -> int:
-    """Return the size by which a call is rated, as nccl-tests counts it; -1 where it is not known.
+    """Return the bytes by which a call is rated, as nccl-tests counts them; -1 if unknown.
 
     Args:
-        told: The call; where its words name the array, that is the size.
-        nbytes: What was recorded.
-
-    Example:
-        >>> from syncvar.runtime.flight_recorder.call_record import CallInfo
-        >>> size_of(CallInfo("all_reduce(sum, float32[10, 10])", 0, (0, 1), 0, 0, "shm"), 1200)
-        400
+        told: The call.
+        nbytes: Bytes that were recorded; used if the call does not know its size.
     """
-    array = _ARRAY.search(told.what)
-    if array is not None:
-        bits = int(array[2] or 8)  # of a bool
-        return (
-            math.prod(int(length) for length in array[3].split(",") if length.strip()) * bits // 8
-        )
-    said = _BYTES.search(told.what)
-    if said is not None:
-        return int(said[1])
-    if told.path == "hosts":  # several plans were run, on parts of it
+    fields = told.fields
+    if fields.size >= 0:
+        return fields.size
+    if told.path == "hosts":  # several schedules ran, on parts of the data
         return -1
-    # A persistent call, which tells bytes beforehand, has the block of one rank.
-    return (
-        nbytes * len(told.members)
-        if told.nbytes and told.what.startswith("all_gather(")
-        else nbytes
-    )
+    # A persistent call records the bytes of one rank in advance.
+    is_block = told.nbytes and fields.collective == "all_gather"
+    return nbytes * len(told.members) if is_block else nbytes
 
 
 class Totals:
@@ -142,7 +122,8 @@ class Totals:
     ) -> None:
         size = size_of(told, nbytes)
         row = self._rows.setdefault(
-            (_call(told.what), told.group, told.members, size_class(max(0, size))), [0, 0, 0, 0]
+            (_row_name(told.fields), told.group, told.members, size_class(max(0, size))),
+            [0, 0, 0, 0],
         )
         row[0] += calls
         row[1] = row[1] + size * calls if size >= 0 and row[1] >= 0 else -1
@@ -150,13 +131,10 @@ class Totals:
         row[3] += failed
 
 
-def _call(what: str) -> str:
-    """Return what is counted together: the collective, with its op."""
-    name, _, rest = what.partition("(")
-    op = rest.partition(",")[0]
-    return (
-        f"{name}({op})" if re.fullmatch("[a-z]+", op) and "," in rest and name in _WITH_OP else name
-    )
+def _row_name(fields: CallFields) -> str:
+    """Return the collective, with its op where calls with different ops differ in cost."""
+    name, op = fields.collective, fields.op
+    return f"{name}({op})" if name in _WITH_OP and op.isalpha() and op.islower() else name
 
 
 _WITH_OP = ("all_reduce", "all_reduce_shards", "reduce", "reduce_scatter", "scan", "exscan")
