@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar._native import Count
+from syncvar._native import MessageCounter
 from syncvar.algorithms.compile_messages import prepare
 from syncvar.algorithms.schedule import Chunk, Recv, Schedule, Send
 from syncvar.bootstrap.process import current
@@ -67,7 +67,7 @@ def line_of(communicator: Communicator, source: int, dest: int, tag: int) -> P2P
                 if communicator.member_rank == source
                 else post.inward(pair[0])
             )
-            made.count = Count(identity, made.next_call)
+            made.count = MessageCounter(identity, made.next_call)
             engine.book.count_by(made.count)
         if engine is not None and communicator.member_rank == source:
             engine.sent.note(identity, pair[1], tag)
