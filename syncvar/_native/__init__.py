@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 __all__ = [
     "UNREAD",
     "AdmissionState",
-    "Begun",
+    "AsyncCall",
     "ChannelState",
+    "CheckGate",
     "CommunicatorState",
-    "Copied",
-    "Count",
-    "Tally",
-    "Watch",
+    "CopyGuard",
+    "MessageCounter",
+    "VariableCounters",
     "access",
     "bind",
     "entrance",
@@ -63,7 +63,7 @@ except ImportError as error:
     _missing = f"the C extension cannot be loaded: {error}"
 
 
-_FORM = 19  # as in native.c
+_FORM = 20  # as in native.c
 
 
 def _differs(native: Any) -> str:
@@ -100,7 +100,7 @@ if _native is not None and (_found := _differs(_native)):
 _HOME = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 
 
-class Begun:
+class AsyncCall:
     """A persistent call that has begun, and is waited for later; only the C runner makes them.
 
     Attributes:
@@ -153,7 +153,7 @@ class CommunicatorState:
     next_call: int
 
 
-class Copied:
+class CopyGuard:
     """What is going on with a variable's copy.
 
     Attributes:
@@ -168,7 +168,7 @@ class Copied:
     moves: int
 
 
-class Tally:
+class VariableCounters:
     """What is counted of a variable.
 
     Attributes:
@@ -189,7 +189,7 @@ class Tally:
         ) = 0
 
 
-class Watch:
+class CheckGate:
     """When a strategy looks at writes: not at all (`is_free`), or at those whose number among a variable's is above `until`."""
 
     __slots__ = ("is_free", "until")
@@ -197,7 +197,7 @@ class Watch:
     until: int
 
 
-class Count:
+class MessageCounter:
     """How far the messages of a pair and tag are: calls that the engine has not seen, for `CallLedger.count_by`.
 
     Attributes:
@@ -215,13 +215,13 @@ class Count:
 
 if _native is not None:  # these have the same attributes, which C reads as numbers
     AdmissionState = _native.AdmissionState  # type: ignore[misc]
-    Begun = _native.Begun  # type: ignore[misc]
+    AsyncCall = _native.AsyncCall  # type: ignore[misc]
     ChannelState = _native.ChannelState  # type: ignore[misc]
     CommunicatorState = _native.CommunicatorState  # type: ignore[misc]
-    Copied = _native.Copied  # type: ignore[misc]
-    Count = _native.Count  # type: ignore[misc]
-    Tally = _native.Tally  # type: ignore[misc]
-    Watch = _native.Watch  # type: ignore[misc]
+    CopyGuard = _native.CopyGuard  # type: ignore[misc]
+    MessageCounter = _native.MessageCounter  # type: ignore[misc]
+    VariableCounters = _native.VariableCounters  # type: ignore[misc]
+    CheckGate = _native.CheckGate  # type: ignore[misc]
 
 
 def why_not_native() -> str:
@@ -364,12 +364,12 @@ def access(
     kind: str,
     plain: Any,
     where: tuple[Any, ...],
-    storage: Copied,
-    tally: Tally,
+    storage: CopyGuard,
+    tally: VariableCounters,
     form: tuple[Any, ...],
     *,
     call: Any = None,
-    watch: Watch | None = None,
+    watch: CheckGate | None = None,
     is_default: bool = False,
     is_increment: bool = False,
 ) -> Any:

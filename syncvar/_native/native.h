@@ -69,9 +69,9 @@ int intern_names(void);
 #define TYPES(X)                                                                                   \
     X(admission_state)                                                                             \
     X(communicator_state)                                                                          \
-    X(tally)                                                                                       \
-    X(watch) X(copied) X(channel_state) X(program) X(run) X(slot_call) X(begun) X(entrance)        \
-        X(write) X(look) X(read) X(group) X(count) X(end) X(message_entrance)
+    X(variable_counters)                                                                                       \
+    X(check_gate) X(copy_guard) X(channel_state) X(program) X(run) X(slot_call) X(async_call) X(entrance)        \
+        X(write) X(look) X(read) X(group) X(message_counter) X(end) X(message_entrance)
 #define DECLARED_TYPE(PREFIX)                                                                      \
     extern PyType_Spec PREFIX##_spec;                                                              \
     extern PyTypeObject *PREFIX##_type;
@@ -110,17 +110,17 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD long long writes, collectives, added, steps, reads, turned, turns;
-} Tally;
+} VariableCounters;
 
 typedef struct {
     PyObject_HEAD long long until;
     char is_free;
-} Watch;
+} CheckGate;
 
 typedef struct {
     PyObject_HEAD long long moves, changes;
     char is_being_written;
-} Copied;
+} CopyGuard;
 
 #define NUMBER(TYPE, MEMBER) {#MEMBER, T_LONGLONG, offsetof(TYPE, MEMBER), 0, NULL}
 #define FLAG(TYPE, MEMBER) {#MEMBER, T_BOOL, offsetof(TYPE, MEMBER), 0, NULL}

@@ -173,12 +173,12 @@ RECORD(AdmissionState, admission_state,
        FLAG(AdmissionState, is_quiet), NUMBER(AdmissionState, driver))
 RECORD(CommunicatorState, communicator_state, "The number of a group's next call.",
        NUMBER(CommunicatorState, next_call))
-RECORD(Tally, tally, "What is counted of a variable.", NUMBER(Tally, writes),
-       NUMBER(Tally, collectives), NUMBER(Tally, added), NUMBER(Tally, steps), NUMBER(Tally, reads),
-       NUMBER(Tally, turned), NUMBER(Tally, turns))
-RECORD(Watch, watch, "When writes are looked at.", NUMBER(Watch, until), FLAG(Watch, is_free))
-RECORD(Copied, copied, "What is going on with a copy.", NUMBER(Copied, moves),
-       NUMBER(Copied, changes), FLAG(Copied, is_being_written))
+RECORD(VariableCounters, variable_counters, "What is counted of a variable.", NUMBER(VariableCounters, writes),
+       NUMBER(VariableCounters, collectives), NUMBER(VariableCounters, added), NUMBER(VariableCounters, steps), NUMBER(VariableCounters, reads),
+       NUMBER(VariableCounters, turned), NUMBER(VariableCounters, turns))
+RECORD(CheckGate, check_gate, "When writes are looked at.", NUMBER(CheckGate, until), FLAG(CheckGate, is_free))
+RECORD(CopyGuard, copy_guard, "What is going on with a copy.", NUMBER(CopyGuard, moves),
+       NUMBER(CopyGuard, changes), FLAG(CopyGuard, is_being_written))
 
 /* -- arrays ------------------------------------------------------------------------------------ */
 

@@ -193,7 +193,7 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || PyList_Size(self->shared) ||
         !has_room(self, length, &gap))
         Py_RETURN_FALSE;
-    Count *count = self->count;
+    MessageCounter *count = self->count;
     const long long call = count->number;
     if (!hold(self)) Py_RETURN_FALSE;
     const int64_t begin = now_ns();
@@ -238,7 +238,7 @@ PyObject *send_now(PyObject *object, PyObject *x) {
     const uint64_t length = length_whole(sort);
     uint64_t gap;
     if (length > self->entry_bytes_max || !has_room(self, length, &gap)) Py_RETURN_FALSE;
-    Count *count = self->count;
+    MessageCounter *count = self->count;
     const long long call = count->number;
     const int64_t begin = now_ns();
     count->next_call = count->number = call + 1;
@@ -301,7 +301,7 @@ static PyObject *receive_long(End *self, const Sort *sort, PyObject *made, long 
     const uint64_t used = words[USED],
                    *entry = (const uint64_t *)(self->ring + used % self->ring_bytes);
     const uint64_t number = entry[SHAPE + sort->form.ndim + 2];
-    Count *count = self->count;
+    MessageCounter *count = self->count;
     if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || number == 0 ||
         seen(words + ATTENDED) != number)
         Py_RETURN_NONE;
@@ -351,7 +351,7 @@ PyObject *receive_now(PyObject *object, PyObject *out) {
     End *self = (End *)object;
     if (!may_begin(self) || PyDict_Size(self->kept) || PyList_Size(self->shared)) Py_RETURN_NONE;
     const int64_t begin = now_ns();
-    Count *count = self->count;
+    MessageCounter *count = self->count;
     const long long call = count->number;
     const uint64_t *entry = oldest_entry(self);
     if (entry == NULL || entry[STREAM] != self->identity || entry[CALL] != (uint64_t)call)

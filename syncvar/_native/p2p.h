@@ -33,12 +33,12 @@ typedef struct {
 typedef struct {
     PyObject_HEAD PyObject *identity, *references;
     long long next_call, number;
-} Count;
+} MessageCounter;
 
 /* One end of a pair and tag. */
 typedef struct {
     PyObject_HEAD PyObject *face;
-    Count *count;
+    MessageCounter *count;
     PyObject *engine, *context, *add, *go_on, *kept, *shared;
     PyObject *busy, *box; /* locks of the pair and tag, and of this end of the box */
     long long peer, tag;  /* by which it is remembered */

@@ -12,33 +12,33 @@ typedef struct {
 
 /* -- how far they are -------------------------------------------------------------------------- */
 
-static PyMemberDef count_members[] = {
-    {"identity", T_OBJECT_EX, offsetof(Count, identity), READONLY, NULL},
-    NUMBER(Count, next_call),
-    NUMBER(Count, number),
-    {"__weaklistoffset__", T_PYSSIZET, offsetof(Count, references), READONLY, NULL},
+static PyMemberDef message_counter_members[] = {
+    {"identity", T_OBJECT_EX, offsetof(MessageCounter, identity), READONLY, NULL},
+    NUMBER(MessageCounter, next_call),
+    NUMBER(MessageCounter, number),
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(MessageCounter, references), READONLY, NULL},
     {NULL},
 };
 
-static PyObject *count_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+static PyObject *message_counter_new(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     PyObject *identity;
     long long next_call;
     if (keywords != NULL || !PyArg_ParseTuple(arguments, "OL", &identity, &next_call)) return NULL;
-    Count *self = new_object(type);
+    MessageCounter *self = new_object(type);
     if (self == NULL) return NULL;
     self->identity = Py_NewRef(identity);
     self->next_call = self->number = next_call;
     return (PyObject *)self;
 }
 
-static void count_dealloc(PyObject *object) {
-    if (((Count *)object)->references != NULL) PyObject_ClearWeakRefs(object);
-    Py_CLEAR(((Count *)object)->identity);
+static void message_counter_dealloc(PyObject *object) {
+    if (((MessageCounter *)object)->references != NULL) PyObject_ClearWeakRefs(object);
+    Py_CLEAR(((MessageCounter *)object)->identity);
     dealloc_object(object);
 }
 
-TYPE(Count, count, count_members, 0, "How far the messages of a pair and tag are.",
-     {Py_tp_new, count_new}, {Py_tp_dealloc, count_dealloc})
+TYPE(MessageCounter, message_counter, message_counter_members, 0, "How far the messages of a pair and tag are.",
+     {Py_tp_new, message_counter_new}, {Py_tp_dealloc, message_counter_dealloc})
 
 /* -- ends -------------------------------------------------------------------------------------- */
 
@@ -113,7 +113,7 @@ static PyObject *end_new(PyTypeObject *type, PyObject *arguments, PyObject *keyw
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0) goto failed;
     self->has_memory = 1;
     const uint64_t whole = (uint64_t)self->memory.len;
-    if (Py_TYPE((PyObject *)self->count) != count_type || ring_bytes == 0 || ring_bytes % LINE ||
+    if (Py_TYPE((PyObject *)self->count) != message_counter_type || ring_bytes == 0 || ring_bytes % LINE ||
         ring % LINE || box % LINE || abort_at % 8 || ring_bytes > whole ||
         ring > whole - ring_bytes || box > whole - 4 * LINE || abort_at > whole - 8 ||
         entry_bytes_max > ring_bytes) {

@@ -123,7 +123,7 @@ void finish(const SlotCall *self, int side, const char *brought, PyObject *made)
 void interrupt_call(SlotCall *self, PyObject *number, PyObject *begin, PyObject *said);
 
 /* of async_call.c */
-int end_begun(PyObject *begun, int64_t patience_ns);
+int end_async_call(PyObject *begun, int64_t patience_ns);
 PyObject *begin_slots(SlotCall *self, PyObject *x, PyObject *out, PyObject *timeout, PyObject *site,
                       PyObject *instruction);
 

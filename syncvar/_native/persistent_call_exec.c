@@ -100,7 +100,7 @@ void finish(const SlotCall *self, int side, const char *brought, PyObject *made)
 /* Return whether a call may begin now: no refusal is known, nothing is queued, nobody else is in
  * the group's calls. */
 int may_begin(const SlotCall *self) {
-    if (self->channel->begun != NULL && end_begun(self->channel->begun, 0) < 0) PyErr_Clear();
+    if (self->channel->begun != NULL && end_async_call(self->channel->begun, 0) < 0) PyErr_Clear();
     return self->channel->is_settled && PyObject_Size(self->queue) == 0 &&
            is_free(self->engine, self->busy);
 }

@@ -12,7 +12,7 @@ typedef struct {
 } Laid;
 
 /* Learn where the copy lies that a storage has now; 0 with an error. */
-static int look_at_copy(Laid *laid, Copied *storage) {
+static int look_at_copy(Laid *laid, CopyGuard *storage) {
     PyObject *references = PyObject_GetAttr((PyObject *)storage, name__references);
     laid->array = peek((PyObject *)storage, name_array);
     laid->ground = peek((PyObject *)storage, name__ground);
@@ -36,7 +36,7 @@ static int is_exposed(const Laid *laid) {
 
 /* Return whether a copy is written at this moment: what is read then is another copy, that Python
  * makes. */
-static int is_changing(const Copied *storage) {
+static int is_changing(const CopyGuard *storage) {
     return storage->is_being_written || storage->changes != 0;
 }
 
@@ -72,8 +72,8 @@ typedef struct {
     PyObject_HEAD Vectorcall vectorcall;
     PyObject *plain, *owner; /* what makes every unusual access; the strategy */
     Stacks stacks; /* None of a read of which it is known already that it is one of all replicas */
-    Copied *storage;
-    Tally *tally;
+    CopyGuard *storage;
+    VariableCounters *tally;
     PyObject *call, *communicator, *channel, *replica,
         *watch; /* of a call of all replicas; None of a look */
     Form form;  /* of the copy */
@@ -113,11 +113,11 @@ static PyObject *access_new(PyTypeObject *type, Vectorcall vectorcall, PyObject 
     self->is_default = is_default;
     self->is_increment = is_increment;
     self->laid.moves = -1;
-    if (self->watch != Py_None && !PyObject_TypeCheck(self->watch, watch_type))
-        PyErr_SetString(PyExc_TypeError, "a write is looked at by a Watch, or None");
-    else if (!PyObject_TypeCheck((PyObject *)self->storage, copied_type) ||
-             !PyObject_TypeCheck((PyObject *)self->tally, tally_type))
-        PyErr_SetString(PyExc_TypeError, "what is known of a variable is a Copied and a Tally");
+    if (self->watch != Py_None && !PyObject_TypeCheck(self->watch, check_gate_type))
+        PyErr_SetString(PyExc_TypeError, "a write is looked at by a CheckGate, or None");
+    else if (!PyObject_TypeCheck((PyObject *)self->storage, copy_guard_type) ||
+             !PyObject_TypeCheck((PyObject *)self->tally, variable_counters_type))
+        PyErr_SetString(PyExc_TypeError, "what is known of a variable is a CopyGuard and a VariableCounters");
     else if (type == read_type && Py_TYPE(self->call) != slot_call_type)
         PyErr_SetString(PyExc_TypeError, "a prepared read makes a SlotCall");
     else if (read_form(dtype, shape, &self->form))
@@ -173,7 +173,7 @@ static PyObject *run_prepared(PyObject *call, PyObject *x, PyObject *array, PyOb
 static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t flagged,
                             PyObject *names) {
     Write *self = (Write *)object;
-    const Watch *watch = (Watch *)self->watch;
+    const CheckGate *watch = (CheckGate *)self->watch;
     int is_outside = 0, done = UNDONE;
     PyObject *x = only_one(arguments, flagged, names), *timeout = NULL;
     if (x == NULL || !fits(&self->form, x, 0)) goto plain;
@@ -301,8 +301,8 @@ typedef struct {
     PyObject *kept_members;
 } Group;
 
-static Copied *storage_of(const Group *self, Py_ssize_t place) {
-    return (Copied *)PyTuple_GetItem(self->storages, place);
+static CopyGuard *storage_of(const Group *self, Py_ssize_t place) {
+    return (CopyGuard *)PyTuple_GetItem(self->storages, place);
 }
 
 /* Bring the values of a list of (variable, value) together; False where one of the pairs is
@@ -367,7 +367,7 @@ static PyObject *group_end(PyObject *object, PyObject *is_done) {
     const Group *self = (const Group *)object;
     mark(self, 0);
     for (Py_ssize_t place = 0; is_done == Py_True && place < self->count; place++) {
-        Tally *tally = (Tally *)PyTuple_GetItem(self->tallies, place);
+        VariableCounters *tally = (VariableCounters *)PyTuple_GetItem(self->tallies, place);
         tally->writes++;
         tally->collectives++;
     }
@@ -386,8 +386,8 @@ static PyObject *group_new(PyTypeObject *type, PyObject *arguments, PyObject *ke
     for (int tuple = 0; tuple < 4; tuple++)
         good = good && PyTuple_Check(tuples[tuple]) && PyTuple_Size(tuples[tuple]) == count;
     for (Py_ssize_t place = 0; good && place < count; place++)
-        good = PyObject_TypeCheck(PyTuple_GetItem(self->storages, place), copied_type) &&
-               PyObject_TypeCheck(PyTuple_GetItem(self->tallies, place), tally_type) &&
+        good = PyObject_TypeCheck(PyTuple_GetItem(self->storages, place), copy_guard_type) &&
+               PyObject_TypeCheck(PyTuple_GetItem(self->tallies, place), variable_counters_type) &&
                (PyObject *)Py_TYPE(PyTuple_GetItem(self->parts, place)) == array_type;
     if (!good) {
         PyErr_SetString(

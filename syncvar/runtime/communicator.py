@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar._native import Count
+    from syncvar._native import MessageCounter
     from syncvar.runtime.links.exchange import FrameSink
     from syncvar.runtime.p2p.message_requests import Receiving, Sending
     from syncvar.runtime.progress import ProgressEngine
@@ -175,7 +175,7 @@ class Communicator(CommunicatorState):
         )  # with the ranks that have left a block of sv.uneven, without which its calls are made
         self.uneven: MembershipRoll | None = None
         self.is_pair = False  # its calls are messages
-        self.count: Count | None = None  # of those that go through a box
+        self.count: MessageCounter | None = None  # of those that go through a box
         self.engine = engine
         self.recorder = recorder or (Recorder() if engine is None else engine.recorder)
         self.outlet: FrameSink = NullSink() if engine is None or self.size == 1 else engine.flow

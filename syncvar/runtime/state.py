@@ -26,7 +26,7 @@ from syncvar.runtime.sequence import SequenceTracker
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from syncvar._native import Begun
+    from syncvar._native import AsyncCall
     from syncvar.core.errors import TransportError
     from syncvar.core.settings import RuntimeConfig
     from syncvar.runtime.deferred_queues import Queued
@@ -121,7 +121,7 @@ class Core(AdmissionState):
         self.is_quiet = True
         self.queues: list[Queued] = []
         self.before_calls: list[Callable[[int, str], None]] = []
-        self.begun: list[Begun] = []
+        self.begun: list[AsyncCall] = []
         self.lock = threading.Lock()
         self.driver = 0
         self.active: dict[tuple[int, int], Request] = {}
@@ -184,7 +184,7 @@ class Core(AdmissionState):
         finally:
             self._adopting.release()
 
-    def adopted(self, begun: Begun) -> Request | None:
+    def adopted(self, begun: AsyncCall) -> Request | None:
         """Continue a cached call in the engine; return its operation, or None if the call is over.
 
         Raises:

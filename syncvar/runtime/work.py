@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from syncvar._native import Begun
+from syncvar._native import AsyncCall
 from syncvar.core.errors import SyncvarError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.deferred_queues import send_queued
@@ -30,16 +30,16 @@ class Work(MigrationHintsMixin):
         array([1., 1.])
     """
 
-    _begun: Begun | None = None  # as long as only this object knows of the call
+    _begun: AsyncCall | None = None  # as long as only this object knows of the call
     _finish: Callable[[Any], Any] | None = None
     _operation: Request
 
     def __init__(
-        self, engine: ProgressEngine | None, operation: Request | Begun, *, sends: bool = False
+        self, engine: ProgressEngine | None, operation: Request | AsyncCall, *, sends: bool = False
     ) -> None:
         self._engine = engine
         self._sends = sends  # queued writes: others need not go before
-        if isinstance(operation, Begun):
+        if isinstance(operation, AsyncCall):
             self._begun = operation
         else:
             self._operation = operation
@@ -88,7 +88,7 @@ class Work(MigrationHintsMixin):
                 operation.deadline, operation.timeout_s = until, allowed
         return engine.wait(operation)
 
-    def _taken(self, begun: Begun, *, waits: bool) -> Any:
+    def _taken(self, begun: AsyncCall, *, waits: bool) -> Any:
         """Return the result of a call that only this object has known of; None where the engine goes on with it now."""
         made = begun.end(waits)
         if made is None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar._native import Tally
+    from syncvar._native import VariableCounters
     from syncvar.variables.scope import Owner
     from syncvar.variables.storage import Storage
     from syncvar.variables.variable import Variable
@@ -55,7 +55,7 @@ class PyFlatBucket:
         self,
         variables: Sequence[weakref.ref[Variable]],
         storages: Sequence[Storage],
-        tallies: Sequence[Tally],
+        tallies: Sequence[VariableCounters],
         parts: Sequence[NDArray[Any]],
     ) -> None:
         self._members = list(zip(variables, parts, strict=True))

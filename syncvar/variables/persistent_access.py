@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar._native import Tally
+    from syncvar._native import VariableCounters
     from syncvar.runtime.communicator import PreparedCall
     from syncvar.variables.scope import Owner
     from syncvar.variables.storage import Storage
@@ -56,7 +56,7 @@ def unlooked(_copy: bool) -> None:
     """Stand for a read of this replica's copy that is not prepared."""
 
 
-def prepared_look(owner: Owner, storage: Storage, tally: Tally) -> Look:
+def prepared_look(owner: Owner, storage: Storage, tally: VariableCounters) -> Look:
     """Return a prepared read of this replica's copy: a function of what `read_value` is told. It sends nothing.
 
     Its result is None where nothing has been done, and the table has to say what is wrong.
@@ -87,7 +87,7 @@ def prepared_look(owner: Owner, storage: Storage, tally: Tally) -> Look:
 
 
 def prepared_write(
-    owner: Owner, storage: Storage, tally: Tally, call: PreparedCall, *, counts: bool
+    owner: Owner, storage: Storage, tally: VariableCounters, call: PreparedCall, *, counts: bool
 ) -> Write:
     """Return a prepared write: a function of (x).
 
@@ -174,7 +174,7 @@ def prepared_write(
 
 
 def prepared_read(
-    owner: Owner, storage: Storage, tally: Tally, call: PreparedCall
+    owner: Owner, storage: Storage, tally: VariableCounters, call: PreparedCall
 ) -> tuple[Read, Look]:
     """Return two prepared reads that combine the copies: functions whose result is None where nothing has been done.
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar._native import Watch
+from syncvar._native import CheckGate
 from syncvar.collectives.all_reduce import agree
 from syncvar.collectives.sync_points import gather_objects
 from syncvar.core.errors import MismatchError
@@ -37,7 +37,7 @@ from syncvar.variables.replica_check import compare
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
-    from syncvar._native import Tally
+    from syncvar._native import VariableCounters
     from syncvar.variables.deferral_policy import Costs, DeferralDecision
     from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
@@ -101,7 +101,7 @@ class RegistryEntry:
         return None if self.reference is None else self.reference()
 
 
-class VariableRegistry(Watch):
+class VariableRegistry(CheckGate):
     """The roster of one strategy.
 
     Args:
@@ -286,7 +286,7 @@ class VariableRegistry(Watch):
         """Be outside runs again."""
         self._is_running, self.is_free = False, self._is_paused
 
-    def is_due(self, tally: Tally) -> bool:
+    def is_due(self, tally: VariableCounters) -> bool:
         """Return whether `before_write` has to be called before a write outside runs (of several variables together: of the first).
 
         Prepared writes are made without this, up to the one after `until`.
@@ -304,7 +304,7 @@ class VariableRegistry(Watch):
         self._free()
         return False
 
-    def count(self, tally: Tally) -> None:
+    def count(self, tally: VariableCounters) -> None:
         """Count a write outside runs that all replicas have made: none of them counts one on which they did not agree.
 
         A write in a run is not counted: by an exception some replicas may make fewer of them than others, and go on.

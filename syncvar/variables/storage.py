@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from syncvar._native import Copied
+from syncvar._native import CopyGuard
 from syncvar.core.errors import SharedMemoryFull, UsageError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def being_written(
 _count = sys.getrefcount
 
 
-class Storage(Copied):
+class Storage(CopyGuard):
     """One array, of fixed shape and dtype. As a context manager, it lets this thread alone change the array.
 
     Args:

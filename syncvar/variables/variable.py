@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from syncvar._native import Tally
+from syncvar._native import VariableCounters
 from syncvar.collectives import nan_check
 from syncvar.collectives.reduce_args import prepared_reduction
 from syncvar.collectives.sync_points import meet
@@ -163,7 +163,7 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         self._aggregation = made.aggregation
         self._kind = f"{self._synchronization.name} {self._aggregation.name}"  # all that decides, beside the context
         self._shape, self._dtype = made.value.shape, made.value.dtype
-        self._tally = Tally()
+        self._tally = VariableCounters()
         self._groups: dict[
             tuple[AccessKind, int], FlatBucket
         ] = {}  # grouped writes that begin with it, by the number of variables

@@ -930,8 +930,8 @@ def test_shards_that_do_not_fit_together_change_nothing(way):
         optimizer = OPT.SGD(1.0)
         rank = sv.rank()
         for mine, words in [
-            ({0: [1.0]}, "brought by ranks 0 and 1"),
-            ({2 * rank: [1.0]}, "nobody brings shard 1"),
+            ({0: [1.0]}, "ranks 0 and 1 both have"),
+            ({2 * rank: [1.0]}, "no rank has shard 1"),
         ]:
             with pytest.raises(sv.MismatchError, match=words):
                 optimizer.apply_gradients([(mine, v)], shards=True)
