@@ -1,6 +1,6 @@
-"""Which algorithms there are, and how a plan is built by name.
+"""The registry of algorithms: builds the schedule of a rank by the algorithm's name.
 
-One entry here is all that a new algorithm needs: the tests prove, mutate and count every entry.
+Each entry has a builder in this room; the tests prove and count the schedules of all entries.
 """
 
 from __future__ import annotations
@@ -139,13 +139,11 @@ _EQUAL_BLOCKS = frozenset({"dissemination", "bruck"})
 def sums_by_the_tree(collective: str, algorithm: str, world_size: int) -> bool:
     """Return whether an algorithm sums every element by the tree T(0, world_size).
 
-    The checker proves it.
-
     Example:
         >>> sums_by_the_tree("all_reduce", "tree", 5), sums_by_the_tree("all_reduce", "ring", 5)
         (True, False)
-        >>> sums_by_the_tree("all_reduce", "halving", 8), sums_by_the_tree("all_reduce", "halving", 5)
-        (True, False)
+        >>> [sums_by_the_tree("all_reduce", "halving", n) for n in (8, 5)]
+        [True, False]
     """
     if collective not in REDUCTIONS:
         return False
@@ -179,11 +177,21 @@ def build(
     root: int = 0,
     matrix: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
-    """Build the plan of one rank.
+    """Build the schedule of one rank; raise ConfigError if the algorithm cannot do this.
+
+    Args:
+        collective: A key of `ALGORITHMS`.
+        algorithm: One of `ALGORITHMS[collective]`.
+        rank: The rank in the group.
+        world_size: Ranks of the group.
+        count: Elements of the vector; of each block, if `counts` or `matrix` is None.
+        counts: Elements of each rank's block, for collectives in `OF_BLOCKS`.
+        root: Root of a broadcast, reduce, gather or scatter.
+        matrix: matrix[s][d] elements go from rank s to rank d, for all_to_all.
 
     Example:
-        >>> plan = build("all_reduce", "ring", rank=0, world_size=4, count=10)
-        >>> len(plan.rounds), plan.work_count, plan.scratch_count
+        >>> schedule = build("all_reduce", "ring", rank=0, world_size=4, count=10)
+        >>> len(schedule.rounds), schedule.work_count, schedule.scratch_count
         (6, 10, 0)
     """
     check_algorithm(collective, algorithm)
@@ -198,7 +206,7 @@ def build(
         collective != "all_to_all" or {world_size} != {len(matrix), *map(len, matrix)}
     ):
         raise ConfigError(
-            f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows like these"
+            f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows"
         )
     blocks = tuple(counts) if counts is not None else (count,) * world_size
     pairs = tuple(map(tuple, matrix)) if matrix is not None else (blocks,) * world_size
@@ -233,7 +241,7 @@ def build_all(
     root: int = 0,
     matrix: Sequence[Sequence[int]] | None = None,
 ) -> list[Schedule]:
-    """Build the plans of all ranks, for the checker and for figures."""
+    """Build the schedules of all ranks, in rank order; arguments as for `build`."""
     return [
         build(
             collective,
@@ -262,7 +270,7 @@ def _scratch_count(rounds: Sequence[Round]) -> int:
 
 
 def check_algorithm(collective: str, algorithm: str | None = None) -> None:
-    """Check the names of a collective and of one of its algorithms."""
+    """Raise ConfigError for unknown names; the message has the nearest name and the list."""
     _check_name("collective", collective, ALGORITHMS, "")
     if algorithm is not None:
         _check_name("algorithm", algorithm, ALGORITHMS[collective], f" for {collective}")
@@ -271,7 +279,7 @@ def check_algorithm(collective: str, algorithm: str | None = None) -> None:
 def _check_name(kind: str, name: str, names: Iterable[str], where: str) -> None:
     if name in names:
         return
-    from syncvar.core.settings import nearest  # only a wrong name needs it
+    from syncvar.core.settings import nearest  # needed for wrong names only
 
     known = list(names)
     raise ConfigError(

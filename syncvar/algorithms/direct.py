@@ -20,13 +20,12 @@ if TYPE_CHECKING:
 def direct_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a direct all-reduce for one rank.
 
-    Every rank publishes a copy of its vector, receives the copy of every other rank into a slot of
-    its own, and reduces by the tree T(0, n), the own vector taken from WORK. The copy is what makes
-    one exchange enough: WORK is overwritten by the result in the round of the sends, when no rank
-    can know yet that its own vector has arrived, so WORK must not be sent.
+    Each rank sends a copy of its vector to all others and reduces all vectors by the tree T(0, n).
+    The copy makes one exchange enough: the result overwrites WORK in the round of the sends, before
+    the rank can know that its vector has arrived.
 
-    Cost: 1 round with transfers, n-1 messages and (n-1) count elements sent per rank, n-1
-        reductions and one copy of the whole vector (two on ranks above 0); scratch n count.
+    Cost: 1 round with transfers; n-1 messages and (n-1) count elements sent per rank; n-1
+        reductions and one copy of the vector (two on ranks above 0); scratch n count.
 
     Order: T(0, n) for every element, as the reproducible algorithm. Bytes are equal on every rank.
 
@@ -183,7 +182,10 @@ def direct_scatter(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def direct_reduce_scatter(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the one round of a direct reduce-scatter for one rank: rank c sums block c by the tree, as its owner.
+    """Yield the one round of a direct reduce-scatter for one rank.
+
+    Rank c reduces block c by the tree. WORK holds the whole vector, and outside the own block it
+    stays unchanged.
 
     Cost: 1 round, n-1 messages per rank; each rank sends every block but its own; n-1 reductions of
         the own block; scratch n-1 blocks.
@@ -227,7 +229,7 @@ def direct_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def direct_scan(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of a direct inclusive scan for one rank: it sums what all lower ranks send it.
+    """Yield the rounds of a direct inclusive scan: each rank reduces all lower ranks' vectors.
 
     Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r reductions of it;
         scratch (r+1) count at most.
@@ -245,12 +247,12 @@ def direct_scan(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def direct_exscan(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of a direct exclusive scan for one rank: it sums what all lower ranks send it.
+    """Yield the rounds of a direct exclusive scan: each rank reduces all lower ranks' vectors.
 
     Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r-1 reductions of
         it; scratch r count at most.
 
-    Order: T(0, r) at rank r; the WORK of rank 0 stays as it was.
+    Order: T(0, r) at rank r; the WORK of rank 0 stays unchanged.
 
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_exscan_3.txt.
     """
@@ -266,7 +268,7 @@ def direct_exscan(args: ScheduleArgs) -> Iterator[Round]:
 def _send_up(
     rank: int, world_size: int, work: Chunk, places: Sequence[Chunk], local: tuple[Step, ...]
 ) -> Iterator[Round]:
-    """Yield the rounds of a scan: send the vector to all higher ranks, receive those of the lower ones, do `local`."""
+    """Yield the rounds: send to all higher ranks, receive from all lower ones, then `local`."""
     mine = work
     if 0 < rank < world_size - 1:
         end = max((place.stop for place in places if place.buffer == Buffer.SCRATCH), default=0)

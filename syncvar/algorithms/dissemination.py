@@ -1,4 +1,4 @@
-"""Dissemination: in round k every rank talks to the rank 2**k away, and what is known doubles.
+"""Dissemination: in round k each rank exchanges with the rank 2**k away, and known blocks double.
 
 The fewest rounds with one message per rank and round, for any number of ranks; no rank is special.
 """
@@ -33,13 +33,13 @@ def dissemination_barrier(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def dissemination_all_gather(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of Bruck's all-gather for one rank.
+    """Yield the rounds of Bruck's all-gather for one rank, for equal blocks.
 
-    SCRATCH holds blocks rotated, block j being that of rank + j, so that what is known is always
-    one chunk from 0 and one message per round is enough; copies at the end undo the rotation.
+    SCRATCH holds the blocks rotated: block j is that of rank + j. So the known blocks are always
+    one chunk, and one message per round is enough. Copies at the end undo the rotation.
 
-    Cost: ceil(log2 n) rounds and as many messages per rank; (n-1) count_per_rank elements sent per
-        rank; scratch n count_per_rank.
+    Cost: ceil(log2 n) rounds and as many messages per rank; n-1 blocks sent per rank; scratch n
+        blocks.
 
     Order: nothing is combined.
 
@@ -54,7 +54,7 @@ def dissemination_all_gather(args: ScheduleArgs) -> Iterator[Round]:
     for level in range(levels):
         span = 1 << level
         blocks = min(span, world_size - span)
-        # One block is always the own one, which lies in WORK already.
+        # A single block is the own one, which is in WORK already.
         known = own if blocks == 1 else Chunk(0, blocks * count, Buffer.SCRATCH)
         room = Chunk(span * count, (span + blocks) * count, Buffer.SCRATCH)
         steps: list[Step] = [

@@ -1,9 +1,9 @@
-"""Two binary trees at once: a rank that has children in one is a leaf in the other, so that all send about as much.
+"""Two binary trees at once: a rank with children in one is a leaf in the other.
 
-Each tree carries half of the vector, in pieces that follow each other. The edges have two colours,
-such that no rank has two outgoing or two incoming edges of one colour; edges of a colour are used
-in every second round. So a rank sends one message and receives one in a round, at most, and in the
-steady state does both in each.
+Each tree carries half of the vector in pieces, so all ranks send about as much. The edges have two
+colours, such that no rank has two outgoing or two incoming edges of one colour. Edges of a colour
+are active in every second round. So a rank sends at most one message and receives at most one in a
+round.
 """
 
 from __future__ import annotations
@@ -64,13 +64,12 @@ def double_tree_broadcast(args: ScheduleArgs) -> Iterator[Round]:
 def double_tree_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a reduction by two trees for one rank: the broadcast backwards.
 
-    Others keep partial results.
+    The other ranks keep partial results.
 
     Cost: as `double_tree_broadcast`; every rank but the root sends the vector once; no scratch.
 
-    Order: each half by its tree: a rank combines its own value with those of its children, as the
-        rounds bring them, the one with the lower contributor on the left. Fixed for given n and
-        root.
+    Order: each half by its tree. A rank combines its own value with those of its children in the
+        order of the rounds, the lower contributor on the left. Fixed for given n and root.
 
     Source: Sanders, Speck and Träff 2009, section 4; figure: tests/golden/double_tree_reduce_4.txt.
     """
@@ -121,8 +120,8 @@ def _edges(world_size: int) -> tuple[_Edge, ...]:
     """Return the edges of both trees, with their rounds.
 
     The first tree has the other ranks, numbered 1 ... m, in order; its leaves are the odd numbers.
-    The second one is its mirror image for even m, and shifted by one for odd m: either way even
-    numbers are its leaves, but for one.
+    The second one is its mirror image for even m, and shifted by one for odd m. Either way its
+    leaves are the even numbers, with one exception.
     """
     others = world_size - 1
     if others == 0:
@@ -152,7 +151,7 @@ def _edges(world_size: int) -> tuple[_Edge, ...]:
 
 
 def _children(number: int, others: int) -> Iterator[int]:
-    """Yield the children of a number in the in-order binary tree of 1 ... others: half of its lowest bit away."""
+    """Yield the children of a number in the in-order binary tree of 1 ... others."""
     half = (number & -number) >> 1
     if half:
         yield number - half

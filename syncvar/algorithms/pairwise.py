@@ -1,6 +1,7 @@
-"""Pairwise exchange: in round d every rank sends to the rank d to the right.
+"""Pairwise exchange and Bruck's algorithm: one peer at a time.
 
-One peer at a time, each message once.
+Pairwise: in round d every rank sends to the rank d to the right, each block once. Bruck: few
+rounds, in which blocks travel together and ranks forward them.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ def pairwise_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
 def bruck_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of Bruck's all-to-all for one rank, for equal blocks.
 
-    Block i is the one that has to travel i ranks to the right. In round k all blocks whose bit k is
-    set go 2**k ranks to the right in one message, for which they are packed unless they lie side by
-    side. Each round packs and receives in a place of its own, because what was sent is borrowed.
+    Block i travels i ranks to the right. In round k all blocks whose bit k is set go 2**k ranks to
+    the right in one message; the rank packs them unless they are adjacent. By the borrow rule each
+    round packs and receives in a place of its own.
 
-    Cost: ceil(log2 n) rounds and as many messages per rank; each round sends the blocks whose bit
-        is set, n/2 of them if n is a power of two, and copies them; scratch 2 blocks for each of
-        them, n log2 n blocks, at most.
+    Cost: ceil(log2 n) rounds and as many messages per rank; each round sends and copies the blocks
+        whose bit is set, n/2 if n is a power of two; scratch 2 blocks for each of them, at most n
+        log2 n blocks.
 
     Order: nothing is combined.
 
@@ -121,7 +122,7 @@ def bruck_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def _copies(pairs: Iterable[tuple[Chunk, Chunk]]) -> list[Copy]:
-    """Return copies from source to target, neighbours as one."""
+    """Return copies from source to target, adjacent ones merged."""
     copies: list[Copy] = []
     for source, target in pairs:
         last = copies[-1] if copies else None

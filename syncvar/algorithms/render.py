@@ -1,7 +1,7 @@
-"""Plans as text, for transcripts, documents and error messages.
+"""Schedules as text, for transcripts, documents and error messages.
 
-Notation: `w[2:5]` are elements 2, 3 and 4 of WORK, `s[2:5]` of SCRATCH; `<3>` is what came from
-rank 3; the operands of `+` stand in the order in which they are combined.
+Notation: `w[2:5]` are elements 2, 3 and 4 of WORK, `s[2:5]` of SCRATCH; `<3>` is the value received
+from rank 3. The operands of `+` stand in the order of the reduction.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ def step_text(step: Step) -> str:
 
 
 def plan_text(plans: Sequence[Schedule], *, most: int | None = None) -> str:
-    """Return the plan of a whole group as text: one table per round, one row per rank."""
+    """Return the schedules of a group as text: one table for each round, one row for each rank.
+
+    With `most` the text shows at most that many ranks and rounds, and 3 steps of a type; dots
+    replace the rest.
+    """
     first = plans[0]
     scratch_count = max(plan.scratch_count for plan in plans)
     counts = [str(plan.work_count) for plan in plans]
@@ -81,7 +85,7 @@ _DOTS = "..."
 
 
 def _shortened(items: Sequence[_T], most: int | None) -> list[_T | None]:
-    """Return the items, or if they are more than `most` the first ones, None and the last one."""
+    """Return the items; if there are more than `most`, the first ones, None and the last one."""
     if most is None or len(items) <= most:
         return list(items)
     return [*items[: most - 1], None, items[-1]]
@@ -97,7 +101,7 @@ def _sum(target: Chunk, other: str, other_left: bool) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Pad columns to equal width; columns that are empty below their heading are left out."""
+    """Pad the columns to equal width, and drop columns that are empty below the heading."""
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     widths = [max(len(cell) for cell in column) for column in columns]
     return [

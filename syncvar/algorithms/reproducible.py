@@ -1,4 +1,4 @@
-"""The reproducible all-reduce: every element is summed by one fixed tree over the ranks, whatever else differs."""
+"""The reproducible all-reduce: one fixed tree over the ranks reduces every element."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def ring_all_gather(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def _circulate(rank: int, world_size: int, chunks: Sequence[Chunk], first: int) -> Iterator[Round]:
-    """Yield the n-1 rounds in which a rank passes on chunks first, first-1, ..., each as it came in."""
+    """Yield n-1 rounds in which a rank forwards chunks first, first-1, ..., as it receives them."""
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
     for step in range(world_size - 1):
         yield (

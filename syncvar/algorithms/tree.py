@@ -43,16 +43,14 @@ def binomial_broadcast(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def binomial_reduce(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of a binomial-tree reduction for one rank.
+    """Yield the rounds of a binomial-tree reduction for one rank; others keep partial results.
 
-    The other ranks keep partial results.
-
-    The aligned blocks of 1, 2, 4, ... ranks are combined. The sum of a block lies at its first
-    rank; at the root, if that is in the block.
+    It combines the aligned blocks of 1, 2, 4, ... ranks. The sum of a block is at its first rank,
+    or at the root if the block contains it.
 
     Cost: ceil(log2 n) rounds; every rank but the root sends the whole vector once; no scratch.
 
-    Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`, whatever the root.
+    Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`, for any root.
 
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.4; figure:
         tests/golden/tree_reduce_5.txt.
@@ -69,7 +67,7 @@ def binomial_reduce(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def binomial_gather(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of a binomial-tree gather for one rank: the reduction, with ranges put side by side.
+    """Yield the rounds of a binomial-tree gather for one rank: the reduction, with adjacent ranges.
 
     Cost: ceil(log2 n) rounds; every rank but the root sends once; a block is sent once per level at
         most, half of all blocks in the last round if n is a power of two; no scratch.
@@ -109,12 +107,12 @@ def binomial_scatter(args: ScheduleArgs) -> Iterator[Round]:
 
 
 def scattered_broadcast(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of van de Geijn's broadcast for one rank: scatter by a tree, then all-gather by a ring.
+    """Yield the rounds of van de Geijn's broadcast: tree scatter, then ring all-gather.
 
-    A rank that got more than its own chunk from the tree does not get it from the ring once more.
+    If the tree gave a rank more than its own chunk, the ring does not send these chunks again.
 
-    Cost: ceil(log2 n) + n-1 rounds; the root sends 2(n-1)/n of the vector, other ranks 3/2 of it at
-        most; no scratch.
+    Cost: ceil(log2 n) + n-1 rounds; the root sends 2(n-1)/n of the vector, other ranks at most 3/2
+        of it; no scratch.
 
     Order: nothing is combined.
 
@@ -138,7 +136,7 @@ def scattered_broadcast(args: ScheduleArgs) -> Iterator[Round]:
 
 
 class _BlockMerge(NamedTuple):
-    """Two blocks of ranks become one: `giver` has what belongs to its block low ... high-1, `taker` the other's."""
+    """Two blocks of ranks become one; `giver` has the data of its block low ... high-1."""
 
     giver: int
     taker: int
@@ -148,10 +146,7 @@ class _BlockMerge(NamedTuple):
 
 
 def _meetings(rank: int, world_size: int, root: int) -> Iterator[_BlockMerge | None]:
-    """Yield for each level the meeting that a rank is part of, or None.
-
-    The blocks double from level to level.
-    """
+    """Yield for each level the merge that a rank takes part in, or None."""
     for level in range((world_size - 1).bit_length()):
         span = 1 << level
         low = rank & -(2 * span)
@@ -178,7 +173,7 @@ def _part_of(rank: int, world_size: int, root: int) -> range:
 
 
 def binomial_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
-    """Yield the rounds of a tree all-reduce for one rank: reduce to rank 0, then broadcast from there.
+    """Yield the rounds of a tree all-reduce for one rank: reduce to rank 0, then broadcast.
 
     Cost: 2 ceil(log2 n) rounds; 2(n-1) messages of the whole vector in all; no scratch.
 

@@ -1,8 +1,7 @@
-"""Reductions by owners: every rank sums one chunk for all, by the tree.
+"""Reductions in two stages: each rank owns a chunk and reduces it by the tree, then sends it on.
 
-In the memory that ranks of one host share this is the shortest way for long vectors: what a rank
-sends is put where the others see it, and each owner reads what it needs. Over links it takes the
-fewest rounds that move as few bytes as a ring.
+In shared memory this is the fastest way for long vectors: each owner reads what it needs. Over
+links it has the fewest rounds among the algorithms that send as few bytes as a ring.
 """
 
 from __future__ import annotations
