@@ -79,11 +79,11 @@ def prepare(plan: Schedule, members: Sequence[int]) -> Prepared:
         plan.work_count,
         plan.scratch_count,
         plan.algorithm,
-        _apart(rounds, plan.work_count),
+        _in_place_rounds(rounds, plan.work_count),
     )
 
 
-def _apart(rounds: Sequence[LinkRound], work_count: int) -> tuple[LinkRound, ...] | None:
+def _in_place_rounds(rounds: Sequence[LinkRound], work_count: int) -> tuple[LinkRound, ...] | None:
     """Return the rounds with each read of unwritten WORK turned to the input buffer."""
     work = int(Buffer.WORK)
     written: list[tuple[int, int]] = []  # ranges, in order, no two of which touch

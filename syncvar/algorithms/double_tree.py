@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from syncvar.algorithms.schedule import Chunk, Round, ScheduleArgs, Step
 
 
-class _Edge(NamedTuple):
+class _Arc(NamedTuple):
     """One edge of one of the two trees.
 
     The root is position 0, the others are numbered in rank order from 1.
@@ -49,14 +49,14 @@ def double_tree_broadcast(args: ScheduleArgs) -> Iterator[Round]:
         reduction and scan", sections 3 and 4; figure: tests/golden/double_tree_broadcast_4.txt.
     """
     rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
-    edges = _edges(world_size)
+    arcs = _arcs(world_size)
     pieces = even_chunks(count, 2 * PIECES)
-    rounds: list[list[Step]] = [[] for _ in range(_length(edges))]
-    for edge in edges:
-        parent, child = _rank(edge.parent, root), _rank(edge.child, root)
+    rounds: list[list[Step]] = [[] for _ in range(_length(arcs))]
+    for arc in arcs:
+        parent, child = _rank(arc.parent, root), _rank(arc.child, root)
         if rank in (parent, child):
-            for number, piece in enumerate(_pieces_of(edge, pieces)):
-                steps = rounds[edge.first + 2 * number]
+            for number, piece in enumerate(_pieces_of(arc, pieces)):
+                steps = rounds[arc.first + 2 * number]
                 steps.append(Send(child, piece) if rank == parent else Recv(parent, piece))
     yield from map(tuple, rounds)
 
@@ -74,24 +74,24 @@ def double_tree_reduce(args: ScheduleArgs) -> Iterator[Round]:
     Source: Sanders, Speck and Träff 2009, section 4; figure: tests/golden/double_tree_reduce_4.txt.
     """
     rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
-    edges = _edges(world_size)
+    arcs = _arcs(world_size)
     pieces = even_chunks(count, 2 * PIECES)
-    length = _length(edges)
+    length = _length(arcs)
     rounds: list[list[Step]] = [[] for _ in range(length)]
-    # Backwards, an edge whose child is reached later comes earlier: the order in which a parent
+    # Backwards, an arc whose child is reached later comes earlier: the order in which a parent
     # hears of its children.
     lowest = {
         (tree, position): _rank(position, root)
         for tree in range(2)
         for position in range(world_size)
     }
-    for edge in sorted(edges, key=lambda edge: edge.first, reverse=True):
-        below, above = lowest[edge.tree, edge.child], lowest[edge.tree, edge.parent]
-        lowest[edge.tree, edge.parent] = min(below, above)
-        parent, child = _rank(edge.parent, root), _rank(edge.child, root)
+    for arc in sorted(arcs, key=lambda arc: arc.first, reverse=True):
+        below, above = lowest[arc.tree, arc.child], lowest[arc.tree, arc.parent]
+        lowest[arc.tree, arc.parent] = min(below, above)
+        parent, child = _rank(arc.parent, root), _rank(arc.child, root)
         if rank in (parent, child):
-            for number, piece in enumerate(_pieces_of(edge, pieces)):
-                steps = rounds[length - 1 - edge.first - 2 * number]
+            for number, piece in enumerate(_pieces_of(arc, pieces)):
+                steps = rounds[length - 1 - arc.first - 2 * number]
                 steps.append(
                     RecvReduce(child, piece, below < above)
                     if rank == parent
@@ -107,16 +107,16 @@ def _rank(position: int, root: int) -> int:
     return position - 1 if position <= root else position
 
 
-def _pieces_of(edge: _Edge, pieces: list[Chunk]) -> list[Chunk]:
-    return pieces[edge.tree * PIECES : (edge.tree + 1) * PIECES]
+def _pieces_of(arc: _Arc, pieces: list[Chunk]) -> list[Chunk]:
+    return pieces[arc.tree * PIECES : (arc.tree + 1) * PIECES]
 
 
-def _length(edges: tuple[_Edge, ...]) -> int:
-    return max((edge.first + 2 * PIECES - 1 for edge in edges), default=0)
+def _length(arcs: tuple[_Arc, ...]) -> int:
+    return max((arc.first + 2 * PIECES - 1 for arc in arcs), default=0)
 
 
 @lru_cache(maxsize=64)
-def _edges(world_size: int) -> tuple[_Edge, ...]:
+def _arcs(world_size: int) -> tuple[_Arc, ...]:
     """Return the edges of both trees, with their rounds.
 
     The first tree has the other ranks, numbered 1 ... m, in order; its leaves are the odd numbers.
@@ -141,13 +141,13 @@ def _edges(world_size: int) -> tuple[_Edge, ...]:
             numbers += [(number, child) for child in _children(number, others)]
     colours = _colours(links)
     reached = {(tree, 0): -1 for tree in range(2)}
-    edges = []
+    arcs = []
     for (tree, parent, child), colour in zip(links, colours, strict=True):
         first = reached[tree, parent] + 1
         first += (first + colour) % 2
         reached[tree, child] = first
-        edges.append(_Edge(tree, parent, child, first))
-    return tuple(edges)
+        arcs.append(_Arc(tree, parent, child, first))
+    return tuple(arcs)
 
 
 def _children(number: int, others: int) -> Iterator[int]:

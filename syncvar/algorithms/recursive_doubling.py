@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class _Folding(NamedTuple):
     """The folding of a group onto a power of two of ranks.
 
-    With n = P + f, P the largest power of two up to n, ranks 2i and 2i+1 fold for i < f: the odd
+    With n = P + f, P the largest power of two up to n, ranks 2i and 2i+1 fold for i < f. The odd
     rank sends its vector to the even one, waits, and receives the result. The other P ranks keep
     their order, so neighbours stay neighbours.
 

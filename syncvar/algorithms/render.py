@@ -33,11 +33,11 @@ def step_text(step: Step) -> str:
         case Recv(peer, chunk):
             return f"{_chunk(chunk)} = <{peer}>"
         case RecvReduce(peer, chunk, incoming_left):
-            return _sum(chunk, f"<{peer}>", incoming_left)
+            return _sum(chunk, f"<{peer}>", other_left=incoming_left)
         case Copy(source, target):
             return f"{_chunk(target)} = {_chunk(source)}"
         case Reduce(source, target, source_left):
-            return _sum(target, _chunk(source), source_left)
+            return _sum(target, _chunk(source), other_left=source_left)
 
 
 def plan_text(plans: Sequence[Schedule], *, most: int | None = None) -> str:
@@ -95,7 +95,7 @@ def _chunk(chunk: Chunk) -> str:
     return f"{'w' if chunk.buffer == Buffer.WORK else 's'}[{chunk.start}:{chunk.stop}]"
 
 
-def _sum(target: Chunk, other: str, other_left: bool) -> str:
+def _sum(target: Chunk, other: str, *, other_left: bool) -> str:
     own = _chunk(target)
     return f"{own} = {other} + {own}" if other_left else f"{own} = {own} + {other}"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
-_Kind = TypeVar("_Kind", bound=tuple[Any, ...])
+_StepType = TypeVar("_StepType", bound=tuple[Any, ...])
 
 
 class Buffer(IntEnum):
@@ -33,20 +33,20 @@ class Chunk(NamedTuple):
         return self.stop - self.start
 
 
-def _of_its_kind(kind: type[_Kind]) -> type[_Kind]:
+def _compare_type(step_type: type[_StepType]) -> type[_StepType]:
     """Make steps of different types unequal, though tuples with equal elements are equal."""
 
     def is_same(one: Any, other: object) -> bool:
-        return isinstance(other, kind) and tuple.__eq__(one, other)
+        return isinstance(other, step_type) and tuple.__eq__(one, other)
 
     def differs(one: Any, other: object) -> bool:
         return not is_same(one, other)
 
-    kind.__eq__, kind.__ne__ = is_same, differs  # type: ignore[method-assign]
-    return kind
+    step_type.__eq__, step_type.__ne__ = is_same, differs  # type: ignore[method-assign]
+    return step_type
 
 
-@_of_its_kind
+@_compare_type
 class Send(NamedTuple):
     """Send a chunk to a peer. An empty chunk is sent too: the peer waits for its header."""
 
@@ -54,7 +54,7 @@ class Send(NamedTuple):
     chunk: Chunk
 
 
-@_of_its_kind
+@_compare_type
 class Recv(NamedTuple):
     """Receive into a chunk, overwriting it."""
 
@@ -62,7 +62,7 @@ class Recv(NamedTuple):
     chunk: Chunk
 
 
-@_of_its_kind
+@_compare_type
 class RecvReduce(NamedTuple):
     """Receive and combine with the content of the chunk.
 
@@ -75,7 +75,7 @@ class RecvReduce(NamedTuple):
     incoming_left: bool
 
 
-@_of_its_kind
+@_compare_type
 class Copy(NamedTuple):
     """Copy one local chunk over another of the same count."""
 
@@ -83,7 +83,7 @@ class Copy(NamedTuple):
     target: Chunk
 
 
-@_of_its_kind
+@_compare_type
 class Reduce(NamedTuple):
     """Combine a local chunk into another of the same count.
 

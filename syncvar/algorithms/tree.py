@@ -57,13 +57,13 @@ def binomial_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """
     rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
     work = Chunk(0, count)
-    for meeting in _meetings(rank, world_size, root):
-        if meeting is None:
+    for merge in _merges(rank, world_size, root):
+        if merge is None:
             yield ()
-        elif rank == meeting.giver:
-            yield (Send(meeting.taker, work),)
+        elif rank == merge.giver:
+            yield (Send(merge.taker, work),)
         else:
-            yield (RecvReduce(meeting.giver, work, incoming_left=meeting.low < meeting.other_low),)
+            yield (RecvReduce(merge.giver, work, incoming_left=merge.low < merge.other_low),)
 
 
 def binomial_gather(args: ScheduleArgs) -> Iterator[Round]:
@@ -79,12 +79,12 @@ def binomial_gather(args: ScheduleArgs) -> Iterator[Round]:
     """
     rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
     blocks = consecutive_chunks(counts)
-    for meeting in _meetings(rank, world_size, root):
-        if meeting is None:
+    for merge in _merges(rank, world_size, root):
+        if merge is None:
             yield ()
             continue
-        part = Chunk(blocks[meeting.low].start, blocks[meeting.high - 1].stop)
-        yield (Send(meeting.taker, part) if rank == meeting.giver else Recv(meeting.giver, part),)
+        part = Chunk(blocks[merge.low].start, blocks[merge.high - 1].stop)
+        yield (Send(merge.taker, part) if rank == merge.giver else Recv(merge.giver, part),)
 
 
 def binomial_scatter(args: ScheduleArgs) -> Iterator[Round]:
@@ -98,12 +98,12 @@ def binomial_scatter(args: ScheduleArgs) -> Iterator[Round]:
     """
     rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
     blocks = consecutive_chunks(counts)
-    for meeting in reversed(list(_meetings(rank, world_size, root))):
-        if meeting is None:
+    for merge in reversed(list(_merges(rank, world_size, root))):
+        if merge is None:
             yield ()
             continue
-        part = Chunk(blocks[meeting.low].start, blocks[meeting.high - 1].stop)
-        yield (Send(meeting.giver, part) if rank == meeting.taker else Recv(meeting.taker, part),)
+        part = Chunk(blocks[merge.low].start, blocks[merge.high - 1].stop)
+        yield (Send(merge.giver, part) if rank == merge.taker else Recv(merge.taker, part),)
 
 
 def scattered_broadcast(args: ScheduleArgs) -> Iterator[Round]:
@@ -145,7 +145,7 @@ class _BlockMerge(NamedTuple):
     other_low: int
 
 
-def _meetings(rank: int, world_size: int, root: int) -> Iterator[_BlockMerge | None]:
+def _merges(rank: int, world_size: int, root: int) -> Iterator[_BlockMerge | None]:
     """Yield for each level the merge that a rank takes part in, or None."""
     for level in range((world_size - 1).bit_length()):
         span = 1 << level
@@ -166,9 +166,9 @@ def _meetings(rank: int, world_size: int, root: int) -> Iterator[_BlockMerge | N
 
 def _part_of(rank: int, world_size: int, root: int) -> range:
     """Return the chunks that a rank holds after a binomial scatter."""
-    for meeting in _meetings(rank, world_size, root):
-        if meeting is not None and meeting.giver == rank:
-            return range(meeting.low, meeting.high)
+    for merge in _merges(rank, world_size, root):
+        if merge is not None and merge.giver == rank:
+            return range(merge.low, merge.high)
     return range(world_size)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def owners_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the two rounds of an all-reduce by owners for one rank.
 
-    Rank c owns chunk c: it receives the raw contribution of every other rank to it, sums by the
+    Rank c owns chunk c. It receives the raw contributions of all other ranks, sums by the
     tree T(0, n), and sends the sum to every other rank.
 
     Cost: 2 rounds, 2(n-1) messages per rank; each rank sends the other chunks once and its own n-1
