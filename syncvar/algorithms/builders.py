@@ -1,6 +1,8 @@
 """The registry of algorithms: builds the schedule of a rank by the algorithm's name.
 
-Each entry has a builder in this room; the tests prove and count the schedules of all entries.
+Each entry has a builder in this room, which yields the rounds of one rank. Its Order line gives the
+order of a reduction, and its Source line the paper and a figure. The tests prove and count the
+schedules of all entries.
 """
 
 from __future__ import annotations
@@ -178,16 +180,6 @@ def build(
     matrix: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
     """Build the schedule of one rank; raise ConfigError if the algorithm cannot do this.
-
-    Args:
-        collective: A key of `ALGORITHMS`.
-        algorithm: One of `ALGORITHMS[collective]`.
-        rank: The rank in the group.
-        world_size: Ranks of the group.
-        count: Elements of the vector; of each block, if `counts` or `matrix` is None.
-        counts: Elements of each rank's block, for collectives in `OF_BLOCKS`.
-        root: Root of a broadcast, reduce, gather or scatter.
-        matrix: matrix[s][d] elements go from rank s to rank d, for all_to_all.
 
     Example:
         >>> schedule = build("all_reduce", "ring", rank=0, world_size=4, count=10)

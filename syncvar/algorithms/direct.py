@@ -26,9 +26,7 @@ def direct_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: 1 round with transfers; n-1 messages and (n-1) count elements sent per rank; n-1
         reductions and one copy of the vector (two on ranks above 0); scratch n count.
-
     Order: T(0, n) for every element, as the reproducible algorithm. Bytes are equal on every rank.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_3.txt.
     """
     rank, world_size, count = args.rank, args.world_size, args.count
@@ -57,9 +55,6 @@ def direct_all_gather(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct all-gather for one rank.
 
     Cost: 1 round, n-1 messages and (n-1) counts[rank] elements sent per rank; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_all_gather_3.txt.
     """
     rank, world_size, counts = args.rank, args.world_size, args.counts
@@ -79,9 +74,6 @@ def direct_broadcast(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: 1 round; the root sends n-1 messages of `count` elements, which shared memory publishes
         once; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" broadcast; figure: tests/golden/direct_broadcast_3.txt.
     """
     rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
@@ -98,9 +90,7 @@ def direct_barrier(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct barrier for one rank.
 
     Cost: 1 round, n-1 messages per rank, no elements; no scratch.
-
     Order: nothing is combined; every rank ends after every rank has begun.
-
     Source: the "linear" barrier; figure: tests/golden/direct_barrier_3.txt.
     """
     rank, world_size = args.rank, args.world_size
@@ -120,9 +110,7 @@ def direct_reduce(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: 1 round; every other rank sends its vector once; n-1 reductions of the whole vector at the
         root; scratch (n-1) count there.
-
     Order: T(0, n) for every element.
-
     Source: the "linear" reduction; figure: tests/golden/direct_reduce_3.txt.
     """
     rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
@@ -145,9 +133,6 @@ def direct_gather(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct gather for one rank.
 
     Cost: 1 round; every other rank sends its block once; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" gather; figure: tests/golden/direct_gather_3.txt.
     """
     rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
@@ -165,9 +150,6 @@ def direct_scatter(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct scatter for one rank.
 
     Cost: 1 round; the root sends n-1 messages, every block but its own once; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" scatter; figure: tests/golden/direct_scatter_3.txt.
     """
     rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
@@ -189,9 +171,7 @@ def direct_reduce_scatter(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: 1 round, n-1 messages per rank; each rank sends every block but its own; n-1 reductions of
         the own block; scratch n-1 blocks.
-
     Order: T(0, n) for every element.
-
     Source: the first half of `syncvar.algorithms.two_stage`; figure:
         tests/golden/direct_reduce_scatter_3.txt.
     """
@@ -214,9 +194,6 @@ def direct_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct all-to-all for one rank.
 
     Cost: 1 round, n-1 messages per rank, every block but the own sent once; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_all_to_all_3.txt.
     """
     rank, world_size, matrix = args.rank, args.world_size, args.matrix
@@ -233,9 +210,7 @@ def direct_scan(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r reductions of it;
         scratch (r+1) count at most.
-
     Order: T(0, r+1) at rank r.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_scan_3.txt.
     """
     rank, world_size, count = args.rank, args.world_size, args.count
@@ -251,9 +226,7 @@ def direct_exscan(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r-1 reductions of
         it; scratch r count at most.
-
     Order: T(0, r) at rank r; the WORK of rank 0 stays unchanged.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_exscan_3.txt.
     """
     rank, world_size, count = args.rank, args.world_size, args.count

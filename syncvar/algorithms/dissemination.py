@@ -19,9 +19,7 @@ def dissemination_barrier(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a dissemination barrier for one rank.
 
     Cost: ceil(log2 n) rounds and as many messages per rank, no elements; no scratch.
-
     Order: nothing is combined; every rank ends after every rank has begun.
-
     Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization", section
         3; figure: tests/golden/dissemination_barrier_5.txt.
     """
@@ -40,9 +38,6 @@ def dissemination_all_gather(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: ceil(log2 n) rounds and as many messages per rank; n-1 blocks sent per rank; scratch n
         blocks.
-
-    Order: nothing is combined.
-
     Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997, "Efficient algorithms for all-to-all
         communications in multiport message-passing systems", section 4; figure:
         tests/golden/dissemination_5.txt.

@@ -42,9 +42,6 @@ def double_tree_broadcast(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a broadcast by two trees for one rank.
 
     Cost: 2s + 2 log2 n rounds at most; no rank sends more than the vector once; no scratch.
-
-    Order: nothing is combined.
-
     Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast,
         reduction and scan", sections 3 and 4; figure: tests/golden/double_tree_broadcast_4.txt.
     """
@@ -67,10 +64,8 @@ def double_tree_reduce(args: ScheduleArgs) -> Iterator[Round]:
     The other ranks keep partial results.
 
     Cost: as `double_tree_broadcast`; every rank but the root sends the vector once; no scratch.
-
     Order: each half by its tree. A rank combines its own value with those of its children in the
         order of the rounds, the lower contributor on the left. Fixed for given n and root.
-
     Source: Sanders, Speck and Träff 2009, section 4; figure: tests/golden/double_tree_reduce_4.txt.
     """
     rank, world_size, count, root = args.rank, args.world_size, args.count, args.root

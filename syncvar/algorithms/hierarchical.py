@@ -104,10 +104,8 @@ def stages(
     Cost: an all-reduce on h hosts with s ranks and s links each costs a reduce-scatter and an
         all-gather of the vector in shared memory. Each link carries 2(h-1)/h of the vector's s-th
         part. Up to 64 KiB one link carries all.
-
     Order: the tree on each host, then the order of the schedule between the hosts. Bytes are equal
         on all ranks.
-
     Source: Karonis et al. 2000 ("Exploiting Hierarchy in Parallel Computer Networks to Optimize
         Collective Operation Performance"), multilevel collectives; Jia et al. 2018 (section 3.3),
         the two-level all-reduce.

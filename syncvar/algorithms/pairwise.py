@@ -23,9 +23,7 @@ def pairwise_reduce_scatter(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: n-1 rounds and as many messages per rank; each rank sends every block but its own; n-1
         reductions of the own block; scratch n-1 blocks.
-
     Order: T(0, n) for every element.
-
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.3 (pairwise exchange), with the tree
         applied to raw contributions; figure: tests/golden/pairwise_reduce_scatter_3.txt.
     """
@@ -45,9 +43,6 @@ def pairwise_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a pairwise all-to-all for one rank.
 
     Cost: n-1 rounds and as many messages per rank, every block but the own sent once; no scratch.
-
-    Order: nothing is combined.
-
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.4 of "all-to-all" for long messages;
         figure: tests/golden/pairwise_all_to_all_3.txt.
     """
@@ -75,9 +70,6 @@ def bruck_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
     Cost: ceil(log2 n) rounds and as many messages per rank; each round sends and copies the blocks
         whose bit is set, n/2 if n is a power of two; scratch 2 blocks for each of them, at most n
         log2 n blocks.
-
-    Order: nothing is combined.
-
     Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997, "Efficient algorithms for all-to-all
         communications in multiport message-passing systems", section 3; figure:
         tests/golden/bruck_3.txt.

@@ -70,10 +70,8 @@ def doubling_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: floor(log2 n) rounds, 2 more if n is no power of two; each active rank sends `count`
         elements in each round, and makes as many reductions; scratch floor(log2 n) count.
-
     Order: the tree T over the active ranks, with folded pairs as one: T(0, n) if n is a power of
         two. Bytes are equal on every rank.
-
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.5 (recursive doubling); figure:
         tests/golden/doubling_5.txt.
     """
@@ -119,10 +117,8 @@ def halving_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     Cost: 2 floor(log2 n) rounds, 2 more if n is no power of two. With P the largest power of two <=
         n each active rank sends 2(P-1)/P of the buffer, and reduces (P-1)/P of it; folding sends it
         whole; no scratch.
-
     Order: the tree T over the active ranks, with folded pairs as one: T(0, n) if n is a power of
         two. Bytes are equal on every rank.
-
     Source: Rabenseifner 2004, "Optimization of collective reduction operations", section 3; Thakur,
         Rabenseifner and Gropp 2005, section 4.5; figure: tests/golden/halving_5.txt.
     """
@@ -163,9 +159,6 @@ def doubling_all_gather(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: log2 n rounds and as many messages per rank; (n-1) blocks sent per rank; no scratch and no
         copies.
-
-    Order: nothing is combined.
-
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.1; figure:
         tests/golden/doubling_all_gather_4.txt.
     """
@@ -190,9 +183,7 @@ def doubling_scan(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: ceil(log2 n) rounds; each rank sends the vector once per round at most, and makes two
         reductions; scratch ceil(log2 n) count at most.
-
     Order: T(0, r+1) at rank r.
-
     Source: Kruskal, Rudolph and Snir 1985, "The power of parallel prefix"; the recursive doubling
         of MPICH's scan, without unused block sums; figure: tests/golden/doubling_scan_5.txt.
     """
@@ -204,9 +195,7 @@ def doubling_exscan(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a recursive-doubling exclusive scan for one rank.
 
     Cost: as `doubling_scan`, with one reduction less.
-
     Order: T(0, r) at rank r; the WORK of rank 0 stays unchanged.
-
     Source: as `doubling_scan`; figure: tests/golden/doubling_exscan_5.txt.
     """
     rank, world_size, count = args.rank, args.world_size, args.count

@@ -27,10 +27,8 @@ def ring_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     Cost: 2(n-1) rounds and as many messages per rank; each rank sends 2(n-1)/n of the buffer,
         exactly 2 count - chunk(rank+1) - chunk(rank+2) elements where chunk(c) is the size of chunk
         c modulo n; no scratch.
-
     Order: chunk c is summed along ranks c, c+1, ..., n-1, then 0, ..., c-1; rank 0 puts its own
         value to the left of what has come so far. Bytes are equal on every rank.
-
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
         workstations", section 4; figure: tests/golden/ring_5.txt.
     """
@@ -56,9 +54,6 @@ def ring_all_gather(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: n-1 rounds and as many messages per rank; rank r sends every block but that of rank r+1;
         no scratch.
-
-    Order: nothing is combined.
-
     Source: Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication: theory,
         practice, and experience", section 4 ("bucket" all-gather).
     """

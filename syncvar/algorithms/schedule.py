@@ -14,7 +14,12 @@ _StepType = TypeVar("_StepType", bound=tuple[Any, ...])
 
 
 class Buffer(IntEnum):
-    """The buffer of a chunk: WORK is the collective's, SCRATCH the algorithm's."""
+    """The buffer of a chunk: WORK is the collective's, SCRATCH the algorithm's.
+
+    WORK holds the vector, input and result. Collectives of blocks have all blocks there in rank
+    order, with the own block in place at the start. An all-to-all has the blocks by destination,
+    then the blocks by source.
+    """
 
     WORK = 0
     SCRATCH = 1

@@ -23,9 +23,6 @@ def binomial_broadcast(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: ceil(log2 n) rounds; n-1 messages of the whole vector in all, of which the root sends
         ceil(log2 n); no scratch.
-
-    Order: nothing is combined.
-
     Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication
         operations in MPICH", section 4.2; figure: tests/golden/tree_broadcast_5.txt.
     """
@@ -49,9 +46,7 @@ def binomial_reduce(args: ScheduleArgs) -> Iterator[Round]:
     or at the root if the block contains it.
 
     Cost: ceil(log2 n) rounds; every rank but the root sends the whole vector once; no scratch.
-
     Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`, for any root.
-
     Source: Thakur, Rabenseifner and Gropp 2005, section 4.4; figure:
         tests/golden/tree_reduce_5.txt.
     """
@@ -71,9 +66,6 @@ def binomial_gather(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: ceil(log2 n) rounds; every rank but the root sends once; a block is sent once per level at
         most, half of all blocks in the last round if n is a power of two; no scratch.
-
-    Order: nothing is combined.
-
     Source: Thakur, Rabenseifner and Gropp 2005, section 4; Chan et al. 2007, section 4
         (minimum-spanning-tree gather); figure: tests/golden/tree_gather_5.txt.
     """
@@ -91,9 +83,6 @@ def binomial_scatter(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a binomial-tree scatter for one rank: the gather backwards.
 
     Cost: as `binomial_gather`.
-
-    Order: nothing is combined.
-
     Source: as `binomial_gather`; figure: tests/golden/tree_scatter_5.txt.
     """
     rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
@@ -113,9 +102,6 @@ def scattered_broadcast(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: ceil(log2 n) + n-1 rounds; the root sends 2(n-1)/n of the vector, other ranks at most 3/2
         of it; no scratch.
-
-    Order: nothing is combined.
-
     Source: Barnett, Gupta, Payne, Shuler, van de Geijn and Watts 1994, "Interprocessor collective
         communication library"; Thakur, Rabenseifner and Gropp 2005, section 4.2; figure:
         tests/golden/scattered_4.txt.
@@ -176,10 +162,8 @@ def binomial_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a tree all-reduce for one rank: reduce to rank 0, then broadcast.
 
     Cost: 2 ceil(log2 n) rounds; 2(n-1) messages of the whole vector in all; no scratch.
-
     Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`. Bytes are equal on
         every rank.
-
     Source: Thakur, Rabenseifner and Gropp 2005, sections 4.2 and 4.4; figure:
         tests/golden/tree_5.txt.
     """

@@ -26,9 +26,7 @@ def owners_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: 2 rounds, 2(n-1) messages per rank; each rank sends the other chunks once and its own n-1
         times, about 2(n-1)/n of the buffer; n-1 reductions of one chunk; scratch n-1 chunks.
-
     Order: T(0, n) for every element, whatever the count. Bytes are equal on every rank.
-
     Source: direct reduce-scatter and all-gather, as in Rabenseifner 2004 for few ranks; figure:
         tests/golden/owners_3.txt.
     """
@@ -53,9 +51,7 @@ def owners_reduce(args: ScheduleArgs) -> Iterator[Round]:
 
     Cost: 2 rounds, n messages per rank; each rank but the root sends the whole vector; n-1
         reductions of one chunk; scratch n-1 chunks.
-
     Order: T(0, n) for every element.
-
     Source: Rabenseifner 2004, reduce-scatter and gather; figure: tests/golden/owners_reduce_3.txt.
     """
     counts = tuple(chunk.count for chunk in even_chunks(args.count, args.world_size))
