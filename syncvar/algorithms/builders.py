@@ -93,39 +93,18 @@ _BUILDERS: Mapping[str, Mapping[str, Callable[[ScheduleArgs], Iterator[Round]]]]
         "tree": binomial_reduce,
         "double_tree": double_tree_reduce,
     },
-    "gather": {
-        "direct": direct_gather,
-        "tree": binomial_gather,
-    },
-    "scatter": {
-        "direct": direct_scatter,
-        "tree": binomial_scatter,
-    },
-    "reduce_scatter": {
-        "direct": direct_reduce_scatter,
-        "pairwise": pairwise_reduce_scatter,
-    },
+    "gather": {"direct": direct_gather, "tree": binomial_gather},
+    "scatter": {"direct": direct_scatter, "tree": binomial_scatter},
+    "reduce_scatter": {"direct": direct_reduce_scatter, "pairwise": pairwise_reduce_scatter},
     "all_to_all": {
         "direct": direct_all_to_all,
         "pairwise": pairwise_all_to_all,
         "bruck": bruck_all_to_all,
     },
-    "scan": {
-        "direct": direct_scan,
-        "doubling": doubling_scan,
-    },
-    "exscan": {
-        "direct": direct_exscan,
-        "doubling": doubling_exscan,
-    },
-    "barrier": {
-        "direct": direct_barrier,
-        "dissemination": dissemination_barrier,
-    },
-    "header_exchange": {
-        "direct": direct_all_gather,
-        "dissemination": dissemination_all_gather,
-    },
+    "scan": {"direct": direct_scan, "doubling": doubling_scan},
+    "exscan": {"direct": direct_exscan, "doubling": doubling_exscan},
+    "barrier": {"direct": direct_barrier, "dissemination": dissemination_barrier},
+    "header_exchange": {"direct": direct_all_gather, "dissemination": dissemination_all_gather},
 }
 
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {

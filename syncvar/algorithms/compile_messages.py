@@ -74,13 +74,9 @@ def prepare(plan: Schedule, members: Sequence[int]) -> Prepared:
                     mode, int(chunk.buffer), chunk.start, chunk.stop, int(chunk.buffer)
                 )
         rounds.append(LinkRound(tuple(sends), incoming, tuple(local)))
-    return Prepared(
-        tuple(rounds),
-        plan.work_count,
-        plan.scratch_count,
-        plan.algorithm,
-        _in_place_rounds(rounds, plan.work_count),
-    )
+    in_place = _in_place_rounds(rounds, plan.work_count)
+    counts = plan.work_count, plan.scratch_count
+    return Prepared(tuple(rounds), *counts, plan.algorithm, in_place)
 
 
 def _in_place_rounds(rounds: Sequence[LinkRound], work_count: int) -> tuple[LinkRound, ...] | None:

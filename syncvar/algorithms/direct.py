@@ -42,10 +42,8 @@ def direct_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
         steps.append(Send((rank + distance) % world_size, slots[rank]))
         steps.append(Recv((rank - distance) % world_size, slots[(rank - distance) % world_size]))
     held = [work if other == rank else slots[other] for other in range(world_size)]
-    steps += [
-        Reduce(held[source], held[target], source_left=False)
-        for target, source in tree_order(0, world_size)
-    ]
+    order = tree_order(0, world_size)
+    steps += [Reduce(held[right], held[left], source_left=False) for left, right in order]
     if rank > 0:
         steps.append(Copy(held[0], work))
     yield tuple(steps)
@@ -97,10 +95,8 @@ def direct_barrier(args: ScheduleArgs) -> Iterator[Round]:
     nothing = Chunk(0, 0)
     steps: list[Step] = []
     for distance in range(1, world_size):
-        steps += [
-            Send((rank + distance) % world_size, nothing),
-            Recv((rank - distance) % world_size, nothing),
-        ]
+        target, source = (rank + distance) % world_size, (rank - distance) % world_size
+        steps += [Send(target, nothing), Recv(source, nothing)]
     if steps:
         yield tuple(steps)
 

@@ -52,27 +52,17 @@ def dissemination_all_gather(args: ScheduleArgs) -> Iterator[Round]:
         # A single block is the own one, which is in WORK already.
         known = own if blocks == 1 else Chunk(0, blocks * count, Buffer.SCRATCH)
         room = Chunk(span * count, (span + blocks) * count, Buffer.SCRATCH)
-        steps: list[Step] = [
-            Send((rank - span) % world_size, known),
-            Recv((rank + span) % world_size, room),
-        ]
+        target, source = (rank - span) % world_size, (rank + span) % world_size
+        steps: list[Step] = [Send(target, known), Recv(source, room)]
         if level == 0 and world_size > 3:
             # Some later round sends several blocks, and the first of them is the own one.
             steps.append(Copy(own, Chunk(0, count, Buffer.SCRATCH)))
         if level == levels - 1:
             wrap = world_size - rank
             if wrap > 1:
-                steps.append(
-                    Copy(
-                        Chunk(count, wrap * count, Buffer.SCRATCH),
-                        Chunk((rank + 1) * count, world_size * count),
-                    ),
-                )
+                upper = Chunk((rank + 1) * count, world_size * count)
+                steps.append(Copy(Chunk(count, wrap * count, Buffer.SCRATCH), upper))
             if rank > 0:
-                steps.append(
-                    Copy(
-                        Chunk(wrap * count, world_size * count, Buffer.SCRATCH),
-                        Chunk(0, rank * count),
-                    ),
-                )
+                rest = Chunk(wrap * count, world_size * count, Buffer.SCRATCH)
+                steps.append(Copy(rest, Chunk(0, rank * count)))
         yield tuple(steps)

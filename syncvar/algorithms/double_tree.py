@@ -75,11 +75,8 @@ def double_tree_reduce(args: ScheduleArgs) -> Iterator[Round]:
     rounds: list[list[Step]] = [[] for _ in range(length)]
     # Backwards, an arc whose child is reached later comes earlier: the order in which a parent
     # hears of its children.
-    lowest = {
-        (tree, position): _rank(position, root)
-        for tree in range(2)
-        for position in range(world_size)
-    }
+    places = range(world_size)
+    lowest = {(tree, place): _rank(place, root) for tree in range(2) for place in places}
     for arc in sorted(arcs, key=lambda arc: arc.first, reverse=True):
         below, above = lowest[arc.tree, arc.child], lowest[arc.tree, arc.parent]
         lowest[arc.tree, arc.parent] = min(below, above)
@@ -87,11 +84,10 @@ def double_tree_reduce(args: ScheduleArgs) -> Iterator[Round]:
         if rank in (parent, child):
             for number, piece in enumerate(_pieces_of(arc, pieces)):
                 steps = rounds[length - 1 - arc.first - 2 * number]
-                steps.append(
-                    RecvReduce(child, piece, below < above)
-                    if rank == parent
-                    else Send(parent, piece)
-                )
+                if rank == parent:
+                    steps.append(RecvReduce(child, piece, below < above))
+                else:
+                    steps.append(Send(parent, piece))
     yield from map(tuple, rounds)
 
 

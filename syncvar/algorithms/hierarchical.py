@@ -161,11 +161,9 @@ class _Stages:
                 self._on_host("broadcast", whole, root=place if self.host == home else 0),
             )
         counts = self._blocks(shards)
-        spread = (
-            self._on_host("scatter", whole, counts=counts, root=place)
-            if self.host == home
-            else StagePart(on_host=True)
-        )
+        spread = StagePart(on_host=True)
+        if self.host == home:
+            spread = self._on_host("scatter", whole, counts=counts, root=place)
         return (
             spread,
             self._across("broadcast", between, shards, root=home),
@@ -182,10 +180,8 @@ class _Stages:
         )
 
     def all_gather(self, counts: tuple[int, ...]) -> tuple[StagePart, ...]:
-        per_host = tuple(
-            sum(counts[start : start + size])
-            for start, size in zip(self.starts, self.sizes, strict=True)
-        )
+        hosts = zip(self.starts, self.sizes, strict=True)
+        per_host = tuple(sum(counts[start : start + size]) for start, size in hosts)
         total = sum(per_host)
         begin = sum(per_host[: self.host])
         even = len(set(per_host)) == 1
@@ -279,13 +275,8 @@ def flattened(
         )
         assert parts is not None
         everyone.append(parts)
-    work_count = (
-        sum(counts)
-        if counts is not None
-        else n * count
-        if collective in ("all_gather", "header_exchange")
-        else count
-    )
+    blocks = n if collective in ("all_gather", "header_exchange") else 1
+    work_count = blocks * count if counts is None else sum(counts)
     rounds: list[list[Round]] = [[] for _ in range(n)]
     scratch = [0] * n
     for number in range(len(everyone[0])):
@@ -295,10 +286,9 @@ def flattened(
             rounds[rank] += [*made, *((),) * (longest - len(made))]
             plan = everyone[rank][number].plan
             scratch[rank] += plan.scratch_count if plan is not None else 0
+    name = "hierarchical"
     return [
-        Schedule(
-            collective, "hierarchical", rank, n, work_count, scratch[rank], tuple(rounds[rank])
-        )
+        Schedule(collective, name, rank, n, work_count, scratch[rank], tuple(rounds[rank]))
         for rank in range(n)
     ]
 

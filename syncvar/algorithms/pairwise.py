@@ -53,11 +53,8 @@ def pairwise_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
         yield own
     for distance in range(1, world_size):
         source, target = (rank - distance) % world_size, (rank + distance) % world_size
-        yield (
-            Send(target, outgoing[target]),
-            Recv(source, incoming[source]),
-            *(own if distance == 1 else ()),
-        )
+        local = own if distance == 1 else ()
+        yield (Send(target, outgoing[target]), Recv(source, incoming[source]), *local)
 
 
 def bruck_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
@@ -104,13 +101,8 @@ def bruck_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
             Send((rank + span) % world_size, packed),
             Recv((rank - span) % world_size, room),
         )
-    yield (
-        *transfers,
-        *_copies(
-            (held[distance], incoming[(rank - distance) % world_size])
-            for distance in range(world_size)
-        ),
-    )
+    sources = [incoming[(rank - distance) % world_size] for distance in range(world_size)]
+    yield (*transfers, *_copies(zip(held, sources, strict=True)))
 
 
 def _copies(pairs: Iterable[tuple[Chunk, Chunk]]) -> list[Copy]:

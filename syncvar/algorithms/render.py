@@ -49,11 +49,8 @@ def plan_text(plans: Sequence[Schedule], *, most: int | None = None) -> str:
     first = plans[0]
     scratch_count = max(plan.scratch_count for plan in plans)
     counts = [str(plan.work_count) for plan in plans]
-    elements = (
-        counts[0]
-        if len(set(counts)) == 1
-        else " / ".join(text or _DOTS for text in _shortened(counts, most))
-    )
+    shown = counts[:1] if len(set(counts)) == 1 else _shortened(counts, most)
+    elements = " / ".join(text or _DOTS for text in shown)
     sizes = f"world size {first.world_size}, {elements} elements, scratch {scratch_count}"
     lines = [f"{first.collective} by {first.algorithm}: {sizes}"]
     for number in _shortened(range(max(len(plan.rounds) for plan in plans)), most):

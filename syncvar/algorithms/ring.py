@@ -42,10 +42,8 @@ def ring_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     # can come to it.
     incoming_left = rank != 0
     for step in range(world_size - 1):
-        yield (
-            Send(right, chunks[(rank - step) % world_size]),
-            RecvReduce(left, chunks[(rank - step - 1) % world_size], incoming_left),
-        )
+        out, come = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
+        yield (Send(right, out), RecvReduce(left, come, incoming_left))
     yield from _circulate(rank, world_size, chunks, (rank + 1) % world_size)
 
 
@@ -67,7 +65,5 @@ def _circulate(rank: int, world_size: int, chunks: Sequence[Chunk], first: int) 
     """Yield n-1 rounds in which a rank forwards chunks first, first-1, ..., as it receives them."""
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
     for step in range(world_size - 1):
-        yield (
-            Send(right, chunks[(first - step) % world_size]),
-            Recv(left, chunks[(first - step - 1) % world_size]),
-        )
+        out, come = chunks[(first - step) % world_size], chunks[(first - step - 1) % world_size]
+        yield (Send(right, out), Recv(left, come))

@@ -117,11 +117,8 @@ class SharedSegment:
         self.local_world_size = self.words[segment_layout.LOCAL_WORLD_SIZE]
         self.usable_cores = self.words[segment_layout.USABLE_CORES]
         self.generation = self.words[segment_layout.GENERATION]
-        self.segment = SegmentId(
-            self.words[segment_layout.HOST],
-            self.generation,
-            self.words[segment_layout.SEGMENT_TOKEN],
-        )
+        host, token = self.words[segment_layout.HOST], self.words[segment_layout.SEGMENT_TOKEN]
+        self.segment = SegmentId(host, self.generation, token)
         self.local_rank = local_rank
         self.layout = SegmentLayout(self.shm_bytes, self.local_world_size)
         self.ground: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)

@@ -300,11 +300,9 @@ class Gate:
         return hmac.compare_digest(ticket, self._keys.ticket(int(number), self._rank))
 
     def _test(self, context: zmq.Context[Any], keys: LinkKeys) -> None:
-        mine = (
-            [b"CURVE", z85.decode(keys.member[0])]
-            if self._rank is None
-            else [b"PLAIN", b"0", keys.ticket(0, self._rank)]
-        )
+        mine = [b"CURVE", z85.decode(keys.member[0])]
+        if self._rank is not None:
+            mine = [b"PLAIN", b"0", keys.ticket(0, self._rank)]
         with context.socket(zmq.REQ) as asks:
             asks.setsockopt(zmq.LINGER, 0)
             asks.setsockopt(zmq.RCVTIMEO, _TEST_MS)

@@ -124,11 +124,8 @@ class MemoryNetwork:
             text = f"{faults.seed}/{source}/{target}/{is_data}"
             draw = random.Random(text)  # noqa: S311  (faults, not secrets)
             self._random[source, target, is_data] = draw
-        return (
-            draw.randint(0, faults.delay_max),
-            draw.random() < faults.reorder,
-            draw.random() < faults.loss,
-        )
+        delay = draw.randint(0, faults.delay_max)
+        return delay, draw.random() < faults.reorder, draw.random() < faults.loss
 
     def open(self, generation: int) -> None:
         """Begin a generation when its first rank opens; all ranks have left the one before."""
