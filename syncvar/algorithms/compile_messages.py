@@ -49,10 +49,10 @@ class Prepared(NamedTuple):
     apart: tuple[LinkRound, ...] | None = None
 
 
-def prepare(plan: Schedule, members: Sequence[int]) -> Prepared:
+def prepare(schedule: Schedule, members: Sequence[int]) -> Prepared:
     """Compile a schedule whose peers are ranks of the group with these world ranks."""
     rounds = []
-    for steps in plan.rounds:
+    for steps in schedule.rounds:
         sends: list[tuple[int, int, int, int]] = []
         incoming: dict[int, Incoming] = {}
         local: list[Copy | Reduce] = []
@@ -74,9 +74,9 @@ def prepare(plan: Schedule, members: Sequence[int]) -> Prepared:
                     mode, int(chunk.buffer), chunk.start, chunk.stop, int(chunk.buffer)
                 )
         rounds.append(LinkRound(tuple(sends), incoming, tuple(local)))
-    in_place = _in_place_rounds(rounds, plan.work_count)
-    counts = plan.work_count, plan.scratch_count
-    return Prepared(tuple(rounds), *counts, plan.algorithm, in_place)
+    in_place = _in_place_rounds(rounds, schedule.work_count)
+    counts = schedule.work_count, schedule.scratch_count
+    return Prepared(tuple(rounds), *counts, schedule.algorithm, in_place)
 
 
 def _in_place_rounds(rounds: Sequence[LinkRound], work_count: int) -> tuple[LinkRound, ...] | None:

@@ -40,30 +40,30 @@ def step_text(step: Step) -> str:
             return _sum(target, _chunk(source), other_left=source_left)
 
 
-def plan_text(plans: Sequence[Schedule], *, most: int | None = None) -> str:
+def plan_text(schedules: Sequence[Schedule], *, most: int | None = None) -> str:
     """Return the schedules of a group as text: one table for each round, one row for each rank.
 
     With `most` the text shows at most that many ranks and rounds, and 3 steps of a type; dots
     replace the rest.
     """
-    first = plans[0]
-    scratch_count = max(plan.scratch_count for plan in plans)
-    counts = [str(plan.work_count) for plan in plans]
+    first = schedules[0]
+    scratch_count = max(schedule.scratch_count for schedule in schedules)
+    counts = [str(schedule.work_count) for schedule in schedules]
     shown = counts[:1] if len(set(counts)) == 1 else _shortened(counts, most)
     elements = " / ".join(text or _DOTS for text in shown)
     sizes = f"world size {first.world_size}, {elements} elements, scratch {scratch_count}"
     lines = [f"{first.collective} by {first.algorithm}: {sizes}"]
-    for number in _shortened(range(max(len(plan.rounds) for plan in plans)), most):
+    for number in _shortened(range(max(len(schedule.rounds) for schedule in schedules)), most):
         lines.append("")
         if number is None:
             lines.append(_DOTS)
             continue
         rows: list[tuple[str, ...]] = [(f"round {number}", "send", "receive", "then")]
-        for plan in _shortened(plans, most):
-            if plan is None:
+        for schedule in _shortened(schedules, most):
+            if schedule is None:
                 rows.append((_DOTS, "", "", ""))
                 continue
-            steps = plan.rounds[number] if number < len(plan.rounds) else ()
+            steps = schedule.rounds[number] if number < len(schedule.rounds) else ()
             kinds: tuple[list[str], list[str], list[str]] = ([], [], [])
             for step in steps:
                 kinds[
@@ -73,7 +73,7 @@ def plan_text(plans: Sequence[Schedule], *, most: int | None = None) -> str:
                 "; ".join(text or _DOTS for text in _shortened(texts, most and 3))
                 for texts in kinds
             ]
-            rows.append((f"rank {plan.rank}", *cells))
+            rows.append((f"rank {schedule.rank}", *cells))
         lines += _table(rows)
     return "".join(f"{line}\n" for line in lines)
 

@@ -55,7 +55,7 @@ class Publication(NamedTuple):
     local: tuple[Copy | Reduce, ...]
 
 
-def publications(plans: Sequence[Schedule], rank: int) -> tuple[Publication, ...]:
+def publications(schedules: Sequence[Schedule], rank: int) -> tuple[Publication, ...]:
     """Return the rounds of a rank as publications, given the schedules of all ranks.
 
     Raises:
@@ -67,7 +67,7 @@ def publications(plans: Sequence[Schedule], rank: int) -> tuple[Publication, ...
         >>> [(chunk.start, chunk.stop) for chunk in first.ranges], first.takes[0].start
         ([(3, 6)], 0)
     """
-    all_rounds = _without_copies([plan.rounds for plan in plans])
+    all_rounds = _without_copies([schedule.rounds for schedule in schedules])
     rounds = []
     for number, steps in enumerate(all_rounds[rank]):
         layouts = [_layout(rounds_of_one[number]) for rounds_of_one in all_rounds]
