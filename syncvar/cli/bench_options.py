@@ -206,7 +206,8 @@ def _kinds(collective: Collective, dtype_text: str, op_text: str) -> list[tuple[
     for dtype in wanted:
         if dtype not in dtypes():
             raise ConfigError(
-                f"unknown dtype {dtype!r}{nearest(dtype, dtypes())}: it is one of {', '.join(dtypes())}"
+                f"unknown dtype {dtype!r}{nearest(dtype, dtypes())}: it is one of "
+                f"{', '.join(dtypes())}"
             )
     if collective.layout == "none":
         return [("-", "")]
@@ -223,7 +224,8 @@ def _kinds(collective: Collective, dtype_text: str, op_text: str) -> list[tuple[
         for op in asked:
             if op not in taken:
                 raise ConfigError(
-                    f"{collective.name} of {dtype} does not take op {op!r}{nearest(op, taken)}: it takes {', '.join(taken)}"
+                    f"{collective.name} of {dtype} does not take op {op!r}{nearest(op, taken)}: it "
+                    f"takes {', '.join(taken)}"
                 )
             kinds.append((dtype, op))
     return kinds

@@ -85,8 +85,10 @@ def _notes() -> list[str]:
             tuple(dtype for dtype in dtypes() if op in ops_of(reducing, dtype)), []
         ).append(f"`{op}`")
     lines = [
-        f"`…` is `{', '.join(f'{name}={default}' for name, default in _COMMON.items())}`. n is the number of ranks.",
-        "busbw is the factor of `syncvar bench` between size / time and the rate at the bottleneck; size is that of the",
+        f"`…` is `{', '.join(f'{name}={default}' for name, default in _COMMON.items())}`. n is the "
+        "number of ranks.",
+        "busbw is the factor of `syncvar bench` between size / time and the rate at the "
+        "bottleneck; size is that of the",
         "vector, or of all ranks' pieces together.",
         "",
         f"dtypes: {', '.join(dtypes())}. ops:",

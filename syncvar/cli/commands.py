@@ -118,9 +118,11 @@ def _settings() -> None:
         unit = f" {item.unit}" if item.unit else ""
         print(f"SYNCVAR_{item.name.upper()} = {item.default}{unit}: {item.text}")
     print(
-        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): the secret of a job of several hosts that another launcher has started"
+        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): the secret of a job of several hosts "
+        "that another launcher has started"
     )
     print("SYNCVAR_KEY_FILE = (path): a file that holds it, mode 0600, in place of SYNCVAR_KEY")
     print(
-        "SYNCVAR_RENDEZVOUS_DIR = (path): a folder that all hosts have, where ranks meet that a scheduler has started; your home without it"
+        "SYNCVAR_RENDEZVOUS_DIR = (path): a folder that all hosts have, where ranks meet that a "
+        "scheduler has started; your home without it"
     )

@@ -230,7 +230,8 @@ def _head(records: Sequence[FlightRecord]) -> list[str]:
     job = f" of job {first.job[:8]}" if first.job else ""
     generation = f", generation {first.generation}" if first.generation else ""
     lines = [
-        f"flight records of {process_list(ranks)}{job}{generation}, {first.world_size} ranks in the world"
+        f"flight records of {process_list(ranks)}{job}{generation}, {first.world_size} ranks in "
+        "the world"
     ]
     lost = _lost(records)
     how: dict[str, list[int]] = {}
@@ -284,7 +285,8 @@ def _told(records: Sequence[FlightRecord], one: Divergence, zero: int) -> list[s
             texts.append(
                 (
                     [rank],
-                    f"{rank_list([rank])}: never entered it; {_instead(by_rank[rank], one, zero, names)}",
+                    f"{rank_list([rank])}: never entered it; "
+                    f"{_instead(by_rank[rank], one, zero, names)}",
                 )
             )
         else:
@@ -312,7 +314,8 @@ def _describe_cycle(
     ranks = list(cycle)
     after = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
     waits = [
-        f"rank {rank} {'waits ' if rank == ranks[0] else ''}for {_awaited(cycle[rank].made[rank])}rank {after[rank]}"
+        f"rank {rank} {'waits ' if rank == ranks[0] else ''}for "
+        f"{_awaited(cycle[rank].made[rank])}rank {after[rank]}"
         for rank in ranks[:_LINES]
     ]
     lines = [f"deadlock: {', '.join(waits[:-1])}, and {waits[-1]}"]
@@ -522,8 +525,8 @@ def _waiting(records: Sequence[FlightRecord]) -> list[str]:
         return []
     lines = ["", f"waiting in calls that all have made ({count} calls)"]
     lines += [
-        f"  rank {rank}: waited {duration(waited[rank])}; came last in {last_in[rank]}, where the others waited "
-        f"{duration(caused[rank])} for it"
+        f"  rank {rank}: waited {duration(waited[rank])}; came last in {last_in[rank]}, where the "
+        f"others waited {duration(caused[rank])} for it"
         for rank in sorted(waited, key=lambda rank: -caused[rank])[:_LINES]
     ]
     return lines

@@ -72,8 +72,10 @@ def _of_job(names: list[str]) -> list[str]:
     if found is None:
         place = state_folder(os.environ).path
         raise ConfigError(
-            f"there are no flight records of {f'job {job}' if job else 'any job'}{f' in {place}' if place else ''}: ranks write them when "
-            f"something goes wrong (those of the last {JOBS_KEPT} such jobs are kept); those of a job with --log-dir are in that folder"
+            "there are no flight records of "
+            f"{f'job {job}' if job else 'any job'}{f' in {place}' if place else ''}: ranks write "
+            f"them when something goes wrong (those of the last {JOBS_KEPT} such jobs are kept); "
+            "those of a job with --log-dir are in that folder"
         )
     return [str(found)]
 
@@ -124,10 +126,12 @@ def run(chosen: argparse.Namespace) -> int:
     )
     more = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
     print(
-        f"{chosen.output}: {count} events of {len(records) - servers} ranks{more}; open it in ui.perfetto.dev or chrome://tracing"
+        f"{chosen.output}: {count} events of {len(records) - servers} ranks{more}; open it in "
+        "ui.perfetto.dev or chrome://tracing"
     )
     for rank, calls, seconds in stragglers(records)[:_STRAGGLERS]:
         print(
-            f"rank {rank} came last to {calls} call{'s' * (calls != 1)}; others waited up to {seconds:.3g} s for it in all"
+            f"rank {rank} came last to {calls} call{'s' * (calls != 1)}; others waited up to "
+            f"{seconds:.3g} s for it in all"
         )
     return 0

@@ -121,7 +121,8 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
         lines.append(f"else {usual.reason}")
     if chosen.program is not None and not (is_shared and 0 <= chosen.program < n and n > 1):
         raise ConfigError(
-            f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares memory (--path shared memory), not {chosen.program}"
+            f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares "
+            f"memory (--path shared memory), not {chosen.program}"
         )
     lines += [
         "",
@@ -144,7 +145,8 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
         )
     lines.append("")
     lines.append(
-        f"Predicted {'in shared memory' if is_shared else 'over links'} with {model.text()}: for comparison, no promise."
+        f"Predicted {'in shared memory' if is_shared else 'over links'} with {model.text()}: for "
+        "comparison, no promise."
     )
     if chosen.path is None:
         lines.append(

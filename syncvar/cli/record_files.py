@@ -138,7 +138,8 @@ def load(names: Sequence[str]) -> list[FlightRecord]:
     jobs = sorted({record.job for record in records.values()})
     if len(jobs) > 1:
         raise ConfigError(
-            f"the records are of {len(jobs)} jobs ({', '.join(job[:8] for job in jobs)}): name those of one"
+            f"the records are of {len(jobs)} jobs ({', '.join(job[:8] for job in jobs)}): name "
+            "those of one"
         )
     return [records[key] for key in sorted(records)]
 

@@ -56,13 +56,14 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
             paths[told["path"]] = [SelfTestResult(**one) for one in told["outcomes"]]
         if code:
             broken.append(
-                f"the job over {transport if told is None else told['path']} ended with exit code {code}"
+                f"the job over {transport if told is None else told['path']} ended with exit code "
+                f"{code}"
             )
     lines, is_good = outcome_lines(paths)
     print("\n".join([*lines, *(f"FAIL  {words}" for words in broken)]))
     is_good = is_good and not broken and bool(paths)
     print(
-        f"{'OK' if is_good else 'FAIL'}: --workers {chosen.workers} over {' and '.join(paths) or 'nothing'}, "
-        f"{time.monotonic() - begin:.1f} s"
+        f"{'OK' if is_good else 'FAIL'}: --workers {chosen.workers} over "
+        f"{' and '.join(paths) or 'nothing'}, {time.monotonic() - begin:.1f} s"
     )
     return 0 if is_good else 1

@@ -74,7 +74,8 @@ def wanted(names: Sequence[str]) -> list[Collective]:
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"unknown collective {name!r}{nearest(name, known)}: it is one of {', '.join(known)}"
+                f"unknown collective {name!r}{nearest(name, known)}: it is one of "
+                f"{', '.join(known)}"
             )
     return [one for one in known.values() if not names or one.name in names]
 
@@ -105,7 +106,8 @@ def outcome_lines(paths: Mapping[str, Sequence[SelfTestResult]]) -> tuple[list[s
         )
         proves = next(iter(by_path.values())).proves
         lines.append(
-            f"{name:<18} {'FAIL' if failures else 'OK':<5} {proves}; {shown} calls over {' and '.join(by_path)}"
+            f"{name:<18} {'FAIL' if failures else 'OK':<5} {proves}; {shown} calls over "
+            f"{' and '.join(by_path)}"
         )
         lines += [f"    {words}" for words in failures[:_SHOWN_FAILURES]]
         if len(failures) > _SHOWN_FAILURES:

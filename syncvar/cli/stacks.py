@@ -58,7 +58,8 @@ def run(chosen: argparse.Namespace) -> int:
     path, others = _find(chosen.job, os.environ)
     if others:
         sys.stderr.write(
-            f"syncvar: {len(others) + 1} jobs are running; this is the newest. The others: {'; '.join(map(_named, others))}\n"
+            f"syncvar: {len(others) + 1} jobs are running; this is the newest. The others: "
+            f"{'; '.join(map(_named, others))}\n"
         )
     answer = _ask(path, question="stacks", all_threads=chosen.all_threads)
     if answer is None:
@@ -140,8 +141,8 @@ def _find(name: str | None, environ: Mapping[str, str]) -> tuple[str, list[dict[
     if name is None:
         if not found:
             raise ConfigError(
-                f"no job of yours is running that syncvar-launch or sv.run has started (looked in {', '.join(folders)})"
-                f"{_jobs_of_other_launchers(folders)}"
+                "no job of yours is running that syncvar-launch or sv.run has started (looked in "
+                f"{', '.join(folders)}){_jobs_of_other_launchers(folders)}"
             )
         return found[0][0], [job for _, job in found[1:]]
     named = [one for one in found if name == str(one[1]["pid"])] or [
@@ -149,7 +150,8 @@ def _find(name: str | None, environ: Mapping[str, str]) -> tuple[str, list[dict[
     ]
     if len(named) > 1:
         raise ConfigError(
-            f"{len(named)} jobs have names that begin with {name!r}: {'; '.join(_named(job) for _, job in named)}"
+            f"{len(named)} jobs have names that begin with {name!r}: "
+            f"{'; '.join(_named(job) for _, job in named)}"
         )
     if not named:
         raise ConfigError(
@@ -177,9 +179,10 @@ def _jobs_of_other_launchers(folders: Sequence[str]) -> str:
     if not holders:
         return ""
     return (
-        f". mpirun, srun or another launcher has started {len(holders)} that run{'s' * (len(holders) == 1)} here "
-        f"(first rank: {', '.join(holders)}): syncvar stacks asks syncvar-launch, which such a job does not have. "
-        f"`py-spy dump --pid PROCESS` shows where one rank stands"
+        f". mpirun, srun or another launcher has started {len(holders)} that "
+        f"run{'s' * (len(holders) == 1)} here (first rank: {', '.join(holders)}): syncvar stacks "
+        "asks syncvar-launch, which such a job does not have. `py-spy dump --pid PROCESS` shows "
+        "where one rank stands"
     )
 
 
