@@ -8,7 +8,8 @@ import pytest
 
 import syncvar
 from syncvar.cli.commands import main
-from syncvar.cli.explain import divergences, explained
+from syncvar.cli.explain import divergences
+from syncvar.cli.explain_text import explained
 from syncvar.cli.record_files import as_record, calls_of, load
 from syncvar.cli.trace import merged, unaligned
 from syncvar.core.errors import ConfigError
