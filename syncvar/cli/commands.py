@@ -1,4 +1,4 @@
-"""Commands of `syncvar`."""
+"""The command `syncvar`: its parser, and the dispatch to the modules of its subcommands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code.
+    """Run the command line; return the exit code.
 
     Example:
         >>> main(["plan", "broadcast", "--ranks", "2", "--path", "links"])  # doctest: +ELLIPSIS
@@ -74,9 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(chosen, arguments)
         sys.stdout.flush()
-    except (
-        BrokenPipeError
-    ):  # as in `syncvar settings | head -1`; what is left in the buffer has no reader either
+    except BrokenPipeError:  # as in `syncvar settings | head -1`
+        # The interpreter flushes stdout at exit: let that go to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code
@@ -91,12 +90,10 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
         elif chosen.command == "collectives":
             print(collectives_text(), end="")
         elif chosen.command == "coming-from":
-            print(
-                words_text()
-                if chosen.library == migration_table.WORDS
-                else migration_table.coming_from_text(chosen.library),
-                end="",
-            )
+            if chosen.library == migration_table.WORDS:
+                print(words_text(), end="")
+            else:
+                print(migration_table.coming_from_text(chosen.library), end="")
         elif chosen.command == "bench":
             return bench.run(chosen, arguments[1:])
         elif chosen.command == "test":

@@ -1,12 +1,12 @@
-"""`syncvar coming-from`: the same task in tf.distribute, Horovod, mpi4py, torch.distributed and here.
+"""`syncvar coming-from`: one task in tf.distribute, Horovod, mpi4py, torch.distributed and here.
 
     syncvar coming-from              the whole table
     syncvar coming-from horovod      one library beside syncvar, with the differences
     syncvar coming-from words        single words of theirs (names, keywords, ops, options) and ours
 
 The table is `migration_table.toml`. A test runs every syncvar spelling. In the spellings `x` is an
-array, `out` another one, `grads` a list of arrays, `w` a variable, `comm` is `MPI.COMM_WORLD`, `dist`
-is `torch.distributed`, `ctx` is `tf.distribute.get_replica_context()`, `ds` a dataset.
+array, `out` another one, `grads` a list of arrays, `w` a variable, `comm` is `MPI.COMM_WORLD`,
+`dist` is `torch.distributed`, `ctx` is `tf.distribute.get_replica_context()`, `ds` a dataset.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=(*LIBRARIES, WORDS),
         type=lambda name: SHORT.get(name.lower(), name),
         metavar="LIBRARY",
-        help=f"one of {', '.join(LIBRARIES)}, with notes; {WORDS}: their single words [all libraries]",
+        help=f"{', '.join(LIBRARIES)}: its rows and notes; {WORDS}: their single words [all]",
     )
 
 

@@ -19,8 +19,9 @@ from syncvar.cli.bench_table import (
     sizes,
     summary,
 )
-from syncvar.cli.collective_registry import BUS_FACTORS, COLLECTIVES
+from syncvar.cli.collective_registry import COLLECTIVES
 from syncvar.cli.plan_cost import LINKS, SHM, predicted_seconds
+from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.errors import ConfigError
 
 
