@@ -76,16 +76,11 @@ def _notes() -> list[str]:
     for op in OPS:
         supported = tuple(dtype for dtype in dtypes() if op in ops_of(reducing, dtype))
         rows.setdefault(supported, []).append(f"`{op}`")
+    common = ", ".join(f"{name}={default}" for name, default in _COMMON.items())
     lines = [
-        (
-            f"`…` is `{', '.join(f'{name}={default}' for name, default in _COMMON.items())}`. n is the "
-            "number of ranks."
-        ),
-        (
-            "busbw is the factor of `syncvar bench` between size / time and the rate at the "
-            "bottleneck; size is that of the"
-        ),
-        "vector, or of all ranks' pieces together.",
+        f"`…` is `{common}`. n is the number of ranks. busbw is the factor of `syncvar bench`",
+        "between size / time and the rate at the bottleneck; size is that of the vector, or of",
+        "all ranks' pieces together.",
         "",
         f"dtypes: {', '.join(dtypes())}. ops:",
         "",

@@ -1,4 +1,4 @@
-"""Where ranks parted: the first call that they did not all make, told from their flight records."""
+"""The first call in which ranks diverged, found from their flight records, for `explain_text`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from syncvar.runtime.flight_recorder.call_record import Event
 
 
-_DEADLOCK = "deadlock: "  # in the arbiter's verdict
+_DEADLOCK = "deadlock: "  # in the error of the deadlock detector
 _FINAL = ("PeerLost", "DeadlineExceeded", "GroupBroken")  # after these a rank makes no more calls
 
 
@@ -23,9 +23,9 @@ class Divergence(NamedTuple):
     Args:
         group: Identity of the group.
         call: Number of the call.
-        made: By rank, what it did as this call.
-        absent: Ranks of which it is known that they did not enter the call.
-        began: When the first rank entered it.
+        made: Rank -> its event of this call.
+        absent: Ranks that certainly did not enter the call.
+        began: Time of the first entry.
     """
 
     group: int
@@ -36,19 +36,20 @@ class Divergence(NamedTuple):
 
 
 def kind_of(detail: str) -> str:
-    """Return the class of the error in the detail of an event."""
+    """Return the error class in the detail of an event."""
     return detail.split(":", 1)[0]
 
 
 def divergences(records: Sequence[FlightRecord]) -> list[Divergence]:
-    """Return the first divergence of each group: the earliest first, but those behind which nobody was held up last.
+    """Return the first divergence of each group, the earliest first, harmless ones last.
 
-    A call diverges when ranks made it with other fingerprints, or when a rank of which a record is there did not
-    enter it, or when it is known that a rank had ended before. What lies before the beginning of a full ring is not known, and neither is what a rank did after a record
-    that was made in the middle of its run.
+    A call diverges if fingerprints differ, if a rank with a record did not enter it, or if a rank
+    had
+    ended before. The time before a full ring, and after a record from the middle of a run, is
+    unknown.
 
     Args:
-        records: Of one generation.
+        records: Records of one generation.
     """
     groups = members_of(records)
     by_rank = {record.rank: record for record in records}
@@ -58,19 +59,17 @@ def divergences(records: Sequence[FlightRecord]) -> list[Divergence]:
             record.rank: [event.call for event in record.events if event.group == group]
             for record in records
         }
-        for call, made in calls.items():
-            began = min(event.began_ns for event in made.values())
-            absent = tuple(
-                rank
-                for rank in groups.get(group, ())
-                if rank not in made
-                and (
-                    _would_know(by_rank[rank], numbers[rank], call, began)
-                    if rank in by_rank
-                    else rank in _ended_before(made.values())
-                )
-            )
-            every.append(Divergence(group, call, made, absent, began))
+        for call, events in calls.items():
+            began = min(event.began_ns for event in events.values())
+            absent = []
+            for rank in groups.get(group, ()):
+                if rank in events:
+                    continue
+                if rank not in by_rank:
+                    absent += [rank] if rank in _ended_before(events.values()) else []
+                elif _would_know(by_rank[rank], numbers[rank], call, began):
+                    absent.append(rank)
+            every.append(Divergence(group, call, events, tuple(absent), began))
     found: dict[int, Divergence] = {}
     for one in _without_excuse(every):
         found.setdefault(one.group, one)
@@ -80,14 +79,12 @@ def divergences(records: Sequence[FlightRecord]) -> list[Divergence]:
 def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
     """Return the calls that diverge.
 
-    A rank may have missed a call because it was held up in another one. That is an excuse if nobody is to blame for
-    the other one: all whose records are there have made it, or were held up themselves in calls of this kind. Ranks
-    that hold each other up have no excuse.
+    A rank may have missed a call because another call blocked it. That excuses it if that other
+    call
+    does not diverge itself, or is excused too. Ranks that block each other have no excuse.
     """
     suspects = [one for one in every if one.absent or _differs(one)]
-    held: dict[
-        int, list[Event]
-    ] = {}  # by rank, the calls that hold it up for good, or did for a while
+    held: dict[int, list[Event]] = {}  # rank -> calls that block it, or did for a while
     for one in every:
         for rank, event in one.made.items():
             if event.state != "done":
@@ -107,7 +104,7 @@ def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
 
 
 def _is_done(one: Divergence) -> bool:
-    """Return whether nobody minds: a message may be sent, or a root be done, long before the others come."""
+    """Return whether no rank waited: a send, or a root, may be done before the others enter."""
     return all(event.state == "done" for event in one.made.values())
 
 
@@ -118,28 +115,25 @@ def _differs(one: Divergence) -> bool:
 def _held_up(held: Sequence[Event], one: Divergence, blamed: Container[tuple[int, int]]) -> bool:
     return any(
         (event.group, event.call) not in blamed
-        and (
-            event.state == "started"
-            or event.ended_ns > one.began
-            or kind_of(event.detail) in _FINAL
-        )
+        and (event.ended_ns > one.began or event.state == "started" or _is_final(event))
         for event in held
     )
 
 
-def cycle_of(found: Sequence[Divergence]) -> dict[int, Divergence]:
-    """Return the ranks that were told of a deadlock, each with the call in which it waits for the next one, the last for the first.
+def _is_final(event: Event) -> bool:
+    return kind_of(event.detail) in _FINAL
 
-    Nobody parted from the others then. Empty where what diverged first is something else.
+
+def cycle_of(found: Sequence[Divergence]) -> dict[int, Divergence]:
+    """Return the ranks of a deadlock with their calls, each waiting for the next in a cycle.
+
+    Empty if the first divergence is something else.
     """
     waits: dict[int, Divergence] = {}
     for one in found:
         for rank, event in one.made.items():
-            if (
-                one.absent
-                and kind_of(event.detail) == "MismatchError"
-                and _DEADLOCK in event.detail.split("\n", 1)[0]
-            ):
+            is_mismatch = one.absent and kind_of(event.detail) == "MismatchError"
+            if is_mismatch and _DEADLOCK in event.detail.split("\n", 1)[0]:
                 waits.setdefault(rank, one)
     path: list[int] = []
     rank = next((rank for rank, one in waits.items() if one is found[0]), -1)
@@ -154,20 +148,17 @@ def cycle_of(found: Sequence[Divergence]) -> dict[int, Divergence]:
 
 
 def _ended_before(events: Iterable[Event]) -> list[int]:
-    """Return the ranks that had ended before a call, as those heard who waited in it."""
+    """Return the ranks that had ended before a call, by the errors of those that waited in it."""
     return [
         rank for event in events for rank, lost in lost_ranks(event.detail).items() if lost.did_end
     ]
 
 
 def _would_know(record: FlightRecord, numbers: Sequence[int], call: int, began: int) -> bool:
-    """Return whether a call that is not in a record was not entered by its rank."""
-    if (
-        not record.is_final
-        and not record.written > began
-        and not any(number > call for number in numbers)
-    ):
-        return False  # the record was made before
+    """Return whether a call missing in a record was certainly not entered by its rank."""
+    is_later = record.written > began or any(number > call for number in numbers)
+    if not record.is_final and not is_later:
+        return False  # the record is older than the call
     if record.is_whole:
         return True
     if numbers and min(numbers) < call:

@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from syncvar.runtime.flight_recorder.call_record import Event
 
 _BEFORE = 5
-_ELSEWHERE = 4
+_OTHERS = 4
 _LINES = 16
 _REASON = 160
-_TOLD = "SystemExit: 143"  # how a worker ends that gets SIGTERM
+_SIGTERM = "SystemExit: 143"  # reason of a worker's record after SIGTERM
 
 
 def explained(records: Sequence[FlightRecord]) -> tuple[str, bool]:
-    """Return in words what the records tell, and whether the ranks diverged.
+    """Return the text about the records, and whether the ranks diverged.
 
     Args:
-        records: At least one. Where a job had several generations, the last one is told.
+        records: At least one; of several generations, the last one counts.
     """
     servers = newest(record for record in records if is_server(record.rank))
     records = newest(record for record in records if not is_server(record.rank))
@@ -49,21 +49,17 @@ def explained(records: Sequence[FlightRecord]) -> tuple[str, bool]:
     cycle = cycle_of(found)
     if cycle:
         lines += _describe_cycle(records, cycle, names, zero)
-        lines += [
-            f"also: {_one_line(records, one, zero)}" for one in found if one not in cycle.values()
-        ][:_ELSEWHERE]
+        others = [one for one in found if one not in cycle.values()][:_OTHERS]
+        lines += [f"also: {_one_line(records, one, zero)}" for one in others]
     elif found:
-        lines += _told(records, found[0], zero)
-        lines += [f"also: {_one_line(records, one, zero)}" for one in found[1 : 1 + _ELSEWHERE]]
-        if len(found) > 1 + _ELSEWHERE:
-            lines.append(f"also: {len(found) - 1 - _ELSEWHERE} more groups")
+        lines += _describe_divergence(records, found[0], zero)
+        lines += [f"also: {_one_line(records, one, zero)}" for one in found[1 : 1 + _OTHERS]]
+        if len(found) > 1 + _OTHERS:
+            lines.append(f"also: {len(found) - 1 - _OTHERS} more groups")
     else:
         lines += _agreed(records, zero)
-    lines += [
-        "",
-        "at the end",
-        *(f"  {line}" for record in everybody for line in _last(record, zero, names)),
-    ]
+    lines += ["", "at the end"]
+    lines += [f"  {line}" for record in everybody for line in _last(record, zero, names)]
     lines += _waiting(records)
     return "".join(f"{line}\n" for line in lines), bool(found)
 
@@ -77,32 +73,22 @@ def _head(records: Sequence[FlightRecord]) -> list[str]:
     missing = sorted(set(range(first.world_size)) - set(ranks))
     job = f" of job {first.job[:8]}" if first.job else ""
     generation = f", generation {first.generation}" if first.generation else ""
-    lines = [
-        (
-            f"flight records of {process_list(ranks)}{job}{generation}, {first.world_size} ranks in "
-            "the world"
-        )
-    ]
+    title = f"flight records of {process_list(ranks)}{job}{generation}"
+    lines = [f"{title}, {first.world_size} ranks in the world"]
     lost = _lost(records)
-    how: dict[str, list[int]] = {}
+    unknown = "killed before it could write one, never joined, or ended before anything failed"
+    ends: dict[str, list[int]] = {}
     for rank in missing:
-        how.setdefault(
-            lost[rank].words
-            if rank in lost
-            else "killed before there was time for it, never joined, or ended before anything went wrong",
-            [],
-        ).append(rank)
-    lines += [f"{rank_list(ranks)} left none: {words}" for words, ranks in how.items()]
+        ends.setdefault(lost[rank].words if rank in lost else unknown, []).append(rank)
+    lines += [f"{rank_list(ranks)} left none: {words}" for words, ranks in ends.items()]
     boots = {record.boot: record.host for record in records}
     if len(boots) > 1:
-        lines.append(
-            f"times of hosts {', '.join(sorted(boots.values()))} are not known to be of one clock"
-        )
+        lines.append(f"the clocks of hosts {', '.join(sorted(boots.values()))} may differ")
     return [*lines, ""]
 
 
 def _lost(records: Sequence[FlightRecord]) -> dict[int, LostRank]:
-    """Return how ranks ended that others heard of."""
+    """Return the ends of ranks, as the errors of other ranks report them."""
     lost: dict[int, LostRank] = {}
     for record in records:
         for event in record.events:
@@ -110,7 +96,7 @@ def _lost(records: Sequence[FlightRecord]) -> dict[int, LostRank]:
     return lost
 
 
-def _told(records: Sequence[FlightRecord], one: Divergence, zero: int) -> list[str]:
+def _describe_divergence(records: Sequence[FlightRecord], one: Divergence, zero: int) -> list[str]:
     members = members_of(records).get(one.group, ())
     names = names_of(records)
     group = names[one.group]
@@ -125,9 +111,8 @@ def _told(records: Sequence[FlightRecord], one: Divergence, zero: int) -> list[s
     texts = []
     for text, ranks in does.items():
         begins = [one.made[rank].began_ns - zero for rank in ranks]
-        when = f"at {duration(min(begins))}" + (
-            f" to {duration(max(begins))}" if len(ranks) > 1 else ""
-        )
+        when = f"at {duration(min(begins))}"
+        when += f" to {duration(max(begins))}" if len(ranks) > 1 else ""
         texts.append((ranks, f"{rank_list(ranks)}: {text}, begun {when}"))
     lost = _lost(records)
     for rank in one.absent:
@@ -182,7 +167,7 @@ def _describe_cycle(
 
 
 def _number(records: Sequence[FlightRecord], one: Divergence) -> int:
-    """Return which call of its group a divergence is, as ranks count that made it."""
+    """Return the number of a divergent call in its group, as the ranks that made it count."""
     return number_of([record for record in records if record.rank in one.made], one.group, one.call)
 
 
@@ -192,10 +177,9 @@ def _awaited(event: Event) -> str:
 
 def _did(event: Event) -> str:
     if event.state == "failed":
-        return f"{event.what}, failed with {kind_of(event.detail)}" + (
-            f" ({_first_line(event.detail)})" if event.fingerprint == 0 else ""
-        )
-    return f"{event.what}, " + ("not ended" if event.state == "started" else event.state)
+        reason = f" ({_first_line(event.detail)})" if event.fingerprint == 0 else ""
+        return f"{event.what}, failed with {kind_of(event.detail)}{reason}"
+    return f"{event.what}, {_state(event)}"
 
 
 def _first_line(detail: str) -> str:
@@ -203,7 +187,7 @@ def _first_line(detail: str) -> str:
 
 
 def _instead(record: FlightRecord, one: Divergence, zero: int, names: Mapping[int, str]) -> str:
-    """Say what a rank did in place of a call."""
+    """Describe what a rank did instead of a call."""
     own = [event for event in record.events if event.group == one.group]
     before = [event for event in own if event.call < one.call]
     after = [event for event in own if event.call > one.call]
@@ -212,36 +196,28 @@ def _instead(record: FlightRecord, one: Divergence, zero: int, names: Mapping[in
         number = number_of([record], one.group, before[-1].call)
         text = f"its call {number} was {before[-1].what}, {before[-1].state}"
     else:
-        text = (
-            "it made no call of the group before"
-            if record.is_whole
-            else "what it did before is not known"
-        )
+        text = "its earlier calls are not known"
+        if record.is_whole:
+            text = "it made no call of the group before"
     if after:
-        number, at = (
-            number_of([record], one.group, after[0].call),
-            duration(after[0].began_ns - zero),
-        )
-        return f"{text}; it went on with its call {number}, {after[0].what}, at {at}"
-    others = [
-        event for event in record.events if event.group != one.group and event.state != "noted"
-    ]
-    later = [event for event in others if event.began_ns > since]
-    elsewhere = next(
-        (event for event in later if event.state != "done"), later[0] if before and later else None
-    )
-    if elsewhere is not None:
-        where = names[elsewhere.group] if elsewhere.group >= 0 else ""
-        number = number_of([record], elsewhere.group, elsewhere.call)
-        at = f"call {number} of {where}" if where else "a question"
-        return f"{text}; instead it made {at}, {elsewhere.what}, {_state(elsewhere)}, at {duration(elsewhere.began_ns - zero)}"
-    return f"{text}; it made no other call" + (
-        f": {_first(record.reason)}" if record.reason else ""
-    )
+        number = number_of([record], one.group, after[0].call)
+        at = duration(after[0].began_ns - zero)
+        return f"{text}; its next was call {number}, {after[0].what}, at {at}"
+    others = [event for event in record.events if event.group != one.group]
+    later = [event for event in others if event.state != "noted" and event.began_ns > since]
+    other = later[0] if before and later else None
+    other = next((event for event in later if event.state != "done"), other)
+    if other is not None:
+        number = number_of([record], other.group, other.call)
+        call = f"call {number} of {names[other.group]}" if other.group >= 0 else "a get request"
+        at = duration(other.began_ns - zero)
+        return f"{text}; instead it made {call}, {other.what}, {_state(other)}, at {at}"
+    reason = f": {_first(record.reason)}" if record.reason else ""
+    return f"{text}; it made no other call{reason}"
 
 
 def _first(reason: str) -> str:
-    line = "told to end (SIGTERM)" if reason == _TOLD else reason.split("\n", 1)[0]
+    line = "ended by SIGTERM" if reason == _SIGTERM else reason.split("\n", 1)[0]
     return line if len(line) <= _REASON else f"{line[:_REASON]} …"
 
 
@@ -250,11 +226,11 @@ def _state(event: Event) -> str:
 
 
 def _verdict(one: Divergence) -> list[str]:
-    """Quote what a rank was told: it names file and line of those that were waiting."""
+    """Quote the error of a rank: it names file and line of the ranks that waited."""
     for event in one.made.values():
         if kind_of(event.detail) == "MismatchError":
             quoted = event.detail.partition(": ")[2].split("\n")
-            return ["  the ranks were told:", *(f"    {line.strip()}" for line in quoted)]
+            return ["  the ranks raised:", *(f"    {line.strip()}" for line in quoted)]
     return []
 
 
@@ -277,17 +253,15 @@ def _before(records: Sequence[FlightRecord], group: int, call: int, zero: int) -
 
 def _one_line(records: Sequence[FlightRecord], one: Divergence, zero: int) -> str:
     group = names_of(records)[one.group]
-    what = "; ".join(
-        f"rank {rank} {event.what}" for rank, event in sorted(one.made.items())[:_ELSEWHERE]
-    )
+    made = sorted(one.made.items())[:_OTHERS]
+    calls = "; ".join(f"rank {rank} {event.what}" for rank, event in made)
     absent = f"; not entered by {rank_list(one.absent)}" if one.absent else ""
-    return (
-        f"call {_number(records, one)} of {group} at {duration(one.began - zero)}: {what}{absent}"
-    )
+    at = duration(one.began - zero)
+    return f"call {_number(records, one)} of {group} at {at}: {calls}{absent}"
 
 
 def _agreed(records: Sequence[FlightRecord], zero: int) -> list[str]:
-    """Tell of ranks that made the same calls; some may have come to no end."""
+    """Describe ranks that made the same calls, some of them perhaps unfinished."""
     lines = ["no divergence: the ranks that left a record made the same calls"]
     names = names_of(records)
     for group, calls in calls_of(records).items():
@@ -297,46 +271,48 @@ def _agreed(records: Sequence[FlightRecord], zero: int) -> list[str]:
                 continue
             states: dict[str, list[int]] = {}
             for rank, event in sorted(bad.items()):
-                said = f"failed: {_first(event.detail)}" if event.state == "failed" else "not ended"
-                states.setdefault(said, []).append(rank)
+                end = f"failed: {_first(event.detail)}" if event.state == "failed" else "not ended"
+                states.setdefault(end, []).append(rank)
             what = next(iter(bad.values())).what
             began = min(event.began_ns for event in events.values())
             number = number_of(records, group, call)
             at = duration(began - zero)
             lines.append(
-                f"first without an end in {names[group]}: call {number}, {what}, begun at {at}"
+                f"first unfinished call of {names[group]}: call {number}, {what}, begun at {at}"
             )
-            lines += [f"  {rank_list(ranks)}: {said}" for said, ranks in states.items()]
+            lines += [f"  {rank_list(ranks)}: {end}" for end, ranks in states.items()]
             lines += ["before it", *_before(records, group, call, zero)]
             break
     return lines
 
 
 def _last(record: FlightRecord, zero: int, names: Mapping[int, str]) -> list[str]:
-    """Tell what a rank did last."""
+    """Describe the last call of a rank."""
     operations = [event for event in record.events if event.state != "noted"]
-    who = process_name(record.rank)
+    name = process_name(record.rank)
     running = [event for event in operations if event.state == "started"]
     last = (running or operations)[-1] if operations else None
     if last is None:
-        text = f"{who}: no operation"
+        text = f"{name}: no operation"
     else:
-        where = "a request" if is_server(record.rank) else "a question"
+        call = "a request" if is_server(record.rank) else "a get request"
         if last.group >= 0:
-            where = f"call {number_of([record], last.group, last.call)} of {names[last.group]}"
+            call = f"call {number_of([record], last.group, last.call)} of {names[last.group]}"
         if last.state == "started":
-            text = f"{who}: in {where}, {last.what}, for {duration(record.written - last.began_ns)}"
+            lasted = duration(record.written - last.began_ns)
+            text = f"{name}: in {call}, {last.what}, for {lasted}"
         else:
-            text = f"{who}: after {where}, {last.what}, {last.state} at {duration(last.ended_ns - zero)}"
+            at = duration(last.ended_ns - zero)
+            text = f"{name}: after {call}, {last.what}, {last.state} at {at}"
     text += _place(record, last)
     lines = [text]
     if record.reason:
-        lines.append(f"  its record was made because: {_first(record.reason)}")
+        lines.append(f"  reason of its record: {_first(record.reason)}")
     return lines
 
 
 def _place(record: FlightRecord, last: Event | None) -> str:
-    """Say where in the program a rank stood: the thread of its last call, or else its main thread; of a server, at which request."""
+    """Describe the position of a rank: of the thread of its last call, or of its main thread."""
     if is_server(record.rank):
         place = where(record.stack, os.getcwd())
         return f"; it stood {place}" if place.startswith("at ") else ""
@@ -348,7 +324,7 @@ def _place(record: FlightRecord, last: Event | None) -> str:
 
 
 def _waiting(records: Sequence[FlightRecord]) -> list[str]:
-    """Tell who waited, and for whom: for each call the rank that came last."""
+    """Describe who waited for whom: for each call the rank that entered last."""
     waited = {record.rank: 0 for record in records}
     caused = {record.rank: 0 for record in records}
     last_in = {record.rank: 0 for record in records}
@@ -366,12 +342,11 @@ def _waiting(records: Sequence[FlightRecord]) -> list[str]:
                 wait = max(0, min(events[last].began_ns, event.ended_ns) - event.began_ns)
                 waited[rank] += wait
                 caused[last] += wait
-            last_in[last] += any(
-                event.began_ns < events[last].began_ns for event in events.values()
-            )
+            entered = events[last].began_ns
+            last_in[last] += any(event.began_ns < entered for event in events.values())
     if not count:
         return []
-    lines = ["", f"waiting in calls that all have made ({count} calls)"]
+    lines = ["", f"waiting in calls that all ranks made ({count} calls)"]
     lines += [
         f"  rank {rank}: waited {duration(waited[rank])}; came last in {last_in[rank]}, where the "
         f"others waited {duration(caused[rank])} for it"
