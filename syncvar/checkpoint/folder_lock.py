@@ -31,9 +31,6 @@ class Lock:
     Args:
         folder: Path of an existing folder.
         what: What the holder does there, for the error of other processes.
-
-    Raises:
-        CheckpointError: Another process holds it; the text says which.
     """
 
     def __init__(self, folder: str, what: str) -> None:

@@ -30,9 +30,6 @@ class Notice:
 
     Args:
         listens: Whether to handle SIGTERM.
-
-    Raises:
-        UsageError: This is not the main thread, which alone can handle signals.
     """
 
     def __init__(self, *, listens: bool) -> None:

@@ -230,15 +230,7 @@ def _on_servers(value: Any) -> dict[int, Any]:
 def _parted(
     value: Any, place: Path, arrays: Arrays, above: tuple[int, ...], there: dict[int, Any]
 ) -> Any:
-    """Return a value without its arrays, which go into `arrays` by their path.
-
-    Args:
-        value: The value.
-        place: Path of keys and indexes to it.
-        arrays: Result.
-        above: `id` of each container around it.
-        there: Server-side data, from `_on_servers`.
-    """
+    """Return a value without its arrays, which go into `arrays` by their path."""
     if type(value) in _ATOMS:
         return value
     shown = _shown(place)

@@ -72,11 +72,7 @@ class Leaf(Protocol):
         policy: str,
         communicator: Together,
     ) -> Any:
-        """Return what `put` takes, or KEEP, and change nothing.
-
-        Raises:
-            CheckpointError: The entry does not fit.
-        """
+        """Return what `put` takes, or KEEP, and change nothing."""
 
     def now(self) -> Any:
         """Return what `put` would take to restore the current value."""
@@ -252,11 +248,7 @@ class PlainLeaf:
         return read(stored).tobytes()
 
     def accept(self, data: bytes) -> Any:
-        """Unpack and check a state.
-
-        Raises:
-            CheckpointError: The bytes are damaged, or the state does not fit.
-        """
+        """Unpack and check a state."""
         try:
             state = unpack_object(data)
         except (WireError, ConfigError) as error:
@@ -313,16 +305,7 @@ def is_nested(value: Any) -> bool:
 
 
 def leaf_of(key: str, value: Any, replace: Callable[[Any], None] | None) -> Leaf:
-    """Return the leaf of an object that holds no others.
-
-    Args:
-        key: Its key.
-        value: The object.
-        replace: Replaces plain data; None if that is impossible.
-
-    Raises:
-        ConfigError: A checkpoint cannot hold it.
-    """
+    """Return the leaf of an object that holds no others."""
     checked_object(key, value)
     if isinstance(value, Variable):
         return VariableLeaf(key, value)

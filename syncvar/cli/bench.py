@@ -29,15 +29,7 @@ def check_files(chosen: argparse.Namespace) -> None:
 
 
 def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run the command; return the exit code.
-
-    Args:
-        chosen: Parsed options.
-        arguments: The same, unparsed.
-
-    Raises:
-        ConfigError: An option is wrong; nothing was started.
-    """
+    """Run the command; return the exit code."""
     planned(chosen)
     check_files(chosen)
     if is_launched():

@@ -115,17 +115,6 @@ def fitted(
     A predicted time is the maximum of sums of constants, hence piecewise linear: a few steps of
     Newton's
     method find the constants.
-
-    Args:
-        points: Two pairs (prediction by constants, measured seconds).
-        start: Initial constants; the ratio of its times per byte is kept.
-
-    Example:
-        >>> small = lambda c: 2 * c.latency
-        >>> large = lambda c: 2 * c.latency + 1000 * c.per_byte
-        >>> found = fitted([(small, 6e-6), (large, 16e-6)], LINKS)
-        >>> round(found.latency * 1e6, 6), round(found.per_byte * 1e9, 6)
-        (3.0, 10.0)
     """
     if len(points) != 2:
         return None

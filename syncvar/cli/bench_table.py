@@ -73,21 +73,7 @@ def rated(
     iterations: int,
     shown: int = 1,
 ) -> Half:
-    """Return the measurement from the times of all ranks.
-
-    Args:
-        seconds: Time of one call on each rank.
-        nbytes: Size of the call.
-        factor: Factor of the collective.
-        nwrong: Number of wrong elements.
-        iterations: Number of timed calls.
-        shown: Index in `SHOWN` of the shown time.
-
-    Example:
-        >>> half = rated([2e-6, 4e-6], 3000, 2 * (2 - 1) / 2, 0, 20)
-        >>> half.time, half.alg_bw, half.bus_bw
-        (3.0, 1.0, 1.0)
-    """
+    """Return the measurement from the times of all ranks."""
     microseconds = [one * 1e6 for one in seconds]
     average = sum(microseconds) / len(microseconds)
     times = microseconds[0], average, min(microseconds), max(microseconds)
@@ -97,11 +83,7 @@ def rated(
 
 
 def parse_size(text: str) -> int:
-    """Return a number of bytes: 8, 4K, 1.5M, 64MiB; each letter is a power of 1024.
-
-    Raises:
-        ConfigError: The text is something else.
-    """
+    """Return a number of bytes: 8, 4K, 1.5M, 64MiB; each letter is a power of 1024."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"a size is a number of bytes such as 8, 4K or 64M, not {text!r}")
@@ -114,17 +96,7 @@ def parse_size(text: str) -> int:
 def sizes(
     first: int, last: int, *, factor: float | None = None, step: int | None = None
 ) -> list[int]:
-    """Return the sizes from `first` to `last`: by a factor (default 2), or by a step.
-
-    Raises:
-        ConfigError: The range is empty, or the options contradict.
-
-    Example:
-        >>> sizes(8, 64)
-        [8, 16, 32, 64]
-        >>> sizes(8, 64, step=24)
-        [8, 32, 56]
-    """
+    """Return the sizes from `first` to `last`: by a factor (default 2), or by a step."""
     if first > last:
         raise ConfigError(f"the first size ({first}) is larger than the last ({last})")
     if factor is not None and step is not None:
@@ -175,12 +147,7 @@ def _half(half: Half | None) -> str:
 
 
 def fixed(value: float, width: int) -> str:
-    """Format a number with up to two decimals, as many as the width allows.
-
-    Example:
-        >>> fixed(3.14159, 7), fixed(12345.678, 7), fixed(12345678.9, 7)
-        ('3.14', '12345.7', '1.2e+07')
-    """
+    """Format a number with up to two decimals, as many as the width allows."""
     digits = len(str(int(value)))
     for places in (2, 1):
         if digits + 1 + places <= width:

@@ -21,12 +21,7 @@ _COLUMNS = ("call", "a rank gives", "a rank gets", "algorithms", "cost", "busbw"
 
 
 def collectives_text() -> str:
-    """Return the table in Markdown, and below it the dtypes of each op.
-
-    Example:
-        >>> print(collectives_text().splitlines()[0])
-        | call | a rank gives | a rank gets | algorithms | cost | busbw | tests |
-    """
+    """Return the table in Markdown, and below it the dtypes of each op."""
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
     for one in available():
         calls = "<br>".join(f"`{signature_of(name)}`" for name in one.functions)
@@ -38,12 +33,7 @@ def collectives_text() -> str:
 
 
 def signature_of(name: str) -> str:
-    """Return a function's signature with defaults and without types; "…" stands for `_COMMON`.
-
-    Example:
-        >>> signature_of("barrier")
-        'barrier(*, …)'
-    """
+    """Return a function's signature with defaults and without types; "…" stands for `_COMMON`."""
     parameters = inspect.signature(getattr(sv, name)).parameters
     is_common = all(one in parameters for one in _COMMON)
     words = []

@@ -47,9 +47,6 @@ def divergences(records: Sequence[FlightRecord]) -> list[Divergence]:
     had
     ended before. The time before a full ring, and after a record from the middle of a run, is
     unknown.
-
-    Args:
-        records: Records of one generation.
     """
     groups = members_of(records)
     by_rank = {record.rank: record for record in records}

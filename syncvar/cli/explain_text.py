@@ -35,11 +35,7 @@ _SIGTERM = "SystemExit: 143"  # reason of a worker's record after SIGTERM
 
 
 def explained(records: Sequence[FlightRecord]) -> tuple[str, bool]:
-    """Return the text about the records, and whether the ranks diverged.
-
-    Args:
-        records: At least one; of several generations, the last one counts.
-    """
+    """Return the text about the records, and whether the ranks diverged."""
     servers = newest(record for record in records if is_server(record.rank))
     records = newest(record for record in records if not is_server(record.rank))
     everybody = [*records, *servers]

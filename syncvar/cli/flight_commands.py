@@ -94,11 +94,7 @@ def _write_trace(path: str, trace: Mapping[str, Any]) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Run a command; return the exit code.
-
-    Raises:
-        ConfigError: The records cannot be read, or the trace cannot be written.
-    """
+    """Run a command; return the exit code."""
     records = load(_of_job(chosen.records) if chosen.command == "explain" else chosen.records)
     if chosen.command == "explain":
         text, has_diverged = explained(records)

@@ -73,15 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def coming_from_text(library: str | None = None) -> str:
-    """Return the whole table in Markdown, or one library beside syncvar and the differences.
-
-    Args:
-        library: One of `LIBRARIES`, or None.
-
-    Example:
-        >>> print(coming_from_text("mpi4py").splitlines()[0])
-        | task | mpi4py | syncvar |
-    """
+    """Return the whole table in Markdown, or one library beside syncvar and the differences."""
     shown = LIBRARIES if library is None else (library,)
     titles = [_TITLES[LIBRARIES.index(one)] for one in shown]
     rows = [

@@ -71,15 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
-    """Return the output of the command.
-
-    Args:
-        chosen: Parsed options.
-        config: Settings that a job would have here.
-
-    Raises:
-        ConfigError: An option is out of range.
-    """
+    """Return the output of the command."""
     n, collective = chosen.ranks, chosen.collective
     if not 1 <= n <= _RANKS_MAX:
         raise ConfigError(f"--ranks must be 1 to {_RANKS_MAX}, not {n}")
@@ -178,24 +170,14 @@ def _table(
 
 
 def _duration(seconds: float) -> str:
-    """Format a time.
-
-    Example:
-        >>> _duration(0.0000451), _duration(0.00123), _duration(2.5)
-        ('45 us', '1.23 ms', '2.50 s')
-    """
+    """Format a time."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _size(nbytes: int) -> str:
-    """Format a number of bytes.
-
-    Example:
-        >>> _size(0), _size(1023), _size(1 << 20), _size(1677724)
-        ('0 B', '1023 B', '1.0 MiB', '1.6 MiB')
-    """
+    """Format a number of bytes."""
     amount = float(nbytes)
     for unit in ("B", "KiB", "MiB"):
         if amount < 1024:
@@ -205,11 +187,6 @@ def _size(nbytes: int) -> str:
 
 
 def _itemsize(name: str) -> int:
-    """Return the bytes of an element, which the name of its dtype contains.
-
-    Example:
-        >>> _itemsize("float32"), _itemsize("bool"), _itemsize("complex128")
-        (4, 1, 16)
-    """
+    """Return the bytes of an element, which the name of its dtype contains."""
     digits = "".join(character for character in name if character.isdigit())
     return int(digits) // 8 if digits else 1

@@ -62,20 +62,7 @@ SHM = CostModel(
 
 
 def predicted_seconds(plans: Sequence[Schedule], itemsize: int, model: CostModel = LINKS) -> float:
-    """Return the seconds from a common start to the end of the last rank.
-
-    Args:
-        plans: Schedules of all ranks, in rank order.
-        itemsize: Bytes of an element.
-        model: Constants of the path.
-
-    Example:
-        >>> from syncvar.algorithms.builders import build_all
-        >>> model = CostModel(1.0, 0.5, 0.25, 0.0)
-        >>> # 6 + 2 * 3/4 * 4 + 3/4 * 2
-        >>> predicted_seconds(build_all("all_reduce", "ring", 4, count=8), 1, model)
-        13.5
-    """
+    """Return the seconds from a common start to the end of the last rank."""
     one_round = _phase if model.shared else _round
     now = [0.0] * len(plans)
     for number in range(max(len(plan.rounds) for plan in plans)):

@@ -39,19 +39,7 @@ def program_lines(
     is_demanded: bool,
     most: int | None,
 ) -> list[str]:
-    """Return the program of a rank in shared memory.
-
-    Args:
-        collective: The collective.
-        algorithm: Algorithm of its schedule.
-        rank: Rank of the program.
-        size: Size of the group; at least 2.
-        count: Elements of the vector, or of each block.
-        itemsize: Bytes of an element.
-        root: Root of a broadcast.
-        is_demanded: Whether the user chose the algorithm.
-        most: Maximum of shown instructions after phase 0.
-    """
+    """Return the program of a rank in shared memory."""
     about, program = _program(collective, algorithm, rank, size, count, itemsize, root, is_demanded)
     head = f"The program of rank {rank} in shared memory{about}:"
     return ["", head, *(f"  {line}" for line in program_text(program, most).splitlines())]

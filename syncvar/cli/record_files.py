@@ -69,11 +69,7 @@ class FlightRecord(NamedTuple):
 
 
 def as_record(data: Mapping[str, Any]) -> FlightRecord:
-    """Return the record in a file's data.
-
-    Raises:
-        KeyError, TypeError, ValueError: The data are something else.
-    """
+    """Return the record in a file's data."""
     if data["format"] != FORMAT:
         raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
     offset = int(data["clock_offset_ns"])
@@ -109,14 +105,7 @@ def as_record(data: Mapping[str, Any]) -> FlightRecord:
 
 
 def load(names: Sequence[str]) -> list[FlightRecord]:
-    """Read the records of a job, ordered by generation and rank.
-
-    Args:
-        names: Files, or folders with files flight-rank<r>.json and flight-server<s>.json.
-
-    Raises:
-        ConfigError: There are none, one of them is damaged, or they are of several jobs.
-    """
+    """Read the records of a job, ordered by generation and rank."""
     paths: list[Path] = []
     for name in names:
         path = Path(name)
@@ -238,12 +227,7 @@ def lost_ranks(detail: str) -> dict[int, LostRank]:
 
 
 def duration(ns: float) -> str:
-    """Format a time.
-
-    Example:
-        >>> duration(1500), duration(2.5e6), duration(61e9)
-        ('1.5 us', '2.500 ms', '61.000 s')
-    """
+    """Format a time."""
     if abs(ns) < 1e6:
         return f"{ns / 1e3:.1f} us"
     return f"{ns / 1e6:.3f} ms" if abs(ns) < 1e9 else f"{ns / 1e9:.3f} s"

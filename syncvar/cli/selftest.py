@@ -19,15 +19,7 @@ _CALL_TIMEOUT_S = 30.0
 
 
 def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run the command; return the exit code: 0 if all results were correct, else 1.
-
-    Args:
-        chosen: Parsed options.
-        arguments: The same, unparsed.
-
-    Raises:
-        ConfigError: An option is wrong; nothing was started.
-    """
+    """Run the command; return the exit code: 0 if all results were correct, else 1."""
     wanted(chosen.collectives)
     if is_launched():
         from syncvar.cli.selftest_worker import work

@@ -59,23 +59,12 @@ class Case:
 
 
 def part(case: Case, rank: int) -> NDArray[Any]:
-    """Return a rank's input as a new array.
-
-    Example:
-        >>> part(Case(0, 2, (5,)), 1)
-        array([ 1., -3., -4.,  0., -4.], dtype=float32)
-    """
+    """Return a rank's input as a new array."""
     return np.resize(_pattern(case.dtype, case.op, rank, case.size), case.shape)
 
 
 def combined(case: Case, ranks: Sequence[int]) -> Any:
-    """Return the reduction of some ranks' inputs; (values, ranks) for minloc and maxloc.
-
-    Example:
-        >>> case = Case(0, 2, (3,), op="max")
-        >>> combined(case, (0, 1))
-        array([ 1.,  2., -2.], dtype=float32)
-    """
+    """Return the reduction of some ranks' inputs; (values, ranks) for minloc and maxloc."""
     found = _combined(case.dtype, case.op, tuple(ranks), case.size)
     if isinstance(found, tuple):
         return tuple(np.resize(one, case.shape) for one in found)
@@ -83,12 +72,7 @@ def combined(case: Case, ranks: Sequence[int]) -> Any:
 
 
 def cut(value: Any, size: int) -> list[Any]:
-    """Return `size` pieces of axis 0, the first ones longer; of a tuple, tuples of pieces.
-
-    Example:
-        >>> [len(piece) for piece in cut(np.zeros(7), 3)]
-        [3, 2, 2]
-    """
+    """Return `size` pieces of axis 0, the first ones longer; of a tuple, tuples of pieces."""
     if isinstance(value, tuple):
         return list(zip(*(cut(one, size) for one in value), strict=True))
     return [value[chunk.start : chunk.stop] for chunk in even_chunks(value.shape[0], size)]
@@ -100,12 +84,7 @@ def spoiled(wanted: NDArray[Any]) -> NDArray[Any]:
 
 
 def count_wrong(got: Any, wanted: Any) -> int:
-    """Return the number of wrong elements; all, at least one, if shape or dtype is wrong.
-
-    Example:
-        >>> count_wrong(np.array([1.0, 2.0]), np.array([1.0, 3.0]))
-        1
-    """
+    """Return the number of wrong elements; all, at least one, if shape or dtype is wrong."""
     if wanted is None:
         return 0 if got is None else 1
     if isinstance(wanted, list | tuple):
@@ -118,12 +97,7 @@ def count_wrong(got: Any, wanted: Any) -> int:
 
 
 def first_wrong(got: Any, wanted: Any) -> str:
-    """Describe the first difference of two results; "" if there is none.
-
-    Example:
-        >>> first_wrong(np.array([1.0, 2.0]), np.array([1.0, 3.0]))
-        'index 1 is 2.0 instead of 3.0'
-    """
+    """Describe the first difference of two results; "" if there is none."""
     if wanted is None:
         return "" if got is None else f"a {type(got).__name__} instead of None"
     if isinstance(wanted, list | tuple):

@@ -77,16 +77,7 @@ def wanted(names: Sequence[str]) -> list[Collective]:
 
 
 def outcome_lines(paths: Mapping[str, Sequence[SelfTestResult]]) -> tuple[list[str], bool]:
-    """Return a line for each collective, with its failures below, and whether all succeeded.
-
-    Args:
-        paths: Results for each data path.
-
-    Example:
-        >>> result = SelfTestResult("barrier", "no rank leaves early", 20, 0.1)
-        >>> outcome_lines({"zmq": [result]})
-        (['barrier            OK    no rank leaves early; 20 calls over zmq'], True)
-    """
+    """Return a line for each collective, with its failures below, and whether all succeeded."""
     together: dict[str, dict[str, SelfTestResult]] = defaultdict(dict)
     for path, outcomes in paths.items():
         for one in outcomes:

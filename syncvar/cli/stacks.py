@@ -50,11 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Print the stacks of a job; return 1 if a rank does not answer.
-
-    Raises:
-        ConfigError: No such job runs, or it cannot be asked.
-    """
+    """Print the stacks of a job; return 1 if a rank does not answer."""
     path, others = _find(chosen.job, os.environ)
     if others:
         sys.stderr.write(
@@ -73,13 +69,7 @@ def run(chosen: argparse.Namespace) -> int:
 def stacks_text(
     answer: Mapping[str, Any], *, all_threads: bool = False, verbose: bool = False
 ) -> str:
-    """Return the stacks of all ranks and servers, equal ones once.
-
-    Args:
-        answer: Answer of the launcher, with "job" and "ranks".
-        all_threads: Whether to include threads besides the main thread.
-        verbose: Whether to include all frames.
-    """
+    """Return the stacks of all ranks and servers, equal ones once."""
     folder = answer["job"]["folder"]
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank in answer["ranks"]:

@@ -37,13 +37,6 @@ def start_workers(
     `--report-to` gives rank 0 a descriptor: text written there appears on our standard output
     without
     the prefix of the rank. The job ends with this process.
-
-    Args:
-        module: Module for `-m`.
-        arguments: Its arguments.
-        workers: Number of ranks, or "auto".
-        timeout_s: Limit of the whole job.
-        settings: Further environment variables for the launcher.
     """
     options = ["--workers", workers]
     if timeout_s is not None:

@@ -37,12 +37,7 @@ _Cells = tuple[str, ...]
 
 
 def rules_text() -> str:
-    """Return the table; rows and columns with equal cells are joined.
-
-    Example:
-        >>> print(rules_text().splitlines()[0])
-        | operation | synchronization | aggregation | replica | cross, merge | spmd |
-    """
+    """Return the table; rows and columns with equal cells are joined."""
     joined = _columns()
     titles = ["operation", "synchronization", "aggregation"]
     titles += [", ".join(context.value for context in same) for same in joined]
