@@ -59,7 +59,7 @@ def restore_for_all(
     *,
     partial: bool,
 ) -> tuple[str | None, Found]:
-    """Restore the server-side variables once, and the data that each worker keeps on every worker."""
+    """Restore server-side variables once, and the data of each worker on every worker."""
     here = there.strategy.here
     here.restorings += 1
     number, is_first = here.restorings, group.rank == 0

@@ -51,7 +51,7 @@ def is_left_over(name: str, identity: str | None) -> bool:
 
 
 def step_name(step: int) -> str:
-    """Return the folder name of a step, ordered like the steps; raise ConfigError if it is not one."""
+    """Return the folder name of a step, ordered like the steps; raise ConfigError otherwise."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _STEP_MAX:
         raise ConfigError(
             f"step must be an integer of at least 0, not {step!r}: write manager.save(step=100)"

@@ -24,9 +24,8 @@ class Notice:
     """Whether this rank has received a stop request.
 
     The first SIGTERM is the request. A later one, or one in a job with a failed rank, runs the
-    previous
-    handler. Two within a second count as one: a scheduler that signals every process also signals
-    the launcher, which passes the signal on.
+    previous handler. Two within a second count as one: a scheduler that signals every process also
+    signals the launcher, which passes the signal on.
 
     Args:
         listens: Whether to handle SIGTERM.

@@ -234,12 +234,14 @@ class PlainLeaf:
     ) -> bytes | None:
         stored = entry.choose(self.key, rank, ranks, policy, own=True)
         if stored is None:
-            text = (
+            _log.warning(
                 "%r differed between the %d ranks that saved it, and rank %d keeps its own. "
                 "restore_policy='cycle' assigns a saved one, 'error' raises. If the state should "
-                "be equal (buffers of a model), make it equal before the save"
+                "be equal (buffers of a model), make it equal before the save",
+                self.key,
+                entry.replicas,
+                rank,
             )
-            _log.warning(text, self.key, entry.replicas, rank)
             return None
         if stored.dtype != "uint8" or len(stored.shape) != 1:
             raise CheckpointError(
@@ -394,8 +396,7 @@ def communicator_of_leaves(leaves: list[Leaf], default: Callable[[], Communicato
     """Return the group that saves or restores together: the replicas of the variables.
 
     Of several groups, it is the widest if that holds all others, else the world; the default
-    without
-    variables.
+    without variables.
     """
     variables = [leaf for leaf in leaves if isinstance(leaf, VariableLeaf)]
     # NONE variables may exist on some ranks only, so they decide last.

@@ -113,8 +113,7 @@ def fitted(
     """Return the constants for which two predictions equal two measurements, or None.
 
     A predicted time is the maximum of sums of constants, hence piecewise linear: a few steps of
-    Newton's
-    method find the constants.
+    Newton's method find the constants.
     """
     if len(points) != 2:
         return None

@@ -240,7 +240,7 @@ def find(name: str) -> Collective:
 
 
 def has_result_like_input(case: Case) -> bool:
-    """Return whether result and input have the same dtype; not so for minloc, maxloc, integer mean."""
+    """Return whether result and input have one dtype; not so for minloc, integer mean."""
     found = combined(case, (0,))
     return not isinstance(found, tuple) and found.dtype.name == case.dtype
 

@@ -44,8 +44,7 @@ def divergences(records: Sequence[FlightRecord]) -> list[Divergence]:
     """Return the first divergence of each group, the earliest first, harmless ones last.
 
     A call diverges if fingerprints differ, if a rank with a record did not enter it, or if a rank
-    had
-    ended before. The time before a full ring, and after a record from the middle of a run, is
+    had ended before. The time before a full ring, and after a record from the middle of a run, is
     unknown.
     """
     groups = members_of(records)
@@ -77,8 +76,7 @@ def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
     """Return the calls that diverge.
 
     A rank may have missed a call because another call blocked it. That excuses it if that other
-    call
-    does not diverge itself, or is excused too. Ranks that block each other have no excuse.
+    call does not diverge itself, or is excused too. Ranks that block each other have no excuse.
     """
     suspects = [one for one in every if one.absent or _differs(one)]
     held: dict[int, list[Event]] = {}  # rank -> calls that block it, or did for a while

@@ -1,10 +1,8 @@
 """Predicted times and traffic of schedules: an interpreter that moves a clock instead of data.
 
 Over links a rank has one port to send and one to receive, used at the same time. A message of b
-bytes
-occupies both ports for latency + b * per_byte; a rank sends in the order of its schedule.
-Reductions
-and copies follow after the transfers of the round. This is the single-port, full-duplex
+bytes occupies both ports for latency + b * per_byte; a rank sends in the order of its schedule.
+Reductions and copies follow after the transfers of the round. This is the single-port, full-duplex
 alpha-beta-gamma model (Hockney 1994; Chan et al. 2007, section 2); formulas of papers test it.
 
 In shared memory a round is a phase: all ranks publish, wait for each other, and read. It costs the

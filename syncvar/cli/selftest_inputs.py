@@ -1,8 +1,7 @@
 """Inputs and expected results of `syncvar test` and `syncvar bench`, exact, so == compares them.
 
 An input is a short pattern, repeated. Its length is a prime, so a chunk in the wrong position
-shows;
-patterns of two ranks differ. The expected results use NumPy only, in float64 or in integers.
+shows; patterns of two ranks differ. The expected results use NumPy only, in float64 or in integers.
 """
 
 from __future__ import annotations

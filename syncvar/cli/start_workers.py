@@ -35,8 +35,7 @@ def start_workers(
     """Run a module as every rank of a new job; return the launcher's exit code.
 
     `--report-to` gives rank 0 a descriptor: text written there appears on our standard output
-    without
-    the prefix of the rank. The job ends with this process.
+    without the prefix of the rank. The job ends with this process.
     """
     options = ["--workers", workers]
     if timeout_s is not None:
