@@ -38,10 +38,8 @@ class PendingSave:
 
     The values have been copied, and the thread only writes them; it sends nothing. The commit needs
     all ranks. It happens in `wait`, in `should_stop` of a manager, or at the start of the next save
-    or
-    restore of the same checkpoint. A save without a commit does not exist: at the end of the
-    program
-    its files are removed, with a warning.
+    or restore of the same checkpoint. A save without a commit does not exist: at the end of the
+    program its files are removed, with a warning.
 
     Example:
         >>> import syncvar as sv, tempfile
@@ -82,8 +80,7 @@ class PendingSave:
 
         Args:
             timeout: Seconds for this rank's writing, and for each of the two calls of the group.
-                None means no limit for writing,
-                and the timeout of the save for the calls.
+                None means no limit for writing, and the timeout of the save for the calls.
 
         Returns:
             The path.
@@ -142,14 +139,15 @@ def _give_up(saving: Saving | SavedElsewhere, thread: threading.Thread, process:
     saving.discard()
     if saving.failure is not None:
         if saving.is_speaker:
-            text = (
+            _log.warning(
                 "the save of the checkpoint %s ended without a commit: %s. "
-                "The checkpoints before it are complete"
+                "The checkpoints before it are complete",
+                saving.path,
+                saving.failure,
             )
-            _log.warning(text, saving.path, saving.failure)
         return
-    text = (
+    _log.warning(
         "the checkpoint %s was never committed, so it does not exist: call wait() on the result of "
-        "save(…, async_op=True), on every rank, before the program ends"
+        "save(…, async_op=True), on every rank, before the program ends",
+        saving.path,
     )
-    _log.warning(text, saving.path)

@@ -81,27 +81,24 @@ class Checkpoint:
     """Named objects that ranks save and restore together.
 
     A checkpoint accepts variables, optimizers, iterators, `numpy.random.Generator`, nested
-    checkpoints
-    and objects with `state_dict()` and `load_state_dict(state)`, such as PyTorch modules. It also
-    accepts dicts, lists and tuples of them, and plain data: numbers, texts, arrays, tensors, dates,
-    and lists, sets and dicts of plain data.
-    `checkpoint.name = object` adds an object later. The checkpoint owns its plain data: after a
-    restore, `checkpoint.epoch` is the restored value.
+    checkpoints and objects with `state_dict()` and `load_state_dict(state)`, such as PyTorch
+    modules. It also accepts dicts, lists and tuples of them, and plain data: numbers, texts,
+    arrays, tensors, dates, and lists, sets and dicts of plain data. `checkpoint.name = object` adds
+    an object later. The checkpoint owns its plain data: after a restore, `checkpoint.epoch` is the
+    restored value.
 
-    On disk a checkpoint is a folder with one safetensors file (shard) per rank and a manifest.
-    Rank 0 writes the manifest last; that is the commit. Any number of replicas can restore it, into
+    On disk a checkpoint is a folder with one safetensors file (shard) per rank and a manifest. Rank
+    0 writes the manifest last; that is the commit. Any number of replicas can restore it, into
     variables of any mode. An ON_WRITE variable takes the value. An ON_READ variable takes the value
     that a read returns; a sum is split again, exactly. NONE variables, and ON_READ variables
-    without
-    aggregation, take it replica by replica. States and plain data are saved once if all ranks have
-    the
-    same, else once per rank. No file contains pickled data.
+    without aggregation, take it replica by replica. States and plain data are saved once if all
+    ranks have the same, else once per rank. No file contains pickled data.
 
     The replicas of the variables save together; without variables, those of the current strategy.
     All must have the same objects under the same names; NONE variables may exist on some ranks
-    only.
-    If all variables are server-side, rank 0 saves one version of them, and the calls of the other
-    workers return at once. Rank 0 restores them in one transaction, and the other workers wait.
+    only. If all variables are server-side, rank 0 saves one version of them, and the calls of the
+    other workers return at once. Rank 0 restores them in one transaction, and the other workers
+    wait.
 
     Args:
         objects: Objects by name.
@@ -182,14 +179,12 @@ class Checkpoint:
         """Save all objects. Collective; allowed in every context.
 
         The save is atomic: until the new checkpoint is complete on disk, `path` holds the previous
-        one.
-        One job at a time writes a folder, and all ranks must see that folder.
+        one. One job at a time writes a folder, and all ranks must see that folder.
 
         Args:
             path: Checkpoint folder; created if missing.
             async_op: Whether to copy the values now, write them in a thread, and return a
-                `PendingSave`.
-                Its `wait` commits.
+                `PendingSave`. Its `wait` commits.
             timeout: Seconds that each call of the group waits; None means the job's default.
 
         Returns:
@@ -203,9 +198,8 @@ class Checkpoint:
                 folder. Nothing was saved.
 
         Cost: Three exchanges of descriptions (some 100 bytes for each object and rank), and one
-            transfer for each ON_READ
-            variable that is combined. Each rank writes 1/N of the shared values, and its own
-            copies; memory is not copied.
+            transfer for each ON_READ variable that is combined. Each rank writes 1/N of the shared
+            values, and its own copies; memory is not copied.
         """
         where, refused = _path_or_error(path)
         return self._save(where, Label(), timeout, async_op=async_op, refused=refused)
@@ -230,11 +224,14 @@ class Checkpoint:
             if waiting is not None and waiting.is_news and waiting.keys and communicator.rank == 0:
                 waiting.is_news = False
                 keys = ", ".join(sorted(waiting.keys)[:8])
-                text = (
+                _log.warning(
                     "%d entries of the checkpoint restored from %s still wait for their objects. "
-                    "They are not part of %s: %s"
+                    "They are not part of %s: %s",
+                    len(waiting.keys),
+                    waiting.path,
+                    path,
+                    keys,
                 )
-                _log.warning(text, len(waiting.keys), waiting.path, path, keys)
             saving: Saving | SavedElsewhere
             if refused is None and isinstance(communicator, SoloGroup) and communicator.rank:
                 saving = SavedElsewhere(path)
@@ -267,8 +264,11 @@ class Checkpoint:
         if pending is not None:
             error = pending.exception()
             if error is not None:
-                text = "saving the checkpoint %s failed, and nobody called its wait(): %s"
-                _log.warning(text, pending.path, error)
+                _log.warning(
+                    "saving the checkpoint %s failed, and nobody called its wait(): %s",
+                    pending.path,
+                    error,
+                )
 
     # -- restoring ---------------------------------------------------------------------------------
 
@@ -290,12 +290,10 @@ class Checkpoint:
             path: Checkpoint folder.
             restore_policy: What replica r takes from an entry that was saved per replica.
                 "same_rank_or_initial": copy r, or its current value if there is none; "cycle": copy
-                r
-                modulo the number of copies; "error": the numbers of replicas must be equal.
+                r modulo the number of copies; "error": the numbers of replicas must be equal.
             partial: Whether to skip what does not fit: objects without an entry, optimizer state
                 without its variable or slot, and state of another kind of optimizer. These are
-                errors
-                by default.
+                errors by default.
             timeout: Seconds that each call of the group waits; None means the job's default.
 
         Raises:
@@ -303,8 +301,7 @@ class Checkpoint:
             NotFound: On every rank: there is no checkpoint.
             Corrupt: On every rank: bytes differ from those that were saved.
             CheckpointError: On every rank: an object has no entry, or differs from it in shape,
-                dtype or
-                type; or optimizer state has no owner.
+                dtype or type; or optimizer state has no owner.
 
         Cost: Every rank reads all shared values and its own copies. Two exchanges of some bytes.
         """
@@ -343,12 +340,14 @@ class Checkpoint:
         if waiting.keys and not partial and collected.group.rank == 0:
             shown = sorted(waiting.keys)
             keys = ", ".join(shown[:8]) + ", …" * (len(shown) > 8)
-            text = (
+            _log.warning(
                 "%d entries of the checkpoint %s have no object in this program and are not "
                 "restored: %s. Add the object with checkpoint.name = object, or confirm with "
-                "restore(…, partial=True)"
+                "restore(…, partial=True)",
+                len(shown),
+                found_at,
+                keys,
             )
-            _log.warning(text, len(shown), found_at, keys)
         for name, value in list(self._objects.items()):
             self._follow(name, value)
         return found_at

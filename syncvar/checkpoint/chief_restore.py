@@ -59,26 +59,7 @@ def restore_for_all(
     *,
     partial: bool,
 ) -> tuple[str | None, Found]:
-    """Restore the server-side variables once, and the data that each worker keeps on every worker.
-
-    Args:
-        leaves: All leaves of this worker.
-        there: Server-side variables.
-        group: This worker.
-        path: Checkpoint folder; None: the result of `find`.
-        find: Returns the folder on rank 0; None restores nothing.
-        stage: Reads a checkpoint; returns the new value of each leaf, and the description of the
-            checkpoint.
-        timeout: Seconds.
-        partial: Whether objects without an entry keep their values.
-
-    Returns:
-        (path, description of the checkpoint).
-
-    Raises:
-        CheckpointError: On every worker; nothing was restored.
-        MismatchError: Rank 0 has restored another checkpoint.
-    """
+    """Restore server-side variables once, and the data of each worker on every worker."""
     here = there.strategy.here
     here.restorings += 1
     number, is_first = here.restorings, group.rank == 0

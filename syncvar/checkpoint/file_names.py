@@ -27,12 +27,7 @@ def checked_path(path: Any, instead: str = "checkpoint.save('folder/name')") -> 
 
 
 def shard_name(identity: str, rank: int, count: int) -> str:
-    """Return the name of the file that a rank writes.
-
-    Example:
-        >>> shard_name("00112233aabbccdd", 2, 4)
-        'shard-00112233aabbccdd-00002-of-00004.safetensors'
-    """
+    """Return the name of the file that a rank writes."""
     return f"shard-{identity}-{rank:05d}-of-{count:05d}.safetensors"
 
 
@@ -48,18 +43,7 @@ def temporary_name(name: str, nonce: str) -> str:
 
 
 def is_left_over(name: str, identity: str | None) -> bool:
-    """Return whether a file belongs to an unfinished save or to an older checkpoint.
-
-    Args:
-        name: Name of the file.
-        identity: Identity of the committed checkpoint; None without one.
-
-    Example:
-        >>> is_left_over("manifest.json.tmp-00112233aabbccdd", None)
-        True
-        >>> is_left_over("notes.txt", None)
-        False
-    """
+    """Return whether a file belongs to an unfinished save or to an older checkpoint."""
     temporary = _TEMPORARY.fullmatch(name)
     if temporary is not None:
         return temporary["name"] == MANIFEST or is_shard(temporary["name"])
@@ -67,12 +51,7 @@ def is_left_over(name: str, identity: str | None) -> bool:
 
 
 def step_name(step: int) -> str:
-    """Return the folder name of a step, ordered like the steps; raise ConfigError if it is not one.
-
-    Example:
-        >>> step_name(1200)
-        'step-0000001200'
-    """
+    """Return the folder name of a step, ordered like the steps; raise ConfigError otherwise."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _STEP_MAX:
         raise ConfigError(
             f"step must be an integer of at least 0, not {step!r}: write manager.save(step=100)"
@@ -81,11 +60,6 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a folder name, or None.
-
-    Example:
-        >>> step_of("step-0000001200"), step_of("step-1/..")
-        (1200, None)
-    """
+    """Return the step of a folder name, or None."""
     found = _STEP.fullmatch(name)
     return None if found is None else int(found[1])

@@ -78,10 +78,6 @@ class CheckpointFolder:
 
     Args:
         path: Path of the folder.
-
-    Raises:
-        NotFound: The folder does not exist.
-        CheckpointError: It cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -108,18 +104,7 @@ class CheckpointFolder:
             self._descriptor = -1
 
     def write(self, name: str, parts: Iterable[memoryview], nonce: str) -> int:
-        """Write a complete file, or none; return its length.
-
-        Args:
-            name: Name of the file; an existing one is replaced.
-            parts: Bytes of the file.
-            nonce: 16 hexadecimal digits for the temporary name.
-
-        Raises:
-            CheckpointError: The file cannot be written. An existing file is unchanged, unless only
-                the sync
-                of the folder failed: then the new file exists, but may not survive a power cut.
-        """
+        """Write a complete file, or none; return its length."""
         temporary = temporary_name(name, nonce)
         descriptor, renamed, nbytes, doing = -1, False, 0, "create"
         try:
@@ -188,12 +173,7 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[tuple[int, int]]:
-        """Open a file for reading; yields (descriptor, length).
-
-        Raises:
-            NotFound: The file does not exist.
-            CheckpointError: It is not a regular file, or cannot be read.
-        """
+        """Open a file for reading; yields (descriptor, length)."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             descriptor = os.open(name, flags, dir_fd=self._descriptor)
@@ -216,12 +196,7 @@ class CheckpointFolder:
             os.close(descriptor)
 
     def read(self, name: str, limit_nbytes: int) -> bytes:
-        """Return the bytes of a file.
-
-        Raises:
-            NotFound: The file does not exist.
-            CheckpointError: It is longer than the limit, or cannot be read.
-        """
+        """Return the bytes of a file."""
         with self.reading(name) as (descriptor, nbytes):
             if nbytes > limit_nbytes:
                 raise CheckpointError(
@@ -261,11 +236,7 @@ def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> No
 
 
 def make_folder(path: str) -> CheckpointFolder:
-    """Open a folder for writing; create it and its parents if missing.
-
-    Raises:
-        CheckpointError: It cannot be created, or the path leads through a link of another user.
-    """
+    """Open a folder for writing; create it and its parents if missing."""
     try:
         refuse_foreign_links(path)
         missing, at = [], os.path.abspath(path)

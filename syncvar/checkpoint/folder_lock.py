@@ -31,9 +31,6 @@ class Lock:
     Args:
         folder: Path of an existing folder.
         what: What the holder does there, for the error of other processes.
-
-    Raises:
-        CheckpointError: Another process holds it; the text says which.
     """
 
     def __init__(self, folder: str, what: str) -> None:
@@ -42,16 +39,17 @@ class Lock:
         try:
             before = _read(descriptor)
             if before:
-                text = (
+                _log.warning(
                     "%s was left locked by %s, which no longer exists (it was killed, or its host "
-                    "failed). This process takes the lock and ignores what was not committed"
+                    "failed). This process takes the lock and ignores what was not committed",
+                    folder,
+                    before,
                 )
-                _log.warning(text, folder, before)
             holder = {
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
                 "started": _start_of(os.getpid()),
-                "since": _timestamp(time.time()),
+                "since": _timestamp(),
                 "job": os.environ.get("SYNCVAR_JOB_ID", ""),
             }
             os.ftruncate(descriptor, 0)
@@ -140,5 +138,5 @@ def _start_of(pid: int) -> str:
     return _timestamp(booted + ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def _timestamp(seconds: float) -> str:
+def _timestamp(seconds: float | None = None) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -45,8 +45,7 @@ class CheckpointManager(MigrationHintsMixin):
 
     After its first save, rank 0 holds the lock of the directory. A second job that saves there
     raises CheckpointError; jobs that only restore do not. The manager removes old checkpoints after
-    it
-    has committed a new one. Checkpoints are ordered by time of saving, whatever their steps are:
+    it has committed a new one. Checkpoints are ordered by time of saving, whatever their steps are:
     after a return to step 50, the save of step 50 is the latest. The manager is a context manager;
     `close` releases the lock.
 
@@ -205,10 +204,8 @@ class CheckpointManager(MigrationHintsMixin):
 
         Args:
             step: Step of the program, at least 0; None means one more than that of the latest save.
-                An
-                existing step is replaced. A step below an existing one logs a warning: it becomes
-                the
-                latest save, and higher steps are removed before it.
+                An existing step is replaced. A step below an existing one logs a warning: it
+                becomes the latest save, and higher steps are removed before it.
             metric: Quality of the checkpoint, the same on all ranks; NaN is never the best.
             async_op: As for `Checkpoint.save`; `wait` removes old checkpoints.
             timeout: Seconds that each call of the group waits; None means the job's default.
@@ -284,11 +281,15 @@ class CheckpointManager(MigrationHintsMixin):
             return
         self._warned_of_going_back = True
         note = "" if self._keep is None else f", and keep={self._keep} counts saves, not steps"
-        text = (
+        _log.warning(
             "step %d is saved in %s, which already has step %d. Checkpoints are ordered by time of "
-            "saving: step %d is now the latest%s. Give a new run its own directory"
+            "saving: step %d is now the latest%s. Give a new run its own directory",
+            step,
+            self.directory,
+            highest,
+            step,
+            note,
         )
-        _log.warning(text, step, self.directory, highest, step, note)
 
     def _hold(self) -> None:
         """On rank 0: lock the directory and remove the files of unfinished saves and removals."""
@@ -333,8 +334,7 @@ class CheckpointManager(MigrationHintsMixin):
         """Restore the latest save that is complete. Collective.
 
         Rank 0 finds it, and all ranks restore that one. It logs a warning for each later one that
-        it cannot
-        use: the manifest cannot be read, or a file is missing or has another length.
+        it cannot use: the manifest cannot be read, or a file is missing or has another length.
 
         Args:
             restore_policy: As for `Checkpoint.restore`.
@@ -402,8 +402,7 @@ class CheckpointManager(MigrationHintsMixin):
         """Return whether any rank has received a stop request. Collective.
 
         All ranks return the same at the same call. It also commits a save with `async_op=True` once
-        all
-        ranks have written their parts. Call it once in every step, on every rank:
+        all ranks have written their parts. Call it once in every step, on every rank:
 
             for step in range(first, last):
                 train()

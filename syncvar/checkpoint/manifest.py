@@ -100,26 +100,7 @@ class ManifestEntry:
     def choose(
         self, key: str, replica: int, replicas: int, policy: str, *, own: bool
     ) -> Stored | None:
-        """Return the array that a replica restores, None if it keeps its value.
-
-        Args:
-            key: Key of this entry, for texts.
-            replica: Number of the replica that restores.
-            replicas: Number of replicas that restore.
-            policy: "same_rank_or_initial", "cycle" or "error".
-            own: Whether each replica has its own value; otherwise all have the same.
-
-        Raises:
-            CheckpointError: The policy does not allow it, or there is no value for all.
-
-        Example:
-            >>> copies = {number: Stored("bool", (number,), ()) for number in range(2)}
-            >>> entry = ManifestEntry("variable", "NONE NONE", 2, None, copies)
-            >>> entry.choose("v", 2, 3, "cycle", own=True) is copies[0]
-            True
-            >>> entry.choose("v", 2, 3, "same_rank_or_initial", own=True) is None
-            True
-        """
+        """Return the array that a replica restores, None if it keeps its value."""
         if self.value is not None:
             return self.value
         if not own:
@@ -161,13 +142,7 @@ class Manifest:
         return shard_name(self.identity, rank, self.ranks)
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file.
-
-        Example:
-            >>> manifest = Manifest("00112233aabbccdd", 1, Label(step=7))
-            >>> Manifest.from_bytes(manifest.to_bytes()) == manifest
-            True
-        """
+        """Return the content of the file."""
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -190,12 +165,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Parse the content of a file.
-
-        Raises:
-            Corrupt: It is damaged.
-            CheckpointError: It is not a manifest, or of a newer version.
-        """
+        """Parse the content of a file."""
         body = strict_json(data, "the manifest")
         if body.get("format") != FORMAT:
             raise CheckpointError(f"the manifest is not of the format {FORMAT}")
@@ -228,11 +198,7 @@ class Manifest:
         return manifest
 
     def check(self) -> None:
-        """Check that the parts fit together, before anything is opened or allocated.
-
-        Raises:
-            CheckpointError: They do not.
-        """
+        """Check that the parts fit together, before anything is opened or allocated."""
         if any(rank >= self.ranks for rank in self.shards):
             raise CheckpointError(f"the manifest has shards of more than {self.ranks} ranks")
         for key, entry in self.entries.items():

@@ -128,14 +128,7 @@ def _listed(slots: list[str]) -> str:
 def local_leaves(
     key: str, optimizer: Optimizer, variables: Mapping[str, Variable], *, has_own: bool
 ) -> Iterator[Leaf]:
-    """Yield the leaves of an optimizer for variables that are not server-side.
-
-    Args:
-        key: Key of the optimizer.
-        optimizer: The optimizer.
-        variables: All variables of the checkpoint that are not server-side, by key.
-        has_own: Whether to yield the variables of the optimizer itself, such as its count of steps.
-    """
+    """Yield the leaves of an optimizer for variables that are not server-side."""
     slots, rule = optimizer.slots, f"{key}/rule"
     for below, variable in variables.items():
         for name, slot in slots.saved_slots(variable).items():
@@ -149,12 +142,7 @@ def local_leaves(
 def require_saved_variables(
     optimizers: Iterable[tuple[str, Optimizer]], saved: Collection[int]
 ) -> None:
-    """Raise ConfigError if an optimizer has state for a variable that is not saved with it.
-
-    Args:
-        optimizers: Optimizers with their keys.
-        saved: `id` of each saved variable.
-    """
+    """Raise ConfigError if an optimizer has state for a variable that is not saved with it."""
     for key, optimizer in optimizers:
         left_out = [one for one in optimizer.slots.stepped if id(one) not in saved]
         if left_out:
@@ -167,13 +155,7 @@ def require_saved_variables(
 
 
 def ownerless_keys(leaves: Iterable[Leaf], saved: Collection[str], prefix: str) -> list[str]:
-    """Return the keys of saved state that no optimizer of this program uses.
-
-    Args:
-        leaves: All leaves of the restore.
-        saved: Keys in the checkpoint.
-        prefix: Prefix of the saved keys of the leaves.
-    """
+    """Return the keys of saved state that no optimizer of this program uses."""
     leaves = list(leaves)
     below = tuple(prefix + leaf.below for leaf in leaves if isinstance(leaf, RuleLeaf))
     taken = {prefix + leaf.key for leaf in leaves}

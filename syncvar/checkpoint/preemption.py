@@ -24,15 +24,11 @@ class Notice:
     """Whether this rank has received a stop request.
 
     The first SIGTERM is the request. A later one, or one in a job with a failed rank, runs the
-    previous
-    handler. Two within a second count as one: a scheduler that signals every process also signals
-    the launcher, which passes the signal on.
+    previous handler. Two within a second count as one: a scheduler that signals every process also
+    signals the launcher, which passes the signal on.
 
     Args:
         listens: Whether to handle SIGTERM.
-
-    Raises:
-        UsageError: This is not the main thread, which alone can handle signals.
     """
 
     def __init__(self, *, listens: bool) -> None:

@@ -74,26 +74,7 @@ def restore_leaves(
     refused: Exception | None = None,
     last: Callable[[], None] | None = None,
 ) -> Found:
-    """Restore leaves from a checkpoint. Collective, unless there is no group.
-
-    Args:
-        leaves: Leaves of this rank.
-        communicator: Group of the ranks that restore; None: this rank alone (variables that never
-            send).
-        path: Checkpoint folder.
-        policy: What replicas without a saved copy take.
-        timeout: Seconds that a call of the group waits.
-        partial: Whether objects without an entry keep their values; otherwise they are an error.
-        identity: Required identity of the checkpoint; None for any.
-        prefix: Prefix of the saved keys of these leaves.
-        refused: Error of an object that cannot be restored, reported to the other ranks; or None.
-        last: Called on the first rank after all others have succeeded; restores server-side
-            variables.
-
-    Raises:
-        ConfigError: A wrong policy.
-        CheckpointError: On every rank. Nothing was restored.
-    """
+    """Restore leaves from a checkpoint. Collective, unless there is no group."""
     staged: list[tuple[Leaf, Any]] = []
     mine: CheckpointError | None = None
     found = Found()

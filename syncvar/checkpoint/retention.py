@@ -31,17 +31,7 @@ class RetainedCheckpoint(NamedTuple):
 
 
 def best_of(kept: Sequence[RetainedCheckpoint], best: str | None) -> RetainedCheckpoint | None:
-    """Return the checkpoint with the best metric, the latest of equals; None without metrics.
-
-    Args:
-        kept: Checkpoints in any order.
-        best: "min", "max" or None.
-
-    Example:
-        >>> checkpoints = [RetainedCheckpoint(1, 0.5), RetainedCheckpoint(2, float("nan"))]
-        >>> best_of(checkpoints, "min").step
-        1
-    """
+    """Return the checkpoint with the best metric, the latest of equals; None without metrics."""
     if best is None:
         return None
     sign = 1.0 if best == "max" else -1.0
@@ -59,16 +49,6 @@ def superfluous(
     """Return the checkpoints to remove, oldest first: all but the `keep` latest and the best.
 
     A damaged checkpoint does not count; it goes when it is older than all that stay.
-
-    Args:
-        kept: Checkpoints in any order.
-        keep: Number of latest checkpoints that stay; None keeps all.
-        best: "min", "max" or None.
-
-    Example:
-        >>> saves = [RetainedCheckpoint(step, step / 10) for step in (1, 2, 3, 4)]
-        >>> [one.step for one in superfluous(saves, 2, "min")]
-        [2]
     """
     ordered = sorted(kept, key=lambda one: one.place)
     whole = [index for index, one in enumerate(ordered) if one.is_whole]

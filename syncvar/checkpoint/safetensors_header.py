@@ -82,20 +82,7 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def header_bytes(
     arrays: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]
 ) -> tuple[bytes, list[Tensor]]:
-    """Return the header of a file and its tensors, in the order of `arrays`.
-
-    Args:
-        arrays: (name, NumPy dtype, shape) of each.
-        metadata: Texts for the header.
-
-    Raises:
-        CheckpointError: The header would be longer than readers accept.
-
-    Example:
-        >>> header, tensors = header_bytes([("w", "float32", (2, 3))], {})
-        >>> len(header) % 8, tensors[0]
-        (0, Tensor(name='w', dtype='F32', shape=(2, 3), start=0, stop=24))
-    """
+    """Return the header of a file and its tensors, in the order of `arrays`."""
     tensors, end = [], 0
     for name, dtype, shape in arrays:
         start, end = end, end + math.prod(shape) * itemsize_of(dtype)
@@ -116,11 +103,7 @@ def header_bytes(
 
 
 def header_length(prefix: bytes, file_nbytes: int) -> int:
-    """Return the length of prefix and header.
-
-    Raises:
-        CheckpointError: The prefix does not fit the file.
-    """
+    """Return the length of prefix and header."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) != _PREFIX or length > min(HEADER_BYTES_MAX, file_nbytes - _PREFIX):
         raise CheckpointError(f"its header claims {length} bytes of a file of {file_nbytes}")
@@ -128,15 +111,7 @@ def header_length(prefix: bytes, file_nbytes: int) -> int:
 
 
 def parse_header(data: bytes, file_nbytes: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a file.
-
-    Args:
-        data: Its first `header_length` bytes.
-        file_nbytes: Length of the whole file.
-
-    Raises:
-        CheckpointError: The header is malformed, or does not describe the file to the last byte.
-    """
+    """Return the tensors and the metadata of a file."""
     head = strict_json(data[_PREFIX:], "the header")
     metadata = head.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(type(text) is not str for text in metadata.values()):
@@ -179,11 +154,7 @@ def _tensor(name: str, fields: Any) -> Tensor:
 
 
 def strict_json(data: bytes, what: str) -> dict[str, Any]:
-    """Parse a JSON object; reject duplicate keys, NaN and infinities.
-
-    Raises:
-        CheckpointError: The bytes are something else.
-    """
+    """Parse a JSON object; reject duplicate keys, NaN and infinities."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -68,11 +68,6 @@ class Saving:
         timeout: Seconds that a call of the group waits.
         pushes: Rank -> number of its pushes to servers that the values include; on rank 0.
         guard: Called on rank 0 before any file changes; may raise CheckpointError.
-
-    Raises:
-        ConfigError: An object cannot be saved.
-        MismatchError: The ranks save different things.
-        CheckpointError: On every rank: the folder cannot be written.
     """
 
     def __init__(
@@ -180,11 +175,7 @@ class Saving:
     # -- writing: no calls of the group ------------------------------------------------------------
 
     def write(self) -> list[Any]:
-        """Write this rank's shard; return the record that `commit` needs.
-
-        Raises:
-            CheckpointError: It cannot be written; no part of it remains.
-        """
+        """Write this rank's shard; return the record that `commit` needs."""
         layout, rank = self._layout, self._rank
         parts = [(part.key, part.start, part.stop) for part in layout.parts if part.rank == rank]
         own = [key for key in self._arrays if key in layout.own and self._arrays[key].size]
@@ -244,17 +235,7 @@ class Saving:
     # -- committing --------------------------------------------------------------------------------
 
     def commit(self, written: list[Any] | CheckpointError, timeout: float | None = None) -> str:
-        """Exchange the results of `write`, and commit if all ranks succeeded. Collective.
-
-        Args:
-            written: Result of `write`, or the error that it raised.
-            timeout: Seconds; None means those of the save.
-
-        Raises:
-            CheckpointError: On every rank, if one could not write. The previous checkpoint is
-                unchanged.
-            UsageError: This process has left the job; nothing was saved.
-        """
+        """Exchange the results of `write`, and commit if all ranks succeeded. Collective."""
         if self._context is not None and self._context.is_closed:
             self.discard()
             raise UsageError(
@@ -357,11 +338,7 @@ def _estimate(headers: dict[str, LeafHeader], ranks: int) -> int:
 
 
 def checked_metric(metric: Any) -> float | None:
-    """Return a metric as a float, or None.
-
-    Raises:
-        ConfigError: It is not a number.
-    """
+    """Return a metric as a float, or None."""
     if metric is None:
         return None
     try:

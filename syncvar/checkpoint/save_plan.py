@@ -70,12 +70,7 @@ class SaveLayout(NamedTuple):
 
 
 def shares(values: Sequence[tuple[str, int, int]], ranks: Sequence[int]) -> list[ElementRange]:
-    """Split values, laid side by side, into one byte range for each rank, rounded to elements.
-
-    Args:
-        values: (key, elements, bytes of an element) of each value.
-        ranks: Ranks that write.
-    """
+    """Split values, laid side by side, into one byte range for each rank, rounded to elements."""
     total = sum(count * itemsize for _, count, itemsize in values)
     bounds = [total * index // len(ranks) for index in range(len(ranks) + 1)]
     ranges, offset = [], 0
@@ -90,15 +85,7 @@ def shares(values: Sequence[tuple[str, int, int]], ranks: Sequence[int]) -> list
 
 
 def lay_out(everyone: list[dict[str, LeafHeader]], table_ranks: tuple[int, ...]) -> SaveLayout:
-    """Compare the headers of all ranks and assign elements to ranks.
-
-    Args:
-        everyone: For each rank of the save, its headers by key.
-        table_ranks: World ranks of the save, for error tables.
-
-    Raises:
-        MismatchError: The headers differ where they must be equal.
-    """
+    """Compare the headers of all ranks and assign elements to ranks."""
     brought: dict[str, dict[int, LeafHeader]] = {}
     for rank, mine in enumerate(everyone):
         for key, one in mine.items():
@@ -174,16 +161,7 @@ def failure_of(error: SyncvarError) -> list[str]:
 
 
 def raise_failures(failures: dict[int, list[str]], mine: CheckpointError | None, what: str) -> None:
-    """Raise if a rank has failed: its own error on that rank, an equivalent error on all others.
-
-    Args:
-        failures: World rank -> result of `failure_of`.
-        mine: This rank's own error.
-        what: Consequence of the failure, for the text.
-
-    Raises:
-        CheckpointError: A rank has failed.
-    """
+    """Raise if a rank has failed: its own error on that rank, an equivalent error on all others."""
     if not failures:
         return
     if mine is not None:

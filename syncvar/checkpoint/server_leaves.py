@@ -226,11 +226,7 @@ class OnServers:
         return [*self._variables.values(), *self._iterations.values(), *slots]
 
     def taken(self, timeout: float | None) -> tuple[list[Leaf], dict[int, int]]:
-        """Take a snapshot; return the leaves to save and the pushes of each worker in it.
-
-        Raises:
-            ConfigError: An optimizer steps variables that are not part of the checkpoint.
-        """
+        """Take a snapshot; return the leaves to save and the pushes of each worker in it."""
         _require_variables(self._steppers, {variable.name for variable in self._found.values()})
         rules = [stepper.rule for stepper in self._steppers]
         state: ServerState = take([(variable, rules) for variable in self._found.values()], timeout)
@@ -311,16 +307,7 @@ def _require_variables(steppers: Iterable[ServerOptimizerLeaf], names: Collectio
 def taken_alone(
     variables: list[ServerVariable], optimizers: list[Optimizer]
 ) -> tuple[dict[int, NDArray[Any]], dict[int, dict[str, NDArray[Any]]]]:
-    """Take one snapshot for a worker that writes its own file (`sv.save`).
-
-    Args:
-        variables: Variables; those that the optimizers have stepped are added.
-        optimizers: Optimizers whose slots are needed.
-
-    Returns:
-        (value by `id` of its variable, slots by `id` of their optimizer, under the keys of
-        `tracked()`).
-    """
+    """Take one snapshot for a worker that writes its own file (`sv.save`)."""
     steppers = [
         (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.elsewhere is not None
     ]
@@ -377,15 +364,7 @@ def sorted_out(
     prefix: str = "",
     only: Collection[str] | None = None,
 ) -> Collected:
-    """Sort the objects of a checkpoint into leaves of ranks and server-side objects.
-
-    Args:
-        found: All objects.
-        default: Returns the group of a checkpoint without variables.
-        refused: Error of an object that cannot be saved.
-        prefix: Prefix of the keys of `found` in a restored checkpoint.
-        only: Keys of that checkpoint to which the result is limited; None for no limit.
-    """
+    """Sort the objects of a checkpoint into leaves of ranks and server-side objects."""
     variables = [one for one in found if isinstance(one, ServerVariableLeaf)]
     steppers = [one for one in found if isinstance(one, ServerOptimizerLeaf)]
     leaves: list[Leaf] = [

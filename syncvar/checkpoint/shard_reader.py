@@ -40,13 +40,7 @@ def bytes_of(array: NDArray[Any]) -> memoryview:
 
 
 def read_manifest(folder: CheckpointFolder) -> Manifest:
-    """Return the manifest of a folder.
-
-    Raises:
-        NotFound: No checkpoint was ever committed there.
-        Corrupt: Its bytes have changed.
-        CheckpointError: It cannot be read.
-    """
+    """Return the manifest of a folder."""
     try:
         data = folder.read(MANIFEST, MANIFEST_BYTES_MAX)
     except NotFound:
@@ -88,10 +82,6 @@ class Source:
 
     Args:
         path: Its folder.
-
-    Raises:
-        NotFound: There is no checkpoint.
-        CheckpointError: Its manifest is damaged.
     """
 
     def __init__(self, path: str) -> None:
@@ -129,11 +119,7 @@ class Source:
         return ""
 
     def array(self, key: str, stored: Stored) -> NDArray[Any]:
-        """Return an array of the checkpoint.
-
-        Raises:
-            Corrupt: Its bytes, or a file, have changed.
-        """
+        """Return an array of the checkpoint."""
         for piece in stored.pieces:  # before memory is allocated
             self._tensor(key, stored, piece)
         dtype = dtype_from_index(DTYPE_NAMES.index(stored.dtype))

@@ -61,9 +61,8 @@ def save(path: Any, value: Any) -> str:
     """Write a value to one file, on this rank alone.
 
     No other rank takes part, so `if sv.rank() == 0: sv.save(…)` is correct. The file appears
-    complete
-    and on disk, or not at all; it replaces an existing one at once. `sv.load` and other safetensors
-    readers read it. To save on all ranks together, use a `Checkpoint`.
+    complete and on disk, or not at all; it replaces an existing one at once. `sv.load` and other
+    safetensors readers read it. To save on all ranks together, use a `Checkpoint`.
 
     Args:
         path: Path of the file; missing folders are created. The last of several ranks wins.
@@ -76,8 +75,7 @@ def save(path: Any, value: Any) -> str:
 
     Raises:
         ConfigError: One rank cannot save an object, such as an ON_READ variable, whose value
-            combines
-            the copies of all replicas. Nothing is written.
+            combines the copies of all replicas. Nothing is written.
         CheckpointError: The file cannot be written. An existing file is unchanged.
 
     Cost: Every byte is read twice (once for the digest) and written once. Nothing is sent.
@@ -142,8 +140,8 @@ def load(path: Any) -> Any:
     Returns:
         The value. It has arrays instead of arrays, variables and tensors, the result of
         `state_dict()` instead of objects that have it, and dicts instead of their subclasses. For a
-        PyTorch module, pass `{name: torch.from_numpy(x) for name, x in sv.load(path).items()}`.
-        (A `Checkpoint` restores tensors as tensors.)
+        PyTorch module, pass `{name: torch.from_numpy(x) for name, x in sv.load(path).items()}`. (A
+        `Checkpoint` restores tensors as tensors.)
 
     Raises:
         NotFound: The file does not exist.
@@ -151,8 +149,7 @@ def load(path: Any) -> Any:
         CheckpointError: It is not a safetensors file, or cannot be read.
 
     Cost: Every byte is read once, and once more for the digest. Nothing is sent, and no data from
-        the
-        file is executed.
+        the file is executed.
     """
     where = checked_path(path, "sv.load('model.safetensors')")
     if os.path.isdir(where):
@@ -230,15 +227,7 @@ def _on_servers(value: Any) -> dict[int, Any]:
 def _parted(
     value: Any, place: Path, arrays: Arrays, above: tuple[int, ...], there: dict[int, Any]
 ) -> Any:
-    """Return a value without its arrays, which go into `arrays` by their path.
-
-    Args:
-        value: The value.
-        place: Path of keys and indexes to it.
-        arrays: Result.
-        above: `id` of each container around it.
-        there: Server-side data, from `_on_servers`.
-    """
+    """Return a value without its arrays, which go into `arrays` by their path."""
     if type(value) in _ATOMS:
         return value
     shown = _shown(place)

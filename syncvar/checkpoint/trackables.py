@@ -72,11 +72,7 @@ class Leaf(Protocol):
         policy: str,
         communicator: Together,
     ) -> Any:
-        """Return what `put` takes, or KEEP, and change nothing.
-
-        Raises:
-            CheckpointError: The entry does not fit.
-        """
+        """Return what `put` takes, or KEEP, and change nothing."""
 
     def now(self) -> Any:
         """Return what `put` would take to restore the current value."""
@@ -238,12 +234,14 @@ class PlainLeaf:
     ) -> bytes | None:
         stored = entry.choose(self.key, rank, ranks, policy, own=True)
         if stored is None:
-            text = (
+            _log.warning(
                 "%r differed between the %d ranks that saved it, and rank %d keeps its own. "
                 "restore_policy='cycle' assigns a saved one, 'error' raises. If the state should "
-                "be equal (buffers of a model), make it equal before the save"
+                "be equal (buffers of a model), make it equal before the save",
+                self.key,
+                entry.replicas,
+                rank,
             )
-            _log.warning(text, self.key, entry.replicas, rank)
             return None
         if stored.dtype != "uint8" or len(stored.shape) != 1:
             raise CheckpointError(
@@ -252,11 +250,7 @@ class PlainLeaf:
         return read(stored).tobytes()
 
     def accept(self, data: bytes) -> Any:
-        """Unpack and check a state.
-
-        Raises:
-            CheckpointError: The bytes are damaged, or the state does not fit.
-        """
+        """Unpack and check a state."""
         try:
             state = unpack_object(data)
         except (WireError, ConfigError) as error:
@@ -313,16 +307,7 @@ def is_nested(value: Any) -> bool:
 
 
 def leaf_of(key: str, value: Any, replace: Callable[[Any], None] | None) -> Leaf:
-    """Return the leaf of an object that holds no others.
-
-    Args:
-        key: Its key.
-        value: The object.
-        replace: Replaces plain data; None if that is impossible.
-
-    Raises:
-        ConfigError: A checkpoint cannot hold it.
-    """
+    """Return the leaf of an object that holds no others."""
     checked_object(key, value)
     if isinstance(value, Variable):
         return VariableLeaf(key, value)
@@ -411,8 +396,7 @@ def communicator_of_leaves(leaves: list[Leaf], default: Callable[[], Communicato
     """Return the group that saves or restores together: the replicas of the variables.
 
     Of several groups, it is the widest if that holds all others, else the world; the default
-    without
-    variables.
+    without variables.
     """
     variables = [leaf for leaf in leaves if isinstance(leaf, VariableLeaf)]
     # NONE variables may exist on some ranks only, so they decide last.

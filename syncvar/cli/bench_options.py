@@ -31,14 +31,14 @@ _FIRST, _LAST = "8", "16M"
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """What is to be measured, checked.
+    """Measurements to make.
 
     Args:
         collective: The collective.
-        sizes: Bytes.
-        kinds: (dtype, op) pairs; the op is empty where the collective has none.
-        roots: A number, or "all".
-        iterations: Calls that are timed for each size; None for as many as take a while.
+        sizes: Sizes in bytes.
+        kinds: (dtype, op) pairs; op is "" if the collective has none.
+        roots: A rank, or "all".
+        iterations: Timed calls for each size; None chooses by time.
         chosen: All options.
     """
 
@@ -149,20 +149,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def planned(chosen: argparse.Namespace) -> BenchPlan:
-    """Check the options and return what is to be measured.
-
-    Raises:
-        ConfigError: One is wrong; the text says which and what it may be.
-    """
+    """Check the options and return the plan; raise ConfigError for a wrong one."""
     collective = find(chosen.collective)
     if chosen.cudagraph is not None:
         raise ConfigError("-G has no meaning here: there are no graphs of GPU work to replay")
-    for letter, value, least in (
-        ("-n", chosen.iters, 1),
-        ("-w", chosen.warmup_iters, 0),
-        ("-m", chosen.agg_iters, 1),
-        ("-c", chosen.check, 0),
-    ):
+    limits = ("-n", chosen.iters, 1), ("-w", chosen.warmup_iters, 0), ("-m", chosen.agg_iters, 1)
+    for letter, value, least in (*limits, ("-c", chosen.check, 0)):
         if value is not None and value < least:
             raise ConfigError(f"{letter} must be at least {least}, not {value}")
     if chosen.reproducible and collective.name != "all_reduce":
@@ -179,34 +171,23 @@ def planned(chosen: argparse.Namespace) -> BenchPlan:
     if not (chosen.root == "all" or chosen.root.isdigit()):
         raise ConfigError(f"-r must be a rank or all, not {chosen.root!r}")
     step = None if chosen.stepbytes is None else parse_size(chosen.stepbytes)
-    found = sizes(
-        parse_size(chosen.minbytes),
-        parse_size(chosen.maxbytes),
-        factor=chosen.stepfactor,
-        step=step,
-    )
+    first, last = parse_size(chosen.minbytes), parse_size(chosen.maxbytes)
+    found = sizes(first, last, factor=chosen.stepfactor, step=step)
     if collective.layout == "none":
         found = [0]
-    return BenchPlan(
-        collective,
-        tuple(found),
-        tuple(_kinds(collective, chosen.dtype, chosen.op)),
-        chosen.root,
-        chosen.iters,
-        chosen,
-    )
+    kinds = tuple(_kinds(collective, chosen.dtype, chosen.op))
+    return BenchPlan(collective, tuple(found), kinds, chosen.root, chosen.iters, chosen)
 
 
 def _kinds(collective: Collective, dtype_text: str, op_text: str) -> list[tuple[str, str]]:
-    wanted = (
-        list(dtypes())
-        if dtype_text == "all"
-        else [_NAMES.get(one, one) for one in dtype_text.split(",")]
-    )
+    wanted = list(dtypes())
+    if dtype_text != "all":
+        wanted = [_NAMES.get(one, one) for one in dtype_text.split(",")]
     for dtype in wanted:
         if dtype not in dtypes():
             raise ConfigError(
-                f"unknown dtype {dtype!r}{nearest(dtype, dtypes())}: it is one of {', '.join(dtypes())}"
+                f"unknown dtype {dtype!r}{nearest(dtype, dtypes())}: it is one of "
+                f"{', '.join(dtypes())}"
             )
     if collective.layout == "none":
         return [("-", "")]
@@ -214,23 +195,22 @@ def _kinds(collective: Collective, dtype_text: str, op_text: str) -> list[tuple[
         return [(dtype, "") for dtype in wanted]
     kinds = []
     for dtype in wanted:
-        taken = ops_of(collective, dtype)
-        asked = (
-            taken
-            if op_text == "all"
-            else [{"avg": "mean"}.get(one, one) for one in op_text.split(",")]
-        )
-        for op in asked:
-            if op not in taken:
+        supported = ops_of(collective, dtype)
+        ops = supported
+        if op_text != "all":
+            ops = tuple("mean" if one == "avg" else one for one in op_text.split(","))
+        for op in ops:
+            if op not in supported:
                 raise ConfigError(
-                    f"{collective.name} of {dtype} does not take op {op!r}{nearest(op, taken)}: it takes {', '.join(taken)}"
+                    f"{collective.name} of {dtype} does not take op "
+                    f"{op!r}{nearest(op, supported)}: it takes {', '.join(supported)}"
                 )
             kinds.append((dtype, op))
     return kinds
 
 
 def parsed(arguments: Sequence[str] | None = None) -> Any:
-    """Read the command line of a worker."""
+    """Parse the command line of a worker."""
     parser = argparse.ArgumentParser(prog="syncvar bench", allow_abbrev=False)
     add_options(parser)
     return parser.parse_args(arguments)

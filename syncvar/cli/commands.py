@@ -1,4 +1,4 @@
-"""Commands of `syncvar`."""
+"""The command `syncvar`: its parser, and the dispatch to the modules of its subcommands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code.
+    """Run the command line; return the exit code.
 
     Example:
         >>> main(["plan", "broadcast", "--ranks", "2", "--path", "links"])  # doctest: +ELLIPSIS
@@ -74,9 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(chosen, arguments)
         sys.stdout.flush()
-    except (
-        BrokenPipeError
-    ):  # as in `syncvar settings | head -1`; what is left in the buffer has no reader either
+    except BrokenPipeError:  # as in `syncvar settings | head -1`
+        # The interpreter flushes stdout at exit: let that go to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code
@@ -91,12 +90,10 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
         elif chosen.command == "collectives":
             print(collectives_text(), end="")
         elif chosen.command == "coming-from":
-            print(
-                words_text()
-                if chosen.library == migration_table.WORDS
-                else migration_table.coming_from_text(chosen.library),
-                end="",
-            )
+            if chosen.library == migration_table.WORDS:
+                print(words_text(), end="")
+            else:
+                print(migration_table.coming_from_text(chosen.library), end="")
         elif chosen.command == "bench":
             return bench.run(chosen, arguments[1:])
         elif chosen.command == "test":
@@ -118,9 +115,11 @@ def _settings() -> None:
         unit = f" {item.unit}" if item.unit else ""
         print(f"SYNCVAR_{item.name.upper()} = {item.default}{unit}: {item.text}")
     print(
-        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): the secret of a job of several hosts that another launcher has started"
+        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): the secret of a job of several hosts "
+        "that another launcher has started"
     )
     print("SYNCVAR_KEY_FILE = (path): a file that holds it, mode 0600, in place of SYNCVAR_KEY")
     print(
-        "SYNCVAR_RENDEZVOUS_DIR = (path): a folder that all hosts have, where ranks meet that a scheduler has started; your home without it"
+        "SYNCVAR_RENDEZVOUS_DIR = (path): a folder that all hosts have, where ranks meet that a "
+        "scheduler has started; your home without it"
     )

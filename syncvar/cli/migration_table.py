@@ -1,12 +1,12 @@
-"""`syncvar coming-from`: the same task in tf.distribute, Horovod, mpi4py, torch.distributed and here.
+"""`syncvar coming-from`: one task in tf.distribute, Horovod, mpi4py, torch.distributed and here.
 
     syncvar coming-from              the whole table
     syncvar coming-from horovod      one library beside syncvar, with the differences
     syncvar coming-from words        single words of theirs (names, keywords, ops, options) and ours
 
 The table is `migration_table.toml`. A test runs every syncvar spelling. In the spellings `x` is an
-array, `out` another one, `grads` a list of arrays, `w` a variable, `comm` is `MPI.COMM_WORLD`, `dist`
-is `torch.distributed`, `ctx` is `tf.distribute.get_replica_context()`, `ds` a dataset.
+array, `out` another one, `grads` a list of arrays, `w` a variable, `comm` is `MPI.COMM_WORLD`,
+`dist` is `torch.distributed`, `ctx` is `tf.distribute.get_replica_context()`, `ds` a dataset.
 """
 
 from __future__ import annotations
@@ -68,20 +68,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=(*LIBRARIES, WORDS),
         type=lambda name: SHORT.get(name.lower(), name),
         metavar="LIBRARY",
-        help=f"one of {', '.join(LIBRARIES)}, with notes; {WORDS}: their single words [all libraries]",
+        help=f"{', '.join(LIBRARIES)}: its rows and notes; {WORDS}: their single words [all]",
     )
 
 
 def coming_from_text(library: str | None = None) -> str:
-    """Return the whole table in Markdown, or one library beside syncvar and the differences.
-
-    Args:
-        library: One of `LIBRARIES`, or None.
-
-    Example:
-        >>> print(coming_from_text("mpi4py").splitlines()[0])
-        | task | mpi4py | syncvar |
-    """
+    """Return the whole table in Markdown, or one library beside syncvar and the differences."""
     shown = LIBRARIES if library is None else (library,)
     titles = [_TITLES[LIBRARIES.index(one)] for one in shown]
     rows = [

@@ -1,4 +1,4 @@
-"""`syncvar test`: prove on this machine, with real processes, that every collective gives what it must."""
+"""`syncvar test`: check every collective on this machine, with real processes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,7 @@ _CALL_TIMEOUT_S = 30.0
 
 
 def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit code: 0 when everything was as it must be, else 1.
-
-    Args:
-        chosen: The parsed options.
-        arguments: The same, as they were given.
-
-    Raises:
-        ConfigError: An option is wrong; nothing was started.
-    """
+    """Run the command; return the exit code: 0 if all results were correct, else 1."""
     wanted(chosen.collectives)
     if is_launched():
         from syncvar.cli.selftest_worker import work
@@ -39,30 +31,30 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     for transport in ("auto", "zmq") if chosen.transport is None else (chosen.transport,):
         with tempfile.TemporaryDirectory(prefix="syncvar-test-") as folder:
             result = Path(folder) / "result.json"
+            settings = {
+                "SYNCVAR_TRANSPORT": transport,
+                "SYNCVAR_COLLECTIVE_TIMEOUT_S": str(_CALL_TIMEOUT_S),
+            }
             code = start_workers(
                 "syncvar.cli.selftest_worker",
                 ["--result", str(result), *arguments],
                 workers=chosen.workers,
                 timeout_s=chosen.timeout,
-                settings={
-                    "SYNCVAR_TRANSPORT": transport,
-                    "SYNCVAR_COLLECTIVE_TIMEOUT_S": str(_CALL_TIMEOUT_S),
-                },
+                settings=settings,
             )
-            told = json.loads(result.read_text()) if result.exists() else None
-        if told is not None:
-            if told["path"] in paths:
+            report = json.loads(result.read_text()) if result.exists() else None
+        path = transport if report is None else report["path"]
+        if report is not None:
+            if path in paths:
                 continue
-            paths[told["path"]] = [SelfTestResult(**one) for one in told["outcomes"]]
+            paths[path] = [SelfTestResult(**one) for one in report["outcomes"]]
         if code:
-            broken.append(
-                f"the job over {transport if told is None else told['path']} ended with exit code {code}"
-            )
+            broken.append(f"the job over {path} ended with exit code {code}")
     lines, is_good = outcome_lines(paths)
     print("\n".join([*lines, *(f"FAIL  {words}" for words in broken)]))
     is_good = is_good and not broken and bool(paths)
     print(
-        f"{'OK' if is_good else 'FAIL'}: --workers {chosen.workers} over {' and '.join(paths) or 'nothing'}, "
-        f"{time.monotonic() - begin:.1f} s"
+        f"{'OK' if is_good else 'FAIL'}: --workers {chosen.workers} over "
+        f"{' and '.join(paths) or 'nothing'}, {time.monotonic() - begin:.1f} s"
     )
     return 0 if is_good else 1

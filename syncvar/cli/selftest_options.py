@@ -21,14 +21,14 @@ _SHOWN_FAILURES = 3
 
 @dataclass(slots=True)
 class SelfTestResult:
-    """What became of one collective on one data path.
+    """Result of one collective on one data path.
 
     Args:
         name: The collective.
-        proves: What its calls prove, in words.
-        calls: How many were made by each rank.
-        seconds: How long they took.
-        failures: In words, with rank; on all ranks.
+        proves: Checked properties, in words.
+        calls: Number of calls of each rank.
+        seconds: Their duration.
+        failures: Texts of failures on all ranks.
     """
 
     name: str
@@ -58,38 +58,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> Any:
-    """Read the command line of a worker."""
+    """Parse the command line of a worker."""
     parser = argparse.ArgumentParser(prog="syncvar test", allow_abbrev=False)
     add_options(parser)
     return parser.parse_args(arguments)
 
 
 def wanted(names: Sequence[str]) -> list[Collective]:
-    """Return the collectives to be tested.
-
-    Raises:
-        ConfigError: There is none of a name.
-    """
+    """Return the collectives to test; raise ConfigError for an unknown name."""
     known = {one.name: one for one in available()}
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"unknown collective {name!r}{nearest(name, known)}: it is one of {', '.join(known)}"
+                f"unknown collective {name!r}{nearest(name, known)}: it is one of "
+                f"{', '.join(known)}"
             )
     return [one for one in known.values() if not names or one.name in names]
 
 
 def outcome_lines(paths: Mapping[str, Sequence[SelfTestResult]]) -> tuple[list[str], bool]:
-    """Return a line for each collective, with its failures beneath, and whether there are none.
-
-    Args:
-        paths: For each data path the outcomes there.
-
-    Example:
-        >>> lines, is_good = outcome_lines({"zmq": [SelfTestResult("barrier", "nobody leaves early", 20, 0.1)]})
-        >>> lines, is_good
-        (['barrier            OK    nobody leaves early; 20 calls over zmq'], True)
-    """
+    """Return a line for each collective, with its failures below, and whether all succeeded."""
     together: dict[str, dict[str, SelfTestResult]] = defaultdict(dict)
     for path, outcomes in paths.items():
         for one in outcomes:
@@ -98,14 +86,13 @@ def outcome_lines(paths: Mapping[str, Sequence[SelfTestResult]]) -> tuple[list[s
     for name, by_path in together.items():
         failures = [f"{path}: {words}" for path, one in by_path.items() for words in one.failures]
         calls = {one.calls for one in by_path.values()}
-        shown = (
-            str(calls.pop())
-            if len(calls) == 1
-            else " and ".join(str(one.calls) for one in by_path.values())
-        )
+        shown = " and ".join(str(one.calls) for one in by_path.values())
+        if len(calls) == 1:
+            shown = str(calls.pop())
         proves = next(iter(by_path.values())).proves
         lines.append(
-            f"{name:<18} {'FAIL' if failures else 'OK':<5} {proves}; {shown} calls over {' and '.join(by_path)}"
+            f"{name:<18} {'FAIL' if failures else 'OK':<5} {proves}; {shown} calls over "
+            f"{' and '.join(by_path)}"
         )
         lines += [f"    {words}" for words in failures[:_SHOWN_FAILURES]]
         if len(failures) > _SHOWN_FAILURES:

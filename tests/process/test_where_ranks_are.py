@@ -310,7 +310,7 @@ def test_a_process_of_another_user_is_named(stacks, monkeypatch):
     code, _, _, errors = stacks(os.getpid())
     assert code == 2
     assert f"process {os.getpid()} belongs to user " in errors
-    assert "only its own user can ask" in errors
+    assert "who alone can ask for its stacks" in errors
 
 
 CALLS = """
