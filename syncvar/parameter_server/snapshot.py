@@ -55,12 +55,7 @@ def rule_key(name: str, settings: dict[str, Any]) -> RuleKey:
 def take(
     variables: Sequence[tuple[ServerVariable, Sequence[RuleKey]]], timeout: float | None
 ) -> ServerState:
-    """Take one snapshot of variables and of optimizers' slots, while workers continue.
-
-    Args:
-        variables: At least one variable, each with the optimizers whose slots are wanted.
-        timeout: Seconds; None means the strategy's.
-    """
+    """Take one snapshot of variables and of optimizers' slots, while workers continue."""
     strategy: ParameterServerStrategy = variables[0][0].strategy
     strategy.here.settle("snapshot", timeout)
     request = RequestBuilder()
@@ -123,19 +118,7 @@ def give_back(
     timeout: float | None,
     pushes: dict[int, int] | None = None,
 ) -> None:
-    """Restore variables on all servers or on none, with a report for the other workers.
-
-    Args:
-        strategy: Strategy of the variables.
-        variables: Values and slots to restore.
-        number: Number of this restore.
-        says: Report of rank 0, as plain data.
-        timeout: Seconds; None means the strategy's.
-        pushes: Rank -> number of pushes in the values; None if nothing is restored.
-
-    Raises:
-        SyncvarError: The servers refused, and nothing has changed; or they did not answer.
-    """
+    """Restore variables on all servers or on none, with a report for the other workers."""
     strategy.here.settle("restoring", timeout)
     request = RequestBuilder()
     for variable, value, slots in variables:
@@ -169,11 +152,7 @@ def _part(array: NDArray[Any], rows: slice) -> NDArray[Any]:
 def recall(
     strategy: ParameterServerStrategy, number: int, *, waits: bool, timeout: float | None
 ) -> Any:
-    """Return the report of a restore; None if there is none and `waits` is False.
-
-    Raises:
-        DeadlineExceeded: Rank 0 has not restored in time.
-    """
+    """Return the report of a restore; None if there is none and `waits` is False."""
     request = RequestBuilder()
     if waits:
         request.add(_HOME, "describe", key=_key(number))
