@@ -610,7 +610,7 @@ def test_tensors_of_libraries_without_a_name_do_not_travel_as_objects():
 def test_a_library_that_is_not_here_is_named(torch, monkeypatch):
     packed = pack_object([torch.Tensor(np.ones(2))])
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(WireError, match="tensors of torch in it, which cannot be imported here"):
+    with pytest.raises(WireError, match="tensors of torch, which cannot be imported here"):
         unpack_object(packed)
 
 

@@ -147,8 +147,14 @@ class Linear:
         (lambda: sv.MirroredStrategy([0, 1]), "write group = sv.new_group([0, 1]), on all ranks"),
         (lambda: sv.all_reduce(X, group=range(2)), "write group = sv.new_group(range(0, 2))"),
         (lambda: sv.MultiWorkerMirroredStrategy(Linear()), '"A module of PyTorch"'),
-        (lambda: sv.MirroredStrategy(TFConfigClusterResolver()), "leave it out: TF_CONFIG"),
-        (lambda: sv.ParameterServerStrategy(TFConfigClusterResolver()), "leave it out: TF_CONFIG"),
+        (
+            lambda: sv.MirroredStrategy(TFConfigClusterResolver()),
+            "leave it out: sv reads TF_CONFIG",
+        ),
+        (
+            lambda: sv.ParameterServerStrategy(TFConfigClusterResolver()),
+            "leave it out: sv reads TF_CONFIG",
+        ),
         (lambda: sv.ParameterServerStrategy(Linear()), '"A module of PyTorch"'),
         (lambda: sv.ParameterServerStrategy(3), "write sv.partitioners.FixedShards(2)"),
     ],
@@ -178,7 +184,7 @@ X = np.ones(2)
             lambda: sv.all_reduce(X, average=True),
             "all_reduce() got an unexpected keyword argument 'average': write op=\"mean\"",
         ),
-        (lambda: sv.all_reduce(X, name="x"), "leave it out: calls are told apart by their order"),
+        (lambda: sv.all_reduce(X, name="x"), "leave it out: sv identifies calls by their order"),
         (lambda: sv.all_reduce(X, tiemout=1), "'tiemout' (did you mean timeout?)"),
         (lambda: sv.all_reduce(X, zzz=1), "unexpected keyword argument 'zzz'"),
         (lambda: sv.broadcast(X, src=0), "'src': write root="),
@@ -200,7 +206,7 @@ X = np.ones(2)
         ),
         (
             lambda: sv.MultiWorkerMirroredStrategy(cluster_resolver=1),
-            "TF_CONFIG, torchrun's variables",
+            "sv reads TF_CONFIG and the variables",
         ),
         (lambda: sv.CentralStorageStrategy(compute_devices=[]), "one replica is one process"),
         (
@@ -220,7 +226,7 @@ X = np.ones(2)
         ),
         (
             lambda: sv.data.from_arrays(X, batch_size=1).shuffle(reshuffle_each_iteration=True),
-            "each epoch has an order of its own",
+            "each epoch has its own order",
         ),
     ],
 )

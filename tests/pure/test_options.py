@@ -230,7 +230,7 @@ def test_usage_errors(capsys, argv, message):
         ("--output", "0,", "'' is no rank"),
         ("--output", "-1", "or ranks such as 0,3-5, not '-1'"),
         ("--output", "0-1-2", "'0-1-2' is no rank"),
-        ("--output", "3-1", "the span 3-1 begins above its end"),
+        ("--output", "3-1", "the span 3-1 ends before it begins"),
         ("--output", "0-" + "9" * 99, "there is no rank 999"),
         (
             "--forward-signals",
