@@ -41,6 +41,7 @@ from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies, copy_of
 from syncvar.variables.policy import CallContext
 from syncvar.variables.scope import context_of, current_owner
+from syncvar.variables.variable_state import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.hyperparameters import Rate
-    from syncvar.variables.scope import Owner, RemoteOptimizer
     from syncvar.variables.variable import Variable
+    from syncvar.variables.variable_owner import RemoteOptimizer, VariableOwner
 
 __all__ = ["Optimizer"]
 
@@ -192,7 +193,7 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
             stepper.prepare(self._elsewhere.rule)
             return
         failure: Exception | None = None
-        owner: Owner | None = None
+        owner: VariableOwner | None = None
         try:
             if not chosen:
                 raise ConfigError("build needs at least one variable: optimizer.build([v, …])")
@@ -425,7 +426,7 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
                     f"shards; step it by another optimizer"
                 )
 
-    def _checked_family(self, owner: Owner, variables: Sequence[Variable]) -> None:
+    def _checked_family(self, owner: VariableOwner, variables: Sequence[Variable]) -> None:
         """Raise UsageError unless the variables go with those that this optimizer has."""
         slots = self._slots
         if slots.owner is None:
@@ -440,7 +441,7 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
                 "same calls): else its count of steps would differ between replicas. Make another optimizer"
             )
 
-    def _refuse(self, failure: Exception, owner: Owner | None, *, travels: bool) -> None:
+    def _refuse(self, failure: Exception, owner: VariableOwner | None, *, travels: bool) -> None:
         """Raise the failure of this replica's call, and tell the others where they take part in it.
 
         A refused call counts: where several calls are one step, the replicas learn of it at the last one, which all make.
@@ -487,7 +488,7 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
 
     def _build(
         self,
-        owner: Owner,
+        owner: VariableOwner,
         variables: list[Variable],
         apart: bool,
         check: Callable[[], None] | None = None,
@@ -593,9 +594,11 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
         if refused is not None or roster is None or roster.is_free:
             self._bring(call, plan, rate, refused)
             return
-        tally = (plan.shared or plan.apart)[0].parts[0].variable._tally  # noqa: SLF001  (its other half)
+        tally = state_of((plan.shared or plan.apart)[0].parts[0].variable).tally
         if roster.is_due(tally):
-            roster.before_write([variable for part in plan.parts for variable in part.changed])
+            roster.before_write(
+                [state_of(variable) for part in plan.parts for variable in part.changed]
+            )
         self._bring(call, plan, rate, None)
         roster.count(tally)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.optimizers.slots import OptimizerSlots, SlotState
-    from syncvar.variables.scope import Owner
+    from syncvar.variables.variable_owner import VariableOwner
 
 __all__ = ["BucketPart", "BucketPlan", "checked_pairs", "checked_variables", "listed"]
 
@@ -85,14 +85,14 @@ def _no_pair(pair: tuple[Any, ...]) -> str:
     return _NO_PAIRS.format(repr(pair)[:100])
 
 
-def checked_variables(variables: Sequence[Variable]) -> Owner:
+def checked_variables(variables: Sequence[Variable]) -> VariableOwner:
     """Return the one strategy of variables that an optimizer can step.
 
     Raises:
         ConfigError: ON_READ, no real floating dtype, or named twice.
         UsageError: Variables of different strategies.
     """
-    owner: Owner = variables[0]._owner  # noqa: SLF001  (the strategy as variables see it)
+    owner: VariableOwner = variables[0].strategy
     seen: set[int] = set()
     for variable in variables:
         name = variable.name
@@ -112,7 +112,7 @@ def checked_variables(variables: Sequence[Variable]) -> Owner:
                 f"the variable {name!r} is named twice in one call; add its gradients first"
             )
         seen.add(id(variable))
-        if variable._owner is not owner:  # noqa: SLF001
+        if variable.strategy is not owner:
             raise UsageError(
                 f"the variables {variables[0].name!r} and {name!r} belong to different strategies; make an optimizer for each"
             )
@@ -214,7 +214,9 @@ class BucketPlan:
         slots: Where their slots are.
     """
 
-    def __init__(self, owner: Owner, variables: Sequence[Variable], slots: OptimizerSlots) -> None:
+    def __init__(
+        self, owner: VariableOwner, variables: Sequence[Variable], slots: OptimizerSlots
+    ) -> None:
         self.parts: list[BucketPart] = []
         self._scratch: dict[np.dtype[Any], NDArray[Any]] = {}
         self.shared = self._pack(
@@ -230,7 +232,12 @@ class BucketPlan:
         self.key = tuple([id(variable) for variable in variables])
 
     def _pack(
-        self, owner: Owner, variables: list[Variable], slots: OptimizerSlots, *, travels: bool
+        self,
+        owner: VariableOwner,
+        variables: list[Variable],
+        slots: OptimizerSlots,
+        *,
+        travels: bool,
     ) -> list[Bucket]:
         made: list[Bucket] = []
         for dtype in dict.fromkeys(compute_dtype(variable.dtype) for variable in variables):

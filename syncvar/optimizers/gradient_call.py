@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from syncvar.collectives.reduce_args import ReduceArgs
     from syncvar.optimizers.gradient_buckets import BucketPlan
-    from syncvar.variables.scope import Owner
+    from syncvar.variables.variable_owner import VariableOwner
 
 __all__ = ["Call", "checked_shards", "combined_shortly", "combining_request", "described", "whose"]
 
@@ -62,7 +62,7 @@ class Call(NamedTuple):
         shards: Id -> a gradient for each variable; None where gradients are not of shards.
     """
 
-    owner: Owner
+    owner: VariableOwner
     gradients: list[Any]
     variables: list[Variable]
     travels: bool
@@ -134,7 +134,7 @@ def described(
     return fingerprint("apply_gradients", settings, kinds, tuple(absent)), shown
 
 
-def whose(pairs: Any) -> tuple[Owner, bool]:
+def whose(pairs: Any) -> tuple[VariableOwner, bool]:
     """Return the strategy of pairs that are not in order, and whether other replicas take part in the call."""
     found = [
         one
@@ -144,12 +144,12 @@ def whose(pairs: Any) -> tuple[Owner, bool]:
     ]
     if not found:
         return current_owner(), True
-    owner: Owner = found[0]._owner  # noqa: SLF001  (the strategy as variables see it)
+    owner: VariableOwner = found[0].strategy
     return owner, any(not is_apart(one) for one in found)
 
 
 def combining_request(
-    owner: Owner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
+    owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
 ) -> CollectiveSpec:
     """Return the request that combines the gradients of all replicas in place, or compares them.
 
@@ -178,7 +178,7 @@ def combining_request(
 
 
 def combined_shortly(
-    owner: Owner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
+    owner: VariableOwner, plan: BucketPlan, op: str, what: str, digest: int, *, weighted: bool
 ) -> bool:
     """Combine the gradients by the persistent call of their shape; False where there is none, and nothing has been done.
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from syncvar.variables.scope import RemoteOptimizer
     from syncvar.variables.variable import Variable
+    from syncvar.variables.variable_owner import RemoteOptimizer
 
 __all__ = ["RemoteStep", "stepper_of"]
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
+    from syncvar.variables.variable_owner import VariableOwner
 
 __all__ = [
     "ITERATIONS",
@@ -220,7 +220,7 @@ class OptimizerSlots:
         self.is_waiting_apart = False  # what waits is of an optimizer of NONE variables alone
         self.tracked: dict[str, Variable] = {}
         self.apart = False
-        self.owner: Owner | None = None
+        self.owner: VariableOwner | None = None
         self.iterations: Variable | None = None
         self.calls: Variable | None = None
         self.weight: Variable | None = None
@@ -254,7 +254,7 @@ class OptimizerSlots:
         """Return the name by which a checkpoint knows a variable's slots; NONE variables have a namespace of their own."""
         return f"NONE:{variable.name}" if is_apart(variable) else variable.name
 
-    def build(self, owner: Owner, variables: Sequence[Variable], *, apart: bool) -> None:
+    def build(self, owner: VariableOwner, variables: Sequence[Variable], *, apart: bool) -> None:
         """Make the slots of variables that have none. Collective, except where all variables are NONE.
 
         A slot for which a checkpoint has restored a value begins with that value.
@@ -276,7 +276,7 @@ class OptimizerSlots:
             if id(variable) not in self._states:
                 self._states[id(variable)] = self._build(owner, variable)
 
-    def _build(self, owner: Owner, variable: Variable) -> SlotState:
+    def _build(self, owner: VariableOwner, variable: Variable) -> SlotState:
         made = {}
         for slot, spec in self.specs_of(variable).items():
             is_master = slot == MASTER
@@ -291,7 +291,7 @@ class OptimizerSlots:
 
     def _make(
         self,
-        owner: Owner,
+        owner: VariableOwner,
         slot: str,
         spec: SlotSpec,
         value: NDArray[Any],

@@ -30,7 +30,7 @@ from syncvar.variables.policy import (
     decide,
     resolve,
 )
-from syncvar.variables.scope import Owner, context_of
+from syncvar.variables.scope import context_of
 from syncvar.variables.sharded_init import checked_shape, require_shape, takes_shard_info, whole
 from syncvar.variables.unique_names import Names
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.request import Stage
+    from syncvar.variables.variable_owner import VariableOwner
 
 __all__ = [
     "VariableInit",
@@ -86,7 +87,7 @@ class VariableSpec(NamedTuple):
 class VariableInit(NamedTuple):
     """What a variable starts with on this replica."""
 
-    owner: Owner
+    owner: VariableOwner
     namespace: Any  # where the name is unique: the ranks, or this process alone under NONE
     name: str
     value: NDArray[Any]
@@ -107,7 +108,7 @@ class _Checked(NamedTuple):
 
 
 def make_on_replicas(
-    owner: Owner, wish: VariableSpec, *, own: bool = False, stacklevel: int = 1
+    owner: VariableOwner, wish: VariableSpec, *, own: bool = False, stacklevel: int = 1
 ) -> VariableInit:
     """Check a wish, compare it with the other replicas', and return what this replica's copy starts with.
 
@@ -181,7 +182,7 @@ def _is_apart(synchronization: Any) -> bool:
     )
 
 
-def _checked(owner: Owner, wish: VariableSpec) -> _Checked:
+def _checked(owner: VariableOwner, wish: VariableSpec) -> _Checked:
     requested = as_member(VariableSynchronization, wish.synchronization, "synchronization")
     aggregation = as_member(VariableAggregation, wish.aggregation, "aggregation")
     base = checked_name(wish.name)
@@ -278,7 +279,9 @@ def _names(namespace: Any) -> Names:
     return names.setdefault(namespace, Names())
 
 
-def _create_request(owner: Owner, name: str, checked: _Checked, *, own: bool) -> CollectiveSpec:
+def _create_request(
+    owner: VariableOwner, name: str, checked: _Checked, *, own: bool
+) -> CollectiveSpec:
     """Return the request that compares the manifests and gives every replica the chief's value.
 
     Args:

@@ -13,9 +13,10 @@ bits are those of writes that go one by one. Otherwise each variable's increment
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,14 +26,6 @@ from syncvar.core.errors import GroupBroken, MismatchError, SyncvarError
 from syncvar.core.reduce_ops import quiet, reduction
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.deferred_queues import send_queued
-from syncvar.variables.queue_prefix import (
-    QueuePrefix,
-    chained,
-    common_prefix,
-    first_difference,
-    pack_told,
-    unpack_told,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -42,16 +35,25 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Work
     from syncvar.runtime.request import Stage
     from syncvar.variables.policy import AccessKind
-    from syncvar.variables.scope import Owner
-    from syncvar.variables.variable import Variable
-
-__all__ = ["BUCKET_BYTES", "BUCKET_WRITES", "WriteQueue", "queue_of"]
+    from syncvar.variables.variable_owner import VariableOwner
 
 BUCKET_BYTES = 1 << 20  # so much is sent at once, whoever has asked or not: see bench/queued.py
 BUCKET_WRITES = 4096
 _PATIENCE_S = 0.0005
 _TEXT_BYTES = 400
 _WHAT = "queued writes"
+_TOLD = struct.Struct("<QQQQ")
+_MASK = (1 << 64) - 1
+_FACTOR = 0x100000001B3  # of the FNV hash
+
+
+class QueuedTarget(Protocol):
+    """A variable as the queue sees it."""
+
+    name: str
+
+    def apply_queued(self, operation: AccessKind, total: NDArray[Any]) -> None:
+        """Apply the sum of all replicas' increments to the copy."""
 
 
 class Increment(NamedTuple):
@@ -67,7 +69,7 @@ class Increment(NamedTuple):
     """
 
     chain: int
-    variable: Variable
+    variable: QueuedTarget
     operation: AccessKind
     op: str
     x: NDArray[Any] | None
@@ -81,7 +83,7 @@ class Increment(NamedTuple):
 class Sum(NamedTuple):
     """What one or several increments of a variable have come to."""
 
-    variable: Variable
+    variable: QueuedTarget
     operation: AccessKind
     x: NDArray[Any]
     op: str
@@ -108,7 +110,7 @@ class WriteQueue:
         owner: The strategy.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: VariableOwner) -> None:
         main = owner.communicator
         self.identity = fingerprint(_WHAT, main.identity)
         self.writer = threading.current_thread()
@@ -131,11 +133,11 @@ class WriteQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def waiting(self, variable: Variable) -> int:
+    def waiting(self, variable: QueuedTarget) -> int:
         """Return how many writes of a variable wait."""
         return sum(one.variable is variable for one in self._waiting)
 
-    def settle(self, variable: Variable) -> None:
+    def settle(self, variable: QueuedTarget) -> None:
         """Send if writes of a variable wait, those of all queues."""
         if any(one.variable is variable for one in self._waiting):
             engine = self.calls.engine
@@ -145,7 +147,7 @@ class WriteQueue:
     # -- writes ------------------------------------------------------------------------------------
 
     def add(
-        self, variable: Variable, operation: AccessKind, op: str, digest: int, x: NDArray[Any]
+        self, variable: QueuedTarget, operation: AccessKind, op: str, digest: int, x: NDArray[Any]
     ) -> None:
         """Take a write; `x` is of the variable's shape and dtype, and copied."""
         with self._lock:
@@ -160,7 +162,7 @@ class WriteQueue:
                 self.send()
 
     def refuse(
-        self, variable: Variable, operation: AccessKind, op: str, digest: int, reason: str
+        self, variable: QueuedTarget, operation: AccessKind, op: str, digest: int, reason: str
     ) -> None:
         """Take note that this replica's write was refused: the others will raise MismatchError, and no copy changes."""
         with self._lock:
@@ -370,8 +372,92 @@ def _wide(one: Increment) -> NDArray[Any]:
     return one.x.astype(reduction(one.op, one.x.dtype).accumulate, copy=False)
 
 
-def queue_of(owner: Owner) -> WriteQueue:
+def queue_of(owner: VariableOwner) -> WriteQueue:
     """Return the queue of a strategy, made when it is first needed: at the same moment on all its replicas."""
-    if owner.queue is None:
-        owner.queue = WriteQueue(owner)
-    return owner.queue
+    queue: WriteQueue | None = owner.queue
+    if queue is None:
+        queue = owner.queue = WriteQueue(owner)
+    return queue
+
+
+# -- the common prefix of the replicas' queues: pure arithmetic ----------------------------------------
+
+
+class QueuePrefix(NamedTuple):
+    """What a replica tells of its queue.
+
+    Args:
+        made: Number of its last write.
+        refused: Number of its first write that was refused and not told yet; 0 if there is none.
+        chain: Digest of its writes up to the last.
+        block: How often it has begun to count anew; writes of unequal blocks have nothing in common.
+    """
+
+    made: int
+    refused: int
+    chain: int
+    block: int = 0
+
+
+def pack_told(told: QueuePrefix) -> bytes:
+    """Return the bytes of a record, always as many."""
+    return _TOLD.pack(*told)
+
+
+def unpack_told(data: bytes) -> QueuePrefix:
+    """Return the record in some bytes.
+
+    Example:
+        >>> unpack_told(pack_told(QueuePrefix(3, 0, 7)))
+        QueuePrefix(made=3, refused=0, chain=7, block=0)
+    """
+    return QueuePrefix(*_TOLD.unpack(data))
+
+
+def chained(chain: int, digest: int) -> int:
+    """Return the chain after one more write; it depends on the order.
+
+    Example:
+        >>> chained(chained(0, 1), 2) == chained(chained(0, 2), 1)
+        False
+    """
+    return ((chain ^ digest) * _FACTOR + 1) & _MASK
+
+
+def common_prefix(sent: int, told: Sequence[QueuePrefix]) -> tuple[int, bool]:
+    """Return (number of the last write that can be sent now, whether that one is to be dropped by all).
+
+    Args:
+        sent: Number of the last write that was sent; the same on all replicas.
+        told: By replica.
+
+    A refused write is told to all on its own, after those before it.
+
+    Example:
+        >>> common_prefix(2, [QueuePrefix(5, 0, 0), QueuePrefix(4, 0, 0)])
+        (4, False)
+        >>> common_prefix(2, [QueuePrefix(5, 0, 0), QueuePrefix(5, 4, 0)]), common_prefix(3, [QueuePrefix(5, 0, 0), QueuePrefix(5, 4, 0)])
+        ((3, False), (4, True))
+    """
+    last = min(one.made for one in told)
+    refused = min((one.refused for one in told if one.refused), default=0)
+    if not refused or refused > last:
+        return last, False
+    return (refused, True) if refused == sent + 1 else (refused - 1, False)
+
+
+def first_difference(sent: int, chains: Sequence[Sequence[int]]) -> int:
+    """Return the number of the first write in which replicas differ, or 0.
+
+    Args:
+        sent: Number of the write before the first of the chains.
+        chains: By replica, the chain after each write.
+
+    Example:
+        >>> first_difference(4, [[1, 2, 3], [1, 9, 8]])
+        6
+    """
+    for place, row in enumerate(zip(*chains, strict=True)):
+        if any(chain != row[0] for chain in row):
+            return sent + place + 1
+    return 0

@@ -21,6 +21,7 @@ from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.runtime.persistent.persistent_reduce import prepare_reduction
 from syncvar.variables.policy import CallContext
 from syncvar.variables.storage import refuse_overlap
+from syncvar.variables.variable_state import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,11 +29,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar._native import Tally
-    from syncvar.variables.scope import Owner
     from syncvar.variables.storage import Storage
-    from syncvar.variables.variable import Variable
-
-    Pairs = list[tuple[Variable, Any]]
+    from syncvar.variables.variable_owner import VariableOwner
+    from syncvar.variables.variable_state import VariableState
 
 __all__ = ["FlatBucket"]
 
@@ -53,7 +52,7 @@ class PyFlatBucket:
 
     def __init__(
         self,
-        variables: Sequence[weakref.ref[Variable]],
+        variables: Sequence[weakref.ref[Any]],
         storages: Sequence[Storage],
         tallies: Sequence[Tally],
         parts: Sequence[NDArray[Any]],
@@ -115,16 +114,17 @@ class FlatBucket:
 
     def __init__(
         self,
-        owner: Owner,
-        variables: Sequence[Variable],
+        owner: VariableOwner,
+        variables: Sequence[Any],
         name: str,
         op: str,
         ufunc: np.ufunc | None,
     ) -> None:
         self._owner, self._op, self._ufunc = owner, op, ufunc
-        self._storages = tuple([one._storage for one in variables])  # noqa: SLF001  (variables are of this room)
-        self._tallies = tuple([one._tally for one in variables])  # noqa: SLF001
-        shapes = tuple([one.shape for one in variables])
+        states = [state_of(one) for one in variables]
+        self._storages = tuple([state.storage for state in states])
+        self._tallies = tuple([state.tally for state in states])
+        shapes = tuple([state.shape for state in states])
         ends = list(accumulate(storage.array.size for storage in self._storages))
         self._places = [
             (end - storage.array.size, end)
@@ -150,7 +150,7 @@ class FlatBucket:
         self._turn = threading.Lock()  # of the thread whose values lie in `_staging`
         communicator = owner.communicator
         self._communicator, self._channel = communicator, communicator.channel
-        names = tuple([one.name for one in variables])
+        names = tuple([state.name for state in states])
         shown = ", ".join(map(repr, names[:3])) + (
             f", … ({len(names)} variables)" if len(names) > 3 else ""
         )
@@ -164,19 +164,19 @@ class FlatBucket:
         )
 
     @staticmethod
-    def takes(owner: Owner, variables: Sequence[Variable], ops: Sequence[str]) -> bool:
+    def takes(owner: VariableOwner, states: Sequence[VariableState], ops: Sequence[str]) -> bool:
         """Return whether variables are written so: the same answer on every replica."""
         communicator = owner.communicator
         if (
             communicator.channel is None
             or communicator.size == 1
-            or len(variables) < 2
+            or len(states) < 2
             or communicator.uneven is not None
         ):
             return False
-        storages = [one._storage for one in variables]  # noqa: SLF001
+        storages = [state.storage for state in states]
         sizes = [storage.array.nbytes for storage in storages]
-        dtypes = {one.dtype for one in variables}
+        dtypes = {state.dtype for state in states}
         is_plain = (
             len(set(ops)) == len(dtypes) == 1
             and dtypes.pop().kind != "b"
@@ -184,11 +184,10 @@ class FlatBucket:
         )
         return is_plain and max(sizes) <= SMALL_BYTES and 0 < sum(sizes) <= _TOGETHER_BYTES
 
-    def is_of(self, variables: Sequence[Variable]) -> bool:
+    def is_of(self, states: Sequence[VariableState]) -> bool:
         """Return whether these are its variables."""
-        return len(variables) == len(self._storages) and all(
-            one._storage is storage  # noqa: SLF001
-            for one, storage in zip(variables, self._storages, strict=True)
+        return len(states) == len(self._storages) and all(
+            state.storage is storage for state, storage in zip(states, self._storages, strict=True)
         )
 
     def _memory(self, count: int) -> NDArray[Any]:

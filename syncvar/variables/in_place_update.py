@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from syncvar.variables.create import VariableSpec, make_on_replicas
 from syncvar.variables.shared_copy import written_once
 from syncvar.variables.variable import Variable
+from syncvar.variables.variable_state import state_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-    from syncvar.variables.scope import Owner
+    from syncvar.variables.variable_owner import VariableOwner
 
 __all__ = ["are_parts", "change_copies", "copy_of", "make_beside", "replace_copy"]
 
@@ -45,12 +46,13 @@ def change_copies(
         >>> v.numpy()
         array([3., 3.], dtype=float32)
     """
-    for variable in variables:  # writes that wait come first
-        variable._settle()  # noqa: SLF001  (this is the other half of the variable)
-    storages = [variable._storage for variable in variables]  # noqa: SLF001
-    shared = next((variable for variable in variables if variable._storage.is_shared), None)  # noqa: SLF001
+    states = [state_of(variable) for variable in variables]
+    for state in states:  # deferred writes come first
+        state.flush()
+    storages = [state.storage for state in states]
+    shared = next((state for state in states if state.storage.is_shared), None)
     with (
-        written_once(shared.strategy, storages) if shared is not None else nullcontext(),
+        written_once(shared.owner, storages) if shared is not None else nullcontext(),
         ExitStack() as changing,
     ):
         for storage in storages:
@@ -60,7 +62,7 @@ def change_copies(
 
 def copy_of(variable: Variable) -> NDArray[Any]:
     """Return this replica's copy itself, to look at now and not to keep; counts as no read, and exposes nothing."""
-    return variable._storage.array  # noqa: SLF001
+    return state_of(variable).storage.array
 
 
 def replace_copy(variable: Variable, value: NDArray[Any]) -> None:
@@ -73,15 +75,15 @@ def replace_copy(variable: Variable, value: NDArray[Any]) -> None:
         >>> v.numpy()
         array([5., 6.], dtype=float32)
     """
-    variable._keep(value)  # noqa: SLF001  (the one writer of copies)
+    state_of(variable).keep(value)
 
 
 def are_parts(variable: Variable) -> bool:
     """Return whether the copies are parts of a whole; see `make_beside`."""
-    return variable._are_parts  # noqa: SLF001
+    return state_of(variable).are_parts
 
 
-def make_beside(owner: Owner, wish: VariableSpec, *, parts: bool = False) -> Variable:
+def make_beside(owner: VariableOwner, wish: VariableSpec, *, parts: bool = False) -> Variable:
     """Return a new variable of a strategy that need not be the one in force. Collective, except under NONE.
 
     Args:
@@ -93,7 +95,6 @@ def make_beside(owner: Owner, wish: VariableSpec, *, parts: bool = False) -> Var
         ConfigError: A wrong argument.
         MismatchError: The replicas ask for different variables.
     """
-    made = Variable.__new__(Variable)
-    made._take(make_on_replicas(owner, wish, stacklevel=2))  # noqa: SLF001
-    made._are_parts = parts  # noqa: SLF001
+    made = Variable.from_init(make_on_replicas(owner, wish, stacklevel=2))
+    state_of(made).are_parts = parts
     return made

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-__all__ = ["Explanation"]
+from syncvar.variables.policy import VariableSynchronization
+
+if TYPE_CHECKING:
+    from syncvar.variables.variable_state import VariableState
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +45,45 @@ class Explanation:
         ]
         lines += [f"now: {self.reason}"] if self.reason else []
         return "\n".join(lines)
+
+
+def explain(state: VariableState) -> Explanation:
+    """Return the explanation of a variable whose copy is in this process."""
+    tally = state.tally
+    numbers = {
+        "replicas": state.replicas,
+        "reads": tally.reads,
+        "writes": tally.writes,
+        "collectives": tally.collectives,
+        "nbytes": state.storage.view.nbytes,
+    }
+    if state.is_counted:
+        pending = 0 if state.queue is None else state.queue.waiting(state)
+        numbers |= {"increments": tally.added, "turns": tally.turns, "pending": pending}
+    mode, reason = state.synchronization.name, ""
+    if state.requested is VariableSynchronization.AUTO:
+        mode += f" ({state.pace}{', pinned' if state.is_pinned else ''})"
+        reason = f"{state.pace}: {_deferral_reason(state)}"
+    return Explanation(mode, state.requested.name, state.rule, numbers, list(state.changes), reason)
+
+
+def _deferral_reason(state: VariableState) -> str:
+    """Return why an AUTO variable is eager or deferred now."""
+    if state.replicas == 1:
+        return "with one replica nothing has to travel"
+    if state.is_pinned:
+        return f"v.pin({state.pace!r}) fixes it"
+    if not state.is_counted:
+        return (
+            f"{state.dtype.name} with aggregation {state.aggregation.name} has no increments "
+            "that could wait"
+        )
+    if state.decided is not None:
+        return "decided at step {}: {}".format(*state.decided)
+    owner = state.owner
+    if not owner.context.is_closed and owner.roster is not None and not owner.roster.may_defer:
+        return "in shared memory an increment is sent in less time than it takes to let it wait"
+    return (
+        "nothing was decided yet; AUTO looks at the ends of every few runs, outside every scope at "
+        "every 64th increment"
+    )

@@ -8,7 +8,8 @@ compared, and whether a view of the copy is alive.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -20,43 +21,40 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar._native import Tally
+    from syncvar._native import Tally, Watch
     from syncvar.runtime.communicator import PreparedCall
-    from syncvar.variables.scope import Owner
     from syncvar.variables.storage import Storage
+    from syncvar.variables.variable_owner import VariableOwner
 
     Look = Callable[[bool], NDArray[Any] | None]
     Read = Callable[[bool], NDArray[Any] | None]
     Write = Callable[..., int]
 
-__all__ = [
-    "DECIDE",
-    "DONE",
-    "UNDONE",
-    "WRITES_PER_DECISION",
-    "prepared_look",
-    "prepared_read",
-    "prepared_write",
-    "sealed",
-    "unlooked",
-    "unprepared",
-]
-
 WRITES_PER_DECISION = 64  # of AUTO, outside every scope; a power of two
-UNDONE, DONE, DECIDE = 0, 1, 2
+
+
+class WriteResult(IntEnum):
+    """What a cached write has done; `_native/variable_access.c` returns the same numbers."""
+
+    FALLBACK = 0  # nothing: the write has to follow the policy table
+    STORED = 1
+    STORED_AND_SAMPLE = 2  # stored, and AUTO's next decision is due
+
+
+_FALLBACK, _STORED, _SAMPLE = (int(result) for result in WriteResult)
 
 
 def unprepared(_x: Any, *, is_seen: bool = False) -> int:
     """Stand for a write that is not prepared."""
     del is_seen
-    return UNDONE
+    return _FALLBACK
 
 
 def unlooked(_copy: bool) -> None:
     """Stand for a read of this replica's copy that is not prepared."""
 
 
-def prepared_look(owner: Owner, storage: Storage, tally: Tally) -> Look:
+def prepared_look(owner: VariableOwner, storage: Storage, tally: Tally) -> Look:
     """Return a prepared read of this replica's copy: a function of what `read_value` is told. It sends nothing.
 
     Its result is None where nothing has been done, and the table has to say what is wrong.
@@ -87,12 +85,11 @@ def prepared_look(owner: Owner, storage: Storage, tally: Tally) -> Look:
 
 
 def prepared_write(
-    owner: Owner, storage: Storage, tally: Tally, call: PreparedCall, *, counts: bool
+    owner: VariableOwner, storage: Storage, tally: Tally, call: PreparedCall, *, counts: bool
 ) -> Write:
     """Return a prepared write: a function of (x).
 
-    It returns UNDONE where nothing has been done, and the write has to be made by the table; DONE; or DECIDE, where it has
-    been made and it is time for AUTO to decide. With `is_seen=True` the time of a comparison has been looked at.
+    It returns a `WriteResult`. With `is_seen=True` the caller has checked whether a comparison of the copies is due.
 
     Args:
         owner: The strategy.
@@ -121,30 +118,30 @@ def prepared_write(
             or (x.dtype is not dtype and x.dtype != dtype)
             or x.shape != shape
         ):
-            return UNDONE
+            return _FALLBACK
         stack = local.stack
         if not stack:
             if not is_default:
-                return UNDONE
+                return _FALLBACK
         else:
             place = stack[-1]
             if place.owner is not owner or place.context is not replica:
-                return UNDONE
+                return _FALLBACK
         if (
             communicator.channel is not channel
         ):  # its calls go otherwise: in a block of sv.uneven, or never again
-            return UNDONE
+            return _FALLBACK
         is_counted = roster is not None and not roster.is_free
         if is_counted and not is_seen and tally.steps >= roster.until:  # type: ignore[union-attr]
-            return UNDONE
+            return _FALLBACK
         if not storage.mark():  # it is another thread's
-            return UNDONE
+            return _FALLBACK
         try:
             is_made = call(x, storage.writable(), None, owner.timeout) is not None
         finally:
             storage.is_being_written = False
         if not is_made:
-            return UNDONE
+            return _FALLBACK
         if is_counted:
             roster.count(tally)  # type: ignore[union-attr]
         tally.writes += 1
@@ -152,8 +149,8 @@ def prepared_write(
         if counts:
             tally.added += 1
             if not stack and not tally.added % WRITES_PER_DECISION:
-                return DECIDE
-        return DONE
+                return _SAMPLE
+        return _STORED
 
     if which(owner.context.config.call_runner) == "python":
         return write
@@ -166,7 +163,7 @@ def prepared_write(
         tally,
         (dtype, shape),
         call=call,
-        watch=roster,
+        watch=cast("Watch | None", roster),
         is_default=is_default,
         is_increment=counts,
     )
@@ -174,7 +171,7 @@ def prepared_write(
 
 
 def prepared_read(
-    owner: Owner, storage: Storage, tally: Tally, call: PreparedCall
+    owner: VariableOwner, storage: Storage, tally: Tally, call: PreparedCall
 ) -> tuple[Read, Look]:
     """Return two prepared reads that combine the copies: functions whose result is None where nothing has been done.
 

@@ -25,20 +25,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.runtime.communicator import CollectiveSpec
-    from syncvar.variables.scope import Owner
     from syncvar.variables.storage import Storage
+    from syncvar.variables.variable_owner import VariableOwner
 
 __all__ = ["checked_replica", "fetch", "publish", "with_absent"]
 
 
-def publish(owner: Owner, namespace: Any, variable: Any) -> None:
-    """Let other replicas read this process's copy of a variable for as long as it lives.
-
-    Args:
-        owner: Its strategy.
-        namespace: Where its name is unique.
-        variable: The variable.
-    """
+def publish(owner: VariableOwner, namespace: Any, state: Any) -> None:
+    """Let other replicas read this process's copy of a variable for as long as its state exists."""
     context = owner.context
     if context.engine is None:
         return
@@ -46,10 +40,10 @@ def publish(owner: Owner, namespace: Any, variable: Any) -> None:
     if published is None:
         published = context.extras["published_copies"] = weakref.WeakValueDictionary()
         context.engine.publish(_finder(published))
-    published[_key(namespace, variable.name)] = variable
+    published[_key(namespace, state.name)] = state
 
 
-def fetch(owner: Owner, namespace: Any, name: str, replica: int, what: str) -> NDArray[Any]:
+def fetch(owner: VariableOwner, namespace: Any, name: str, replica: int, what: str) -> NDArray[Any]:
     """Return another replica's copy, read-only.
 
     Args:
@@ -81,7 +75,7 @@ def fetch(owner: Owner, namespace: Any, name: str, replica: int, what: str) -> N
 
 
 def with_absent(
-    owner: Owner, namespace: Any, name: str, mine: NDArray[Any], travel: Travel, what: str
+    owner: VariableOwner, namespace: Any, name: str, mine: NDArray[Any], travel: Travel, what: str
 ) -> NDArray[Any]:
     """Return the aggregate of all replicas' copies where some have left a block of sv.uneven: theirs are read from them.
 
@@ -134,10 +128,10 @@ def _key(namespace: Any, name: str) -> int:
 
 def _finder(published: weakref.WeakValueDictionary[int, Any]) -> Any:
     def find(key: int) -> tuple[bytes, memoryview] | None:
-        variable = published.get(key)
-        if variable is None:
+        state = published.get(key)
+        if state is None:
             return None
-        storage: Storage = variable._storage  # noqa: SLF001  (the other half of the variable)
+        storage: Storage = state.storage
         copy = storage.expose().copy()  # it may be under way for longer than the memory is mapped
         return pack_object([dtype_index(copy.dtype), list(copy.shape)]), copy.reshape(-1).view(
             np.uint8

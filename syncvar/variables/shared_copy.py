@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from syncvar.bootstrap.context import ProcessContext
     from syncvar.runtime.communicator import Communicator
-    from syncvar.variables.scope import Owner
+    from syncvar.variables.variable_owner import VariableOwner
 
 __all__ = ["SharedCopy", "shared_copy", "written_once"]
 
@@ -92,7 +92,7 @@ class SharedCopy(Storage):
 
 
 @contextmanager
-def written_once(owner: Owner, storages: Sequence[Storage]) -> Iterator[None]:
+def written_once(owner: VariableOwner, storages: Sequence[Storage]) -> Iterator[None]:
     """Make the writes inside the block, which all replicas make, change each shared copy once.
 
     Args:
