@@ -23,7 +23,7 @@ from syncvar.checkpoint.trackables import (
     require_kind,
 )
 from syncvar.core.errors import ConfigError
-from syncvar.optimizers.slots import compute_dtype
+from syncvar.optimizers.rules.update_rule import compute_dtype
 from syncvar.parameter_server.server.server_rules import rule_of, slot_names
 from syncvar.parameter_server.server.shard import ShardSlots
 from syncvar.parameter_server.server_variables import ServerVariable
@@ -235,7 +235,7 @@ class OnServers:
                     )
                     for name in slot_names(rule, variable.dtype)
                 }
-                if rule._counts_steps:  # noqa: SLF001  (a rule as its variables see it)
+                if rule.counts_steps:  # noqa: SLF001  (a rule as its variables see it)
                     slots[_STEPS] = _ArrayLeaf(
                         below + _STEPS, (), np.dtype(np.int64), is_optional=True
                     )
@@ -374,7 +374,7 @@ def taken_alone(
     state = take([(variable, [leaf.rule for _, leaf in steppers]) for variable in chosen], None)
     slots: dict[int, dict[str, NDArray[Any]]] = {}
     for one, leaf in steppers:
-        counts = rule_of(leaf.rule[0], dict(leaf.rule[1]))._counts_steps  # noqa: SLF001
+        counts = rule_of(leaf.rule[0], dict(leaf.rule[1])).counts_steps
         kept = {
             kept.variable.name: kept.slots[leaf.rule]
             for kept in state.variables

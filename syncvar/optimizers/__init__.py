@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from syncvar.optimizers.adam import LAMB, Adam, AdamW
 from syncvar.optimizers.adaptive import Adagrad, RMSProp
 from syncvar.optimizers.base import Optimizer
-from syncvar.optimizers.custom import Custom, update_rule
+from syncvar.optimizers.custom import Custom
+from syncvar.optimizers.rules.custom_rules import update_rule
 from syncvar.optimizers.sgd import SGD, Momentum, Nesterov
 
 __all__ = [

@@ -33,9 +33,9 @@ from syncvar.optimizers.hyperparameters import (
     checked_rate,
 )
 from syncvar.optimizers.remote_step import RemoteStep, stepper_of
-from syncvar.optimizers.slots import OptimizerSlots, compute_dtype, is_apart
+from syncvar.optimizers.rules.update_rule import UpdateRule, compute_dtype
+from syncvar.optimizers.slots import OptimizerSlots, is_apart
 from syncvar.optimizers.sparse_gradients import dense_gradient
-from syncvar.optimizers.update_rule import UpdateRule
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies, copy_of
@@ -60,7 +60,7 @@ _PLANS_MAX = 8  # lists of variables whose flat arrays are kept
 _NONFINITE = ("allow", "error", "skip")
 
 
-class Optimizer(MigrationHintsMixin, UpdateRule):
+class Optimizer(MigrationHintsMixin):
     """Base of the optimizers: a step uses the mean of the replicas' gradients, so a loss is not divided by their number.
 
     Args:
@@ -77,17 +77,15 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
         name: Part of the slots' names; None means that of the class.
     """
 
-    def __init__(
-        self, learning_rate: Rate, numbers: dict[str, Any], **options: Unpack[Options]
-    ) -> None:
+    def __init__(self, learning_rate: Rate, rule: UpdateRule, **options: Unpack[Options]) -> None:
         unknown = sorted(set(options) - set(Options.__annotations__))
         if unknown:
             from syncvar.core.migration_hints import unexpected
 
             raise unexpected(type(self), unknown, Options.__annotations__)
         self._rate = checked_rate(learning_rate)
-        super().__init__()
-        self._decay = checked_number("weight_decay", options.get("weight_decay", 0.0))
+        self._rule = rule
+        rule.decay = checked_number("weight_decay", options.get("weight_decay", 0.0))
         clip_norm, clip_value = options.get("clip_norm"), options.get("clip_value")
         norm_max = (
             None if clip_norm is None else checked_number("clip_norm", clip_norm, open_low=True)
@@ -99,8 +97,8 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
         self._nonfinite = checked_choice("nonfinite", options.get("nonfinite", "allow"), _NONFINITE)
         self._clipping = Clipping(norm_max, value_max, skips=self._nonfinite == "skip")
         self._settings = {
-            **numbers,
-            "weight_decay": self._decay,
+            **rule.numbers,
+            "weight_decay": rule.decay,
             "clip_norm": norm_max,
             "clip_value": value_max,
             "accumulate": self._accumulate,
@@ -108,8 +106,8 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
         }
         self._slots = OptimizerSlots(
             checked_name(options.get("name"), type(self).__name__),
-            self._initials(),
-            counts=self._counts_steps,
+            rule.initials(),
+            counts=rule.counts_steps,
             accumulates=self._accumulate > 1,
         )
         self._plans: dict[tuple[int, ...], BucketPlan] = {}
@@ -659,7 +657,7 @@ class Optimizer(MigrationHintsMixin, UpdateRule):
             known: dict[int, tuple[float, ...]] = {}
             for bucket in (*(plan.shared if shared else ()), *(plan.apart if apart else ())):
                 for part in bucket.parts:
-                    change_copies(part.changed, self._change, part, plan, rate, step, known)
+                    change_copies(part.changed, self._rule.change, part, plan, rate, step, known)
         # Replicas have agreed on the step of what they share; a step of NONE variables alone is each replica's own.
         if shared if plan.shared else apart or call.travels:
             assert self._slots.iterations is not None

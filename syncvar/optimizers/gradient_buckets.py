@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.optimizers.exact_math import BLOCK
-from syncvar.optimizers.slots import compute_dtype, is_apart, is_half
+from syncvar.optimizers.rules.exact_math import BLOCK
+from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
+from syncvar.optimizers.slots import is_apart
 from syncvar.variables.coercion import operand_array
 from syncvar.variables.in_place_update import change_copies
 from syncvar.variables.policy import VariableSynchronization

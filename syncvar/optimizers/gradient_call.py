@@ -10,7 +10,8 @@ import numpy as np
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.collectives.dispatch import call_prepared
 from syncvar.core.errors import ConfigError
-from syncvar.optimizers.slots import compute_dtype, is_apart
+from syncvar.optimizers.rules.update_rule import compute_dtype
+from syncvar.optimizers.slots import is_apart
 from syncvar.optimizers.sparse_gradients import dense_gradient
 from syncvar.runtime.communicator import CollectiveSpec, fingerprint
 from syncvar.variables.coercion import operand_array

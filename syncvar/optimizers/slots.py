@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError
+from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 from syncvar.variables.create import VariableSpec
 from syncvar.variables.in_place_update import copy_of, make_beside, replace_copy
 from syncvar.variables.policy import VariableAggregation, VariableSynchronization
@@ -51,21 +52,6 @@ _NAME_MAX = 128
 def is_apart(variable: Variable) -> bool:
     """Return whether a variable is each replica's own."""
     return variable.synchronization is _APART
-
-
-def is_half(dtype: np.dtype[Any]) -> bool:
-    """Return whether a dtype is float16 or bfloat16."""
-    return dtype.itemsize == 2
-
-
-def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which a variable of `dtype` is stepped: float32 for half types.
-
-    Example:
-        >>> compute_dtype(np.dtype("float16")), compute_dtype(np.dtype("float64"))
-        (dtype('float32'), dtype('float64'))
-    """
-    return np.dtype(np.float32) if is_half(dtype) else dtype
 
 
 class SlotState(NamedTuple):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.optimizers.slots import compute_dtype
+from syncvar.optimizers.rules.update_rule import compute_dtype
 from syncvar.variables.policy import AccessKind
 from syncvar.variables.row_updates import checked_rows
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError, DeadlineExceeded
-from syncvar.optimizers.slots import compute_dtype, is_half
+from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.server.server_rules import rule_of
 from syncvar.parameter_server.server.shard import ShardSlots, Spec
@@ -120,7 +120,7 @@ def _joined(
         return ShardSlots(0, {})
     dtype = compute_dtype(variable.dtype)
     made = {"master": kept.value.astype(dtype)} if is_half(variable.dtype) else {}
-    initials = rule_of(rule[0], dict(rule[1]))._initials()  # noqa: SLF001  (a rule as its variables see it)
+    initials = rule_of(rule[0], dict(rule[1])).initials()
     made |= {name: np.full(variable.shape, initial, dtype) for name, initial in initials.items()}
     for name, whole in made.items():
         for (start, stop), one, there in zip(variable.row_ranges, told, arrays, strict=True):

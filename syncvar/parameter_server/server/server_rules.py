@@ -10,30 +10,34 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.reduce_ops import quiet
-from syncvar.optimizers import SGD, Adagrad, Adam, AdamW, Custom, Momentum, RMSProp
-from syncvar.optimizers.exact_math import BLOCK
-from syncvar.optimizers.slots import compute_dtype, is_half
+from syncvar.optimizers.hyperparameters import checked_number
+from syncvar.optimizers.rules.adam_rules import AdamRule, AdamWRule
+from syncvar.optimizers.rules.adaptive_rules import AdagradRule, RMSPropRule
+from syncvar.optimizers.rules.custom_rules import CustomRule
+from syncvar.optimizers.rules.exact_math import BLOCK
+from syncvar.optimizers.rules.gradient_descent import MomentumRule, SGDRule
+from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.update_rule import UpdateRule
+    from syncvar.optimizers.rules.update_rule import UpdateRule
 
 __all__ = ["RuleValidator", "ServerRule", "is_users", "rule_of", "slot_names"]
 
 _REASON_MAX = 4000  # characters of a traceback
 
 _ELEMENTWISE: dict[str, Callable[..., UpdateRule]] = {
-    "SGD": SGD,
-    "Momentum": Momentum,
-    "Nesterov": Momentum,
-    "Adagrad": Adagrad,
-    "RMSProp": RMSProp,
-    "Adam": Adam,
-    "AdamW": AdamW,
-    "Custom": lambda rate, *, rule, **settings: Custom(rule, rate, **settings),
+    "SGD": SGDRule,
+    "Momentum": MomentumRule,
+    "Nesterov": MomentumRule,
+    "Adagrad": AdagradRule,
+    "RMSProp": RMSPropRule,
+    "Adam": AdamRule,
+    "AdamW": AdamWRule,
+    "Custom": CustomRule,
 }
 
 
@@ -70,7 +74,7 @@ class ServerRule:
         self._compute = compute_dtype(array.dtype)
         self._is_half = is_half(array.dtype)
         self._names = slot_names(rule, array.dtype)
-        initials = rule._initials()  # noqa: SLF001  (a rule as its variables see it)
+        initials = rule.initials()
         self._slots = [
             np.full(array.shape, initial, self._compute) for initial in initials.values()
         ]
@@ -154,10 +158,10 @@ class ServerRule:
             given,
             np.empty(given.shape if given.size <= BLOCK else BLOCK, self._compute),
         )
-        counter = [steps] if self._rule._counts_steps else []  # noqa: SLF001
+        counter = [steps] if self._rule.counts_steps else []
         try:
             with quiet():
-                self._rule._change(  # noqa: SLF001
+                self._rule.change(
                     [array, *slots, *counter], part, _Room(np.empty(0)), rate, int(steps), {}
                 )
         except SyncvarError:
@@ -170,7 +174,7 @@ class ServerRule:
 
 def is_users(name: str) -> bool:
     """Return whether a rule, by its class name, is code of a program, which may raise anything."""
-    return name == Custom.__name__
+    return name == "Custom"
 
 
 def _told(error: BaseException) -> str:
@@ -188,7 +192,7 @@ def slot_names(rule: UpdateRule, dtype: np.dtype[Any]) -> list[str]:
         >>> slot_names(rule_of("Adam", {}), np.dtype("float16"))
         ['master', 'm', 'v']
     """
-    return [*(["master"] if is_half(dtype) else []), *rule._initials()]  # noqa: SLF001  (a rule as its variables see it)
+    return [*(["master"] if is_half(dtype) else []), *rule.initials()]
 
 
 def rule_of(name: str, settings: dict[str, Any]) -> UpdateRule:
@@ -199,10 +203,20 @@ def rule_of(name: str, settings: dict[str, Any]) -> UpdateRule:
 
     Example:
         >>> type(rule_of("Adam", {"beta_1": 0.8})).__name__
-        'Adam'
+        'AdamRule'
     """
     if name not in _ELEMENTWISE or not all(re.fullmatch("[a-z_0-9]+", key) for key in settings):
         raise ConfigError(
             f"servers make the steps of {', '.join(_ELEMENTWISE)}, not of {name!r:.60}"
         )
-    return _ELEMENTWISE[name](0.0, **settings)
+    numbers = dict(settings)
+    decay = numbers.pop("weight_decay", None)
+    try:
+        rule = _ELEMENTWISE[name](**numbers)
+    except TypeError as error:  # an unknown or missing setting
+        raise ConfigError(
+            f"settings {sorted(settings)} do not fit optimizer {name}: {error}"
+        ) from None
+    if decay is not None:
+        rule.decay = checked_number("weight_decay", decay)
+    return rule
