@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from syncvar.variables.variable import Variable
     from syncvar.variables.variable_owner import RemoteOptimizer, VariableOwner
 
-__all__ = ["Optimizer"]
-
 _STEP_SPREAD = 0x9E3779B97F4A7C15  # odd: no two steps below 2**64 give the same
 _DIGEST_MASK = (1 << 64) - 1
 _PLANS_MAX = 8  # lists of variables whose flat arrays are kept

@@ -11,8 +11,6 @@ from syncvar.optimizers.rules.exact_math import norm
 if TYPE_CHECKING:
     from syncvar.optimizers.gradient_buckets import Bucket, BucketPlan
 
-__all__ = ["Clipping"]
-
 
 class Clipping(NamedTuple):
     """Limits of gradients.

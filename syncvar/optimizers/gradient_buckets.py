@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from syncvar.optimizers.slots import OptimizerSlots, SlotState
     from syncvar.variables.variable_owner import VariableOwner
 
-__all__ = ["BucketPart", "BucketPlan", "checked_pairs", "checked_variables", "listed"]
-
 _NO_PAIRS = (
     "apply_gradients takes pairs of a gradient and a variable, gradient first, for instance zip(gradients, variables), "
     "not {}"

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from syncvar.variables.variable import Variable
     from syncvar.variables.variable_owner import RemoteOptimizer
 
-__all__ = ["RemoteStep", "stepper_of"]
-
 _ONLY_HERE: dict[str, Any] = {
     "clip_norm": None,
     "clip_value": None,

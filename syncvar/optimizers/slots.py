@@ -31,17 +31,6 @@ if TYPE_CHECKING:
     from syncvar.variables.variable import Variable
     from syncvar.variables.variable_owner import VariableOwner
 
-__all__ = [
-    "ITERATIONS",
-    "OptimizerSlots",
-    "SavedSlot",
-    "SlotSpec",
-    "SlotState",
-    "compute_dtype",
-    "is_apart",
-    "is_half",
-]
-
 ITERATIONS, CALLS, MASTER, ACCUMULATED = "iterations", "calls", "master", "accumulated"
 _WEIGHT, _REPLICAS = "accumulated_weight", "accumulated_replicas"
 _WITHIN_STEP = (CALLS, ACCUMULATED, _WEIGHT, _REPLICAS)  # of use only until the step is complete

@@ -13,8 +13,6 @@ from syncvar.variables.row_updates import checked_rows
 if TYPE_CHECKING:
     from syncvar.variables.variable import Variable
 
-__all__ = ["dense_gradient", "rows_of"]
-
 
 def rows_of(gradient: Any, shape: tuple[int, ...]) -> tuple[Any, Any] | None:
     """Return the indices and values of a gradient that names rows, None for another gradient.

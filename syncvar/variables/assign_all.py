@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import CollectiveSpec
     from syncvar.variables.variable_owner import VariableOwner
 
-__all__ = ["assign_add_all", "assign_all", "assign_sub_all"]
-
 
 def assign_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
     """Set several variables, each as `variable.assign(x)`, with as few transfers as possible.

@@ -18,8 +18,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["BLOCK_BYTES", "block_bytes", "block_count", "block_digests", "combined"]
-
 BLOCK_BYTES = 1 << 16
 _WORDS = BLOCK_BYTES // 8
 _MASK = (1 << 64) - 1

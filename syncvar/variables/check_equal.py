@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.request import Stage
 
-__all__ = ["check_equal"]
-
 _CALL = "check_equal"
 _REMEDY = (
     "Make the ranks equal again, for instance by model.load_state_dict(sv.broadcast(model.state_dict(), root=0)), and look for a "

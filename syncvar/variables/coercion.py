@@ -17,15 +17,6 @@ from syncvar.variables.values import Mirrored, PerReplica
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "checked_dtype",
-    "digest_of",
-    "initial_array",
-    "number_array",
-    "operand_array",
-    "plain_array",
-]
-
 _SHORT_BYTES = (
     4096  # of longer arrays the digests of blocks are digested, which are made ten times as fast
 )

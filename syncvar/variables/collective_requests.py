@@ -30,15 +30,6 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.communicator import Communicator
 
-__all__ = [
-    "alike_request",
-    "are_alike",
-    "is_compared_first",
-    "request_of",
-    "rows_request",
-    "together_request",
-]
-
 
 _ALIKE_MAX = 256  # persistent calls of a group beyond which no more of these are kept: of a large model each would put out another
 

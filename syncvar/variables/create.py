@@ -42,15 +42,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.request import Stage
     from syncvar.variables.variable_owner import VariableOwner
 
-__all__ = [
-    "VariableInit",
-    "VariableSpec",
-    "checked_name",
-    "checked_trainable",
-    "checked_value",
-    "make_on_replicas",
-]
-
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 
 

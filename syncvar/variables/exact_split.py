@@ -9,8 +9,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["share_of"]
-
 # Binary digits of the significand, and the exponent of the smallest place, by dtype.
 _PLACES = {
     "float16": (11, -24),

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import VariableState
 
-__all__ = ["FlatBucket"]
-
 SMALL_BYTES = 64 << 10  # of a variable: longer ones are reduced where they lie
 _TOGETHER_BYTES = 16 << 20
 _REPLICA = CallContext.REPLICA

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from syncvar.variables.variable_owner import VariableOwner
 
-__all__ = ["are_parts", "change_copies", "copy_of", "make_beside", "replace_copy"]
-
 
 def change_copies(
     variables: Sequence[Variable], change: Callable[..., None], *arguments: Any

@@ -19,21 +19,6 @@ from syncvar.core.settings import nearest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "OWN_VALUES",
-    "AccessKind",
-    "Action",
-    "CallContext",
-    "Effect",
-    "Travel",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "as_member",
-    "decide",
-    "resolve",
-    "table",
-]
-
 
 class Named(Enum):
     """A member is hashed as the one object that it is: the table is asked in every call."""

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from syncvar.variables.storage import Storage
     from syncvar.variables.variable_owner import VariableOwner
 
-__all__ = ["checked_replica", "fetch", "publish", "with_absent"]
-
 
 def publish(owner: VariableOwner, namespace: Any, state: Any) -> None:
     """Let other replicas read this process's copy of a variable for as long as its state exists."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_owner import VariableOwner
     from syncvar.variables.variable_state import VariableState
 
-__all__ = ["catch_up"]
-
 _WHAT = "values of variables after sv.uneven"
 _TOGETHER_BYTES = 16 << 20
 

@@ -14,8 +14,6 @@ from syncvar.variables.policy import AccessKind
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["RowSelection", "applied", "checked_rows"]
-
 _UFUNCS: dict[AccessKind, np.ufunc] = {
     AccessKind.SCATTER_ADD: np.add,
     AccessKind.SCATTER_SUB: np.subtract,

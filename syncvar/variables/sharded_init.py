@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = ["ShardInfo", "checked_shape", "require_shape", "takes_shard_info", "whole"]
-
 _PARAMETER = "shard_info"
 
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.variable_owner import VariableOwner
 
-__all__ = ["SharedCopy", "shared_copy", "written_once"]
-
 
 class SharedCopy(Storage):
     """The copy that this process shares with the other replicas of its host.

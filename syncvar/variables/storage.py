@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from syncvar.bootstrap.context import ProcessContext
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["Storage", "being_written", "refuse_overlap", "warn_shm_is_full"]
-
 _log = logging.getLogger("syncvar")
 
 

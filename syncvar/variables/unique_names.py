@@ -7,8 +7,6 @@ that is free behind it; the names that were made from these follow from it. So a
 
 from __future__ import annotations
 
-__all__ = ["Names"]
-
 
 class Names:
     """The names of one namespace.

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["DistributedValues", "Mirrored", "PerReplica"]
-
 
 class DistributedValues:
     """Base of values that every replica has one of.

@@ -15,8 +15,6 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "norm", "power", "sum_of_squares"]
-
 BLOCK = 16384  # elements that are worked on at a time: the arrays of a step then stay in the cache
 
 
