@@ -19,6 +19,8 @@ from syncvar.data.iterator_state import integer_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+__all__ = ["FixedShards", "MaxSize", "MinSize", "row_ranges"]
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
