@@ -4,10 +4,10 @@
     optimizer.apply_gradients(zip(gradients, weights))
 
 * `base`: `apply_gradients`, the same for all; start reading there.
-* `rule`: the step of one variable. `momentum`, `adaptive`, `adam`: the rules, arithmetic on arrays and nothing else. `custom`: those
-  that programs write.
-* `call`: what one call names, and its request. `plan`: its gradients, packed into one array that travels. `clipping`: what
-  is done to them before the step. `slots`: the state, as variables.
+* `rule`: the step of one variable. `momentum`, `adaptive`, `adam`: the rules, arithmetic on arrays
+  and nothing else. `custom`: those that programs write.
+* `call`: what one call names, and its request. `plan`: its gradients, packed into one array that
+  travels. `clipping`: what is done to them before the step. `slots`: the state, as variables.
 * `arguments`, `arithmetic`: checks; powers and norms with the same bits on every machine.
 """
 

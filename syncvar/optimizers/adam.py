@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 class Adam(Optimizer):
     """Adam: m and v are decaying means of g and g * g; w -= learning_rate * m' / (sqrt(v') + epsilon).
 
-    m' = m / (1 - beta_1^t) and v' = v / (1 - beta_2^t) are free of the zeros that m and v started with. That is Algorithm 1
-    of the paper, as in PyTorch and optax; Keras adds epsilon to sqrt(v), not to sqrt(v'). t counts the steps of the
-    variable, not of the optimizer: a variable that had no gradient at first is corrected like any other.
+    m' = m / (1 - beta_1^t) and v' = v / (1 - beta_2^t) are free of the zeros that m and v started
+    with. That is Algorithm 1 of the paper, as in PyTorch and optax; Keras adds epsilon to sqrt(v),
+    not to sqrt(v'). t counts the steps of the
+    variable, not of the optimizer: a variable that had no gradient at first is corrected like any
+        other.
 
     Args:
         learning_rate: A number or a function of the step.
@@ -87,8 +89,8 @@ class AdamW(Adam):
 class LAMB(Adam):
     """Adam's direction, scaled for each variable by its own norm: u = m' / (sqrt(v') + epsilon) + weight_decay * w.
 
-    w -= learning_rate * (|w| / |u|) * u; the quotient is 1 where either norm is zero. The paper's function phi is the
-    identity.
+    w -= learning_rate * (|w| / |u|) * u; the quotient is 1 where either norm is zero. The paper's
+    function phi is the identity.
 
     Args:
         learning_rate: A number or a function of the step.

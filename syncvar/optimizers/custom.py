@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 class Custom(Optimizer):
     """Steps by an update rule of the program's own; see `update_rule`.
 
-    For variables on servers the rule is to be in a module beside the script, or installed: servers import it, and do not run the
-    script. If it raises there, nothing of that push is applied, and whoever has pushed gets ConfigError with the traceback.
+    For variables on servers the rule is to be in a module beside the script, or installed: servers
+        import it, and do not run the
+    script. If it raises there, nothing of that push is applied, and whoever has pushed gets
+    ConfigError with the traceback.
 
     Args:
         rule: The function, or "module:name" of it.

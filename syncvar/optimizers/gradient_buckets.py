@@ -1,8 +1,9 @@
 """The gradients of one call: which variables they belong to, and the flat arrays in which they travel.
 
-A plan belongs to one list of variables. It holds all gradients that replicas combine in one flat array (one for float32
-and half types, one for float64), so that they travel together, are combined in place, and are looked at as a whole for
-clipping. Gradients of NONE variables lie in an array of their own, which never travels. All of it is kept from step to step.
+A plan belongs to one list of variables. It holds all gradients that replicas combine in one flat
+array (one for float32 and half types, one for float64), so that they travel together, are combined
+in place, and are looked at as a whole for clipping. Gradients of NONE variables lie in an array of
+their own, which never travels. All of it is kept from step to step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from syncvar.variables.variable_owner import VariableOwner
 
 _NO_PAIRS = (
-    "apply_gradients takes pairs of a gradient and a variable, gradient first, for instance zip(gradients, variables), "
+    "apply_gradients takes pairs of a gradient and a variable, gradient first, for instance "
+    "zip(gradients, variables), "
     "not {}"
 )
 
@@ -62,7 +64,8 @@ def checked_pairs(grads_and_vars: Any) -> tuple[list[Any], list[Variable]]:
             raise ConfigError(_no_pair(pair))
     if all(gradient is None for gradient, _ in pairs):
         raise ConfigError(
-            "apply_gradients got no gradient at all: pass [(gradient, variable), …]; a None gradient leaves its variable "
+            "apply_gradients got no gradient at all: pass [(gradient, variable), …]; a None "
+            "gradient leaves its variable "
             "as it is, but one of them must be an array"
         )
     return [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
@@ -97,13 +100,16 @@ def checked_variables(variables: Sequence[Variable]) -> VariableOwner:
         name = variable.name
         if variable.synchronization is VariableSynchronization.ON_READ:
             raise ConfigError(
-                f"variable {name!r} is ON_READ: its copies differ, and a step of each has no meaning for their "
-                f"aggregate. Make weights with synchronization=sv.VariableSynchronization.ON_WRITE (or NONE, to step "
+                f"variable {name!r} is ON_READ: its copies differ, and a step of each has no "
+                "meaning for their "
+                "aggregate. Make weights with synchronization=sv.VariableSynchronization.ON_WRITE "
+                "(or NONE, to step "
                 f"each replica's own copy)"
             )
         if variable.dtype.kind not in "fV":
             raise ConfigError(
-                f"variable {name!r} is {variable.dtype.name}; an optimizer steps real floating numbers: make it with "
+                f"variable {name!r} is {variable.dtype.name}; an optimizer steps real floating "
+                "numbers: make it with "
                 f"dtype='float32'"
             )
         if id(variable) in seen:
@@ -113,7 +119,8 @@ def checked_variables(variables: Sequence[Variable]) -> VariableOwner:
         seen.add(id(variable))
         if variable.strategy is not owner:
             raise UsageError(
-                f"the variables {variables[0].name!r} and {name!r} belong to different strategies; make an optimizer for each"
+                f"the variables {variables[0].name!r} and {name!r} belong to different strategies; "
+                "make an optimizer for each"
             )
     return owner
 

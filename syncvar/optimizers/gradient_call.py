@@ -40,7 +40,8 @@ _SAME, _MEETING = decide(*_MODE, AccessKind.ASSIGN), decide(*_MODE, AccessKind.S
 _NOTHING = np.empty(0, np.uint8)
 _NAME = "apply_gradients"
 _HINT = (
-    "Gradients that are used as given must be the same on every replica. Pass each replica's own inside strategy.run, or "
+    "Gradients that are used as given must be the same on every replica. Pass each replica's own "
+    "inside strategy.run, or "
     "outside every scope, with reduce='mean'"
 )
 
@@ -90,11 +91,13 @@ def checked_shards(
         what = f"gradient of variable {variable.name!r}"
         if not isinstance(given, Mapping):
             raise ConfigError(
-                f"{what}: with shards=True it must be a dict of id -> gradient, not {type(given).__name__}"
+                f"{what}: with shards=True it must be a dict of id -> gradient, not "
+                f"{type(given).__name__}"
             )
         if place and given.keys() != made.keys():
             raise ConfigError(
-                f"{what} is of the shards {sorted(given, key=str)}, that of variable {variables[0].name!r} of "
+                f"{what} is of the shards {sorted(given, key=str)}, that of variable "
+                f"{variables[0].name!r} of "
                 f"{sorted(made, key=str)}: each shard has a gradient for every variable"
             )
         for number, gradient in given.items():
@@ -181,8 +184,8 @@ def combined_shortly(
 ) -> bool:
     """Combine the gradients by the persistent call of their shape; False where there is none, and nothing has been done.
 
-    Words and fingerprint change from step to step, as they hold the step and the learning rate; all else is prepared.
-    The arguments are those of `combining_request`.
+    Words and fingerprint change from step to step, as they hold the step and the learning rate; all
+    else is prepared. The arguments are those of `combining_request`.
     """
     if not op or len(plan.shared) != 1:
         return False

@@ -1,12 +1,16 @@
 """The state of an optimizer: variables beside the variables that it steps.
 
-A slot has its variable's shape and synchronization mode, so that it is saved, restored and compared as its variable is; its
-aggregation is NONE, since nobody but the optimizer writes it. Half types get float32 slots, and a float32 `master` of the
-weights themselves: an update is often smaller than the distance of two neighbouring halves, and would be lost each time
+A slot has its variable's shape and synchronization mode, so that it is saved, restored and compared
+as its variable is; its aggregation is NONE, since nobody but the optimizer writes it. Half types
+get float32 slots, and a float32 `master` of the
+weights themselves: an update is often smaller than the distance of two neighbouring halves, and
+    would be lost each time
 (Micikevicius et al. 2018, section 3.1).
 
-Gradients of several calls are added up on each replica, and a checkpoint keeps each replica's sum. Restored on another number
-of replicas each takes the mean of these sums: what the mean over replicas needs. Sums over replicas are scaled to the new
+Gradients of several calls are added up on each replica, and a checkpoint keeps each replica's sum.
+Restored on another number
+of replicas each takes the mean of these sums: what the mean over replicas needs. Sums over replicas
+    are scaled to the new
 number at the next call (`accumulated_replicas`).
 """
 
@@ -47,7 +51,8 @@ class SlotState(NamedTuple):
     """What belongs to one variable.
 
     Args:
-        changed: The variable, its master (half types), its slots, its counter of steps (where the rule has one).
+        changed: The variable, its master (half types), its slots, its counter of steps (where the
+            rule has one).
         accumulator: The sum of the gradients of several calls; None where each call is a step.
     """
 
@@ -88,8 +93,8 @@ class WaitingValue(NamedTuple):
 class SavedSlot:
     """One slot as a checkpoint sees it, whether its variable exists yet or not.
 
-    A checkpoint may be restored before the first step makes the slots. The value then waits in the optimizer, and the slot
-    begins with it.
+    A checkpoint may be restored before the first step makes the slots. The value then waits in the
+    optimizer, and the slot begins with it.
 
     Args:
         slots: All slots of the optimizer.
@@ -218,8 +223,10 @@ class OptimizerSlots:
         for variable in found:
             if self._key(variable) in names:
                 raise ConfigError(
-                    f"two variables of one optimizer are named {variable.name!r}, so that a checkpoint could not tell "
-                    f"their slots apart: give one of them another name, or make an optimizer for each"
+                    f"two variables of one optimizer are named {variable.name!r}, so that a "
+                    "checkpoint could not tell "
+                    "their slots apart: give one of them another name, or make an optimizer for "
+                    "each"
                 )
             names.add(self._key(variable))
         return found
@@ -392,7 +399,8 @@ class OptimizerSlots:
         """Return slots for a deep copy of the optimizer; sends nothing.
 
         They wait for its first step with the values of these. They belong to the copies of the
-        variables where the same deep copy copies these, before or after, else to the same variables.
+        variables where the same deep copy copies these, before or after, else to the same
+        variables.
 
         Args:
             memo: Of the deep copy.

@@ -25,17 +25,18 @@ def assign_all(pairs: Iterable[tuple[Variable, Any]]) -> None:
     """Set several variables, each as `variable.assign(x)`, with as few transfers as possible.
 
     Args:
-        pairs: (variable, value); variables of one strategy, each at most once, the same on every replica.
+        pairs: (variable, value); variables of one strategy, each at most once, the same on every
+            replica.
 
     Raises:
-        ConfigError: A wrong value, or a variable twice; nothing is written anywhere, the other replicas raise
-            MismatchError.
+        ConfigError: A wrong value, or a variable twice; nothing is written anywhere, the other
+            replicas raise MismatchError.
         UsageError: Variables of different strategies.
         NoAggregation: As `assign`.
         MismatchError: The replicas write different variables.
 
-    Cost: one all-reduce for all variables of one dtype and aggregation that are combined on writing; variables of
-        other kinds are written one after another.
+    Cost: one all-reduce for all variables of one dtype and aggregation that are combined on
+        writing; variables of other kinds are written one after another.
 
     Example:
         >>> import syncvar as sv
@@ -88,7 +89,8 @@ def _write(operation: AccessKind, name: str, pairs: Iterable[tuple[Variable, Any
     strangers = [variable for variable in variables if variable.strategy is not owner]
     if strangers:
         raise UsageError(
-            f"{name}: {strangers[0].name!r} belongs to another strategy than {variables[0].name!r}; call it for each"
+            f"{name}: {strangers[0].name!r} belongs to another strategy than "
+            f"{variables[0].name!r}; call it for each"
         )
     if (elsewhere := variables[0].stepper) is not None:
         with elsewhere.transaction():
@@ -191,7 +193,8 @@ def _checked_variables(name: str, pairs: list[Any]) -> list[Variable]:
             or not isinstance(pair[0], Variable)
         ):
             raise ConfigError(
-                f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], not {pair!r:.100}"
+                f"{name} takes pairs of a variable and a value, for instance [(v, 1.0), (w, x)], "
+                f"not {pair!r:.100}"
             )
         if id(pair[0]) in seen:
             raise ConfigError(

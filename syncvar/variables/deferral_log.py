@@ -1,9 +1,11 @@
 """The log of AUTO's decisions: JSON lines, written by the first rank of each group, read to replay a job.
 
-A line is one change: {"strategy": …, "at": "run", "step": 12, "of": "", "variable": "w", "from": "eager",
-"to": "deferred", "why": …}. "at" and "step" are the end of run 12, or with "write" increment 12 of the
-variable "of" outside every scope. A line {"strategy": …, "begins": true} starts the record of a strategy.
-The identity of a strategy comes from its ranks and their order, so the same program finds its own lines.
+A line is one change: {"strategy": …, "at": "run", "step": 12, "of": "", "variable": "w", "from":
+    "eager",
+"to": "deferred", "why": …}. "at" and "step" are the end of run 12, or with "write" increment 12 of
+the variable "of" outside every scope. A line {"strategy": …, "begins": true} starts the record of a
+strategy. The identity of a strategy comes from its ranks and their order, so the same program finds
+its own lines.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def read(path: str, strategy: int) -> list[tuple[str, int, str, str, str]]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"auto_replay={path!r} cannot be read: {error}. Name a file that SYNCVAR_AUTO_LOG has made"
+            f"auto_replay={path!r} cannot be read: {error}. Name a file that SYNCVAR_AUTO_LOG has "
+            "made"
         ) from error
     found: list[tuple[str, int, str, str, str]] = []
     for number, line in enumerate(lines, 1):

@@ -1,10 +1,10 @@
 """AUTO's tuner: whether a variable's increments are sent at once (eager) or wait in the queue (deferred).
 
 Eager, each increment is one all-reduce. Deferred increments travel together at the end of a run, or
-before a read of the variable or another kind of write (a *break*). Deferring pays where many increments
-come between two breaks. The rule, `choose`, is a pure function of counters that all replicas have agreed
-on, so all replicas change at the same point. The registry calls the tuner; a file can record and replay
-its decisions.
+before a read of the variable or another kind of write (a *break*). Deferring pays where many
+increments come between two breaks. The rule, `choose`, is a pure function of counters that all
+replicas have agreed on, so all replicas change at the same point. The registry calls the tuner; a
+file can record and replay its decisions.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Costs(NamedTuple):
         return self.queued_us <= _WORTH * self.eager_us or self.queued_ns <= _WORTH * self.eager_ns
 
 
-# By (path, reproducible): medians of two ranks on two cores, one write after the other. Only the ratios
+# By (path, reproducible): medians of two ranks on two cores, one write after the other. Only the
+# ratios
 # count. Reproducible increments are queued one by one instead of summed, which costs more.
 COSTS = {
     ("shm", False): Costs(5, 4.3, 0.3, 4.4, 2.0, 105.0),
@@ -106,8 +107,9 @@ def choose(
 ) -> tuple[list[DeferralDecision], Hysteresis]:
     """Return the decision for each variable and the new back-off.
 
-    A variable that breaks too often stays eager, because it would flush the increments of the others.
-    The remaining variables share the cost of sending, so they are deferred together or not at all.
+    A variable that breaks too often stays eager, because it would flush the increments of the
+    others. The remaining variables share the cost of sending, so they are deferred together or not
+    at all.
 
     Args:
         windows: Counters of all AUTO variables of a strategy that are not pinned.
@@ -219,7 +221,8 @@ class DeferralTuner:
         """Plan a decision soon; called before there is one more variable to decide about."""
         if self._replay is not None or not (self.replay_path or self.may_defer):
             return
-        # A replica that leaves a run by an exception does not reach its end. So a decision that is due
+        # A replica that leaves a run by an exception does not reach its end. So a decision that is
+        # due
         # while there are no candidates stays due until there is another variable.
         due = self.next_run if self.has_candidates else NEVER
         self.next_run = min(due, runs + (1 if self.replay_path else self._costs.runs))

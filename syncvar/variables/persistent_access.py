@@ -1,9 +1,9 @@
-"""Prepared writes and reads: what is done each time, once the replicas have made the same write or read before.
+"""Cached writes and reads: the fast path of an access that all replicas have made before.
 
-A write is prepared once. What cannot change for a variable is decided then: what travels, what is done with it, the words and
-the digest of the call, where its parts lie. What may be otherwise at the next write is looked at each time: the place of the
-thread in the program, the form of the operand, whether the replicas' calls go where they went, whether the copies are to be
-compared, and whether a view of the copy is alive.
+Caching fixes what cannot change for a variable: the collective, its description and its signature,
+    and the
+memory. Each cached access still checks what can change: the scope of the thread, the form of the
+operand, the channel of the group, a due comparison of the copies, and views of the copy.
 """
 
 from __future__ import annotations
@@ -45,24 +45,22 @@ _FALLBACK, _STORED, _SAMPLE = (int(result) for result in WriteResult)
 
 
 def unprepared(_x: Any, *, is_seen: bool = False) -> int:
-    """Stand for a write that is not prepared."""
+    """Stand for a write that is not cached."""
     del is_seen
     return _FALLBACK
 
 
 def unlooked(_copy: bool) -> None:
-    """Stand for a read of this replica's copy that is not prepared."""
+    """Stand for a local read that is not cached."""
 
 
 def prepared_look(owner: VariableOwner, storage: Storage, tally: Tally) -> Look:
-    """Return a prepared read of this replica's copy: a function of what `read_value` is told. It sends nothing.
-
-    Its result is None where nothing has been done, and the table has to say what is wrong.
+    """Return a cached local read. It returns None if nothing was done, and the policy table has to decide.
 
     Args:
         owner: The strategy.
         storage: The memory of the copy.
-        tally: The variable's.
+        tally: The variable's counters.
     """
     local, is_default = owner.places, owner.is_default
 
@@ -87,15 +85,15 @@ def prepared_look(owner: VariableOwner, storage: Storage, tally: Tally) -> Look:
 def prepared_write(
     owner: VariableOwner, storage: Storage, tally: Tally, call: PreparedCall, *, counts: bool
 ) -> Write:
-    """Return a prepared write: a function of (x).
+    """Return a cached write: a function of the operand that returns a `WriteResult`.
 
-    It returns a `WriteResult`. With `is_seen=True` the caller has checked whether a comparison of the copies is due.
+    With `is_seen=True` the caller has checked whether a comparison of the copies is due.
 
     Args:
         owner: The strategy.
         storage: The memory of the copy.
-        tally: The variable's.
-        call: The all-reduce, which applies its result to the copy.
+        tally: The variable's counters.
+        call: The persistent all-reduce, which applies its result to the copy.
         counts: The write is an increment of an AUTO variable.
     """
     local, roster, is_default, communicator = (
@@ -127,14 +125,12 @@ def prepared_write(
             place = stack[-1]
             if place.owner is not owner or place.context is not replica:
                 return _FALLBACK
-        if (
-            communicator.channel is not channel
-        ):  # its calls go otherwise: in a block of sv.uneven, or never again
+        if communicator.channel is not channel:  # in a block of sv.uneven, or after shutdown
             return _FALLBACK
         is_counted = roster is not None and not roster.is_free
         if is_counted and not is_seen and tally.steps >= roster.until:  # type: ignore[union-attr]
             return _FALLBACK
-        if not storage.mark():  # it is another thread's
+        if not storage.mark():  # another thread is writing
             return _FALLBACK
         try:
             is_made = call(x, storage.writable(), None, owner.timeout) is not None
@@ -173,15 +169,16 @@ def prepared_write(
 def prepared_read(
     owner: VariableOwner, storage: Storage, tally: Tally, call: PreparedCall
 ) -> tuple[Read, Look]:
-    """Return two prepared reads that combine the copies: functions whose result is None where nothing has been done.
+    """Return two cached collective reads; each returns None if nothing was done.
 
-    The first is for where it is known that all replicas read; the second looks where the thread is, and counts the read.
+    The first is for a known context; the second checks the scope of the thread, and counts the
+    read.
 
     Args:
         owner: The strategy.
         storage: The memory of the copy.
-        tally: The variable's.
-        call: The all-reduce.
+        tally: The variable's counters.
+        call: The persistent all-reduce.
     """
     communicator = owner.communicator
     channel = communicator.channel
@@ -205,6 +202,6 @@ def prepared_read(
 
 
 def sealed(value: NDArray[Any]) -> NDArray[Any]:
-    """Return a value as reads hand it out: nobody can make the view writable."""
+    """Return a value as reads return it: nobody can make the view writable."""
     value.setflags(write=False)
     return value.view()

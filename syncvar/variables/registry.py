@@ -1,9 +1,10 @@
 """The registry of a strategy's replicated variables, and what the replicas agree on about them.
 
-It holds weak references. At the ends of runs, and outside runs before and after writes, the strategy and
-the variables call it. It then lets `CheckSchedule` say which copies are compared, `DeferralTuner` say
-which increments are deferred, and makes the one small all-reduce that both need. That all-reduce also
-agrees which variables still exist, since garbage is collected at different times on the replicas.
+It holds weak references. At the ends of runs, and outside runs before and after writes, the
+strategy and the variables call it. It then lets `CheckSchedule` say which copies are compared,
+`DeferralTuner` say which increments are deferred, and makes the one small all-reduce that both
+need. That all-reduce also agrees which variables still exist, since garbage is collected at
+different times on the replicas.
 
 With one replica there is no registry.
 """
@@ -146,7 +147,8 @@ class VariableRegistry(Watch):
         """End a pause.
 
         Args:
-            is_caught_up: All replicas have equal counters. Otherwise those of before the pause return.
+            is_caught_up: All replicas have equal counters. Otherwise those of before the pause
+                return.
         """
         if not self._is_paused:
             return
@@ -325,7 +327,8 @@ class VariableRegistry(Watch):
         except MismatchError as error:
             if point.at == "write":
                 raise
-            # Perhaps an exception has left the run on another replica. The program must not fail here
+            # Perhaps an exception has left the run on another replica. The program must not fail
+            # here
             # for that: the decision is tried again, and the comparison is due another time.
             _log.debug("the replicas have not agreed at the end of run %d: %s", point.step, error)
             return

@@ -1,6 +1,8 @@
-"""The replica checker: copies of variables that are kept equal are compared by digests of all their bytes.
+"""The replica check: comparison of the copies of replicated variables by digests of all their bytes.
 
-Where digests differ, they are exchanged block by block, to say what differs, where, on which replicas and since when.
+`CheckSchedule` says when which variables are compared; the registry calls `compare`. If digests
+differ, the replicas exchange them block by block, so that the error names the variable, the
+elements, the replicas, and the last good point of the program.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ _MASK = (1 << 64) - 1
 class CheckSchedule:
     """Assigns variables to lots of about 1 MiB, and each lot to runs (outside runs: to steps).
 
-    In every `check_every` runs each lot is compared once. A model of several lots is compared one lot
-    in a run, so that no run takes much longer than others.
+    In every `check_every` runs each lot is compared once. A model of several lots is compared one
+    lot in a run, so that no run takes much longer than others.
 
     Args:
         entries: The registry's entries by name; shared with it.
@@ -88,17 +90,17 @@ class CheckSchedule:
 
 
 class ReplicaMismatch(NamedTuple):
-    """Where copies differ.
+    """A difference between copies.
 
     Args:
-        entry: The first variable in which they do.
-        state: The same.
-        others: Names of further variables.
-        strangers: Replicas that are in the minority.
+        entry: The first variable whose copies differ.
+        state: Its state.
+        others: Names of further such variables.
+        strangers: Replicas in the minority.
         has_majority: More than half of the replicas agree.
         first: First element that differs.
         last: Last one.
-        values: By replica, the bytes of the first element.
+        values: Bytes of the first element, by replica.
     """
 
     entry: RegistryEntry
@@ -123,10 +125,11 @@ def compare(
 
     Args:
         owner: The strategy.
-        pairs: Variables that live on every replica, with their entries, in the same order.
-        now: Where the program is: "run 7".
-        good: Where it was when the copies were last as they are found now, if they are equal; None for now.
-        before: In words, before what the copies are compared.
+        pairs: Variables that exist on every replica, with their entries, in the same order.
+        now: The point of the program: "run 7".
+        good: The point at which the present values were last written, if the copies are equal; None
+            for now.
+        before: Description of the write that follows.
 
     Raises:
         MismatchError: Copies differ; on all replicas.
@@ -140,7 +143,7 @@ def compare(
 
     digests = _digests(pairs)
     mine = combined(digests)
-    # Of equal numbers, and of none else, the largest is the smallest.
+    # The largest and the smallest are equal exactly if all are.
     most, least = agree(
         communicator,
         _WHAT,
@@ -227,7 +230,8 @@ def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> Mism
         )
         is_stranger = replica in found.strangers
         table[member] = (
-            f"element {found.first} is {value!s} (bytes {found.values[replica].hex()}){', differs' if is_stranger else ''}"
+            f"element {found.first} is {value!s} (bytes "
+            f"{found.values[replica].hex()}){', differs' if is_stranger else ''}"
         )
     which = (
         f"rank {ranks[0]} differs"
@@ -242,9 +246,12 @@ def _error(communicator: Communicator, found: ReplicaMismatch, now: str) -> Mism
     names = ", ".join(map(repr, found.others[:8])) + (", …" if len(found.others) > 8 else "")
     more = f" Further variables that differ: {names}." if found.others else ""
     return MismatchError(
-        f"the copies of variable {entry.name!r} are not the same on all replicas: {which} {whom}, in elements {found.first} to "
-        f"{found.last} of the flat array. They parted after {entry.good} and not later than {now}.{more} Memory or hardware "
-        f"may have failed, or the program has changed copies by itself. Go on from a checkpoint that was saved by {entry.good}, or "
+        f"the copies of variable {entry.name!r} are not the same on all replicas: {which} {whom}, "
+        f"in elements {found.first} to "
+        f"{found.last} of the flat array. They parted after {entry.good} and not later than "
+        f"{now}.{more} Memory or hardware "
+        "may have failed, or the program has changed copies by itself. Go on from a checkpoint "
+        f"that was saved by {entry.good}, or "
         f"write v.assign(value) with one value on every replica",
         table,
     )

@@ -1,4 +1,4 @@
-"""Replicas that have left a block of `sv.uneven` before others take their variables' values when all have left it."""
+"""Resynchronization after `sv.uneven`: replicas that left the block early take the variables' values."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def catch_up(owner: VariableOwner, roster: VariableRegistry, calls: int) -> None
 
     Args:
         owner: The strategy.
-        roster: Its variables that are kept equal.
-        calls: How many calls this replica has made in the block.
+        roster: Its registry.
+        calls: Calls of this replica in the block.
 
-    Cost: an exchange of some bytes; where the replicas have made different numbers of calls, a broadcast of all values.
+    Cost: an exchange of some bytes; if the numbers of calls differ, a broadcast of all values.
     """
     communicator = owner.communicator
     variables = roster.living()  # so they live until this has ended
@@ -64,7 +64,7 @@ def _bytes_of(state: VariableState) -> Any:
 
 
 def _batches(shared: list[tuple[str, VariableState]]) -> Iterator[list[tuple[str, VariableState]]]:
-    """Yield the variables in parts of limited size."""
+    """Yield the variables in batches of limited size."""
     part: list[tuple[str, VariableState]] = []
     nbytes = 0
     for name, one in shared:

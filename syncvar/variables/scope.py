@@ -1,6 +1,6 @@
-"""Where a thread is: inside which strategy's scope, run or merge; and whose variables it makes.
+"""The stack of entered scopes, runs and merges of each thread; it says whose variables are created.
 
-The stack of places belongs to (context, thread). The strategies push to it; variables only look.
+Strategies push to it; variables only read it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _makers: list[Callable[[], VariableOwner]] = []
 
 
 def set_default(maker: Callable[[], VariableOwner]) -> None:
-    """Name the function that makes a context's default strategy; the room above calls this once."""
+    """Set the function that creates a context's default strategy; `strategies` calls this once."""
     _makers[:] = [maker]
 
 
@@ -53,11 +53,7 @@ def default_owner() -> VariableOwner:
 
 
 class ScopeStack(threading.local):
-    """The stack of places of each thread, in one job.
-
-    Args:
-        stack: This thread's.
-    """
+    """The scope stacks of a job: one for each thread."""
 
     def __init__(self) -> None:
         self.stack: list[ScopeEntry] = []
@@ -67,57 +63,58 @@ _before_joining = ScopeStack()
 
 
 def stacks(joined: Joined) -> ScopeStack:
-    """Return the stacks of a job, which stay the same objects as long as it lasts."""
+    """Return the scope stacks of a job, the same object as long as the job lasts."""
     extras = joined.extras
     found: ScopeStack | None = extras.get("places")
     return extras.setdefault("places", ScopeStack()) if found is None else found
 
 
 def places(joined: Joined | None = None) -> list[ScopeEntry]:
-    """Return this thread's stack of places in a job (None: the one in force), to look at and to push to. Asking does not join."""
+    """Return this thread's scope stack in a job (None: the current one), without joining a job."""
     return (stacks_here() if joined is None else stacks(joined)).stack
 
 
 def stacks_here() -> ScopeStack:
-    """Return the stacks of the job in force, without joining."""
+    """Return the scope stacks of the current job, without joining."""
     context = joined_context()
     return _before_joining if context is None else stacks(context)
 
 
 def take_places_along(joined: Joined) -> None:
-    """Let what this process has entered before it joined stay entered; for strategies that work without joining."""
+    """Keep scopes that were entered before joining; for strategies that work without joining."""
     joined.extras["places"] = _before_joining
 
 
 def current_place() -> ScopeEntry | None:
-    """Return the innermost place, or None outside every scope."""
+    """Return the innermost scope, or None."""
     stack = places()
     return stack[-1] if stack else None
 
 
 def current_owner() -> VariableOwner:
-    """Return the strategy in force."""
+    """Return the current strategy."""
     place = current_place()
     return default_owner() if place is None else place.owner
 
 
 def context_of(owner: VariableOwner, what: str) -> CallContext:
-    """Return the context in which a call on a variable of `owner` is made.
+    """Return the context of an access to a variable of `owner`.
 
     Raises:
-        UsageError: The innermost place belongs to another explicit strategy.
+        UsageError: The innermost scope belongs to another explicit strategy.
     """
     context = context_here(owner)
     if context is None:
         raise UsageError(
-            f"{what}: the variable belongs to another strategy than the scope it is used in; use it under "
+            f"{what}: the variable belongs to another strategy than the scope it is used in; use "
+            "it under "
             f"`with variable.strategy.scope():`, or outside every scope"
         )
     return context
 
 
 def context_here(owner: VariableOwner) -> CallContext | None:
-    """Return the context in which a call on a variable of `owner` is made; None where `context_of` raises."""
+    """Return the context of an access to a variable of `owner`; None where `context_of` raises."""
     stack = owner.places.stack  # of the job that it was made in: asking must not join another one
     if not stack:
         return _SPMD if owner.is_default else _CROSS

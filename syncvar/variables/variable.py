@@ -220,7 +220,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         Raises:
             ConfigError: There is no such replica.
             UsageError: It has no such variable (a NONE variable may exist on some replicas only).
-            DeadlineExceeded: It did not answer in time. Only this call fails, the group stays usable.
+            DeadlineExceeded: It did not answer in time. Only this call fails, the group stays
+                usable.
 
         Example:
             >>> import syncvar as sv
@@ -237,7 +238,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
 
         Raises:
             NoAggregation: ON_WRITE with aggregation NONE, inside `run`.
-            ConfigError: Wrong shape or dtype. If the write communicates, no replica writes anything.
+            ConfigError: Wrong shape or dtype. If the write communicates, no replica writes
+                anything.
             MismatchError: Another replica's write differs.
 
         Example:
@@ -335,7 +337,8 @@ class Variable(MigrationHintsMixin, ArrayProtocol):
         Eager, each increment is combined with the other replicas' at once. Deferred, it waits for a
         read of the variable, the end of the run, or any other call, and travels with the others
         that wait. AUTO starts eager. It samples writes and reads at the ends of every few runs
-        (outside every scope: at every 64th increment). It changes on all replicas at the same point.
+        (outside every scope: at every 64th increment). It changes on all replicas at the same
+        point.
 
         Args:
             mode: "eager", "deferred" or None.

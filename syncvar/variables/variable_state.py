@@ -74,7 +74,8 @@ class RegistryEntry:
     ) -> None:
         self.name, self.number, self.nbytes, self.lot = name, number, nbytes, lot
         self.is_auto, self.is_pinned = is_auto, False
-        # A difference was reported: the next write, which may repair it, is not preceded by a comparison.
+        # A difference was reported: the next write, which may repair it, is not preceded by a
+        # comparison.
         self.is_told = False
         self.reference: weakref.ref[VariableState] | None = None
         self.counted = (0, 0, 0)  # the counters at the last agreement of the replicas
@@ -107,7 +108,8 @@ class VariableState:
         self.kind = f"{self.synchronization.name} {self.aggregation.name}"
         self.shape, self.dtype = init.value.shape, init.value.dtype
         self.tally = Tally()
-        # Flat buckets of grouped writes that begin with this variable, by operation and number of variables.
+        # Flat buckets of grouped writes that begin with this variable, by operation and number of
+        # variables.
         self.groups: dict[tuple[AccessKind, int], Any] = {}
         self.pace = "eager"
         self.is_pinned = False

@@ -30,7 +30,8 @@ class AdamRule(UpdateRule):
         super().__init__(beta_1=self._beta_1, beta_2=self._beta_2, epsilon=self._epsilon)
 
     def _factors(self, rate: float, step: int) -> tuple[float, ...]:
-        # m' / (sqrt(v') + epsilon) = (m / c1) * r / (sqrt(v) + epsilon * r), r = sqrt(c2): two operations on arrays fewer
+        # m' / (sqrt(v') + epsilon) = (m / c1) * r / (sqrt(v) + epsilon * r), r = sqrt(c2): two
+        # operations on arrays fewer
         first, root = 1 - power(self._beta_1, step), sqrt(1 - power(self._beta_2, step))
         return rate * root / first, self._epsilon * root, 1 - rate * self.decay
 

@@ -1,7 +1,7 @@
 """Update rules that programs write: functions of arrays, registered in a module.
 
-The same function steps copies on ranks and shards on servers. Rules travel by name: a server imports the
-module, and runs nothing but what is registered there.
+The same function steps copies on ranks and shards on servers. Rules travel by name: a server
+imports the module, and runs nothing but what is registered there.
 """
 
 from __future__ import annotations
@@ -43,13 +43,17 @@ def update_rule(
 ) -> Any:
     """Register a function at the top level of a module as an update rule, for `sv.optimizers.Custom`; a decorator.
 
-    It is called as `rule(value, slots, gradient, numbers)` and returns the new value, or the new value and a dict of the slots
-    that change. It may change nothing that it is given: these arrays are read-only. What it is given:
+    It is called as `rule(value, slots, gradient, numbers)` and returns the new value, or the new
+    value and a dict of the slots that change. It may change nothing that it is given: these arrays
+    are read-only. What it is given:
 
-    * value: Array of the variable, of its part on one server, or of the rows of it that a gradient names. Half types as float32.
+    * value: Array of the variable, of its part on one server, or of the rows of it that a gradient
+      names. Half types as float32.
     * slots: Name -> array of the same shape.
-    * gradient: Array of the same shape: combined over the replicas, of a row that is named twice the sum.
-    * numbers: Name -> number: "learning_rate", "step" (1 for the first of a variable), and those of the `Custom`.
+    * gradient: Array of the same shape: combined over the replicas, of a row that is named twice
+      the sum.
+    * numbers: Name -> number: "learning_rate", "step" (1 for the first of a variable), and those of
+      the `Custom`.
 
     Args:
         function: The rule.
@@ -75,7 +79,8 @@ def update_rule(
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"
     if not callable(function) or not _NAME.fullmatch(name):
         raise ConfigError(
-            f"update_rule takes a function at the top level of a module, where it is found by its name, not {function!r:.80}"
+            "update_rule takes a function at the top level of a module, where it is found by its "
+            f"name, not {function!r:.80}"
         )
     made = {
         one: checked_number(f"slot {one!r}", first, float("-inf"))
@@ -84,7 +89,8 @@ def update_rule(
     for one in made:
         if not _WORD.fullmatch(one) or one in _OWN_SLOTS:
             raise ConfigError(
-                f"update rule {name}: a slot is named by small letters, digits and _, and not {', '.join(_OWN_SLOTS)}; not {one!r:.40}"
+                f"update rule {name}: a slot is named by small letters, digits and _, and not "
+                f"{', '.join(_OWN_SLOTS)}; not {one!r:.40}"
             )
     _rules[name] = _RegisteredRule(function, made)
     return function
@@ -152,7 +158,8 @@ class CustomRule(UpdateRule):
         )
         if unknown:
             raise ConfigError(
-                f"update rule {self._name} returned slots that it has not: {', '.join(map(str, unknown))}; write update_rule(slots={{…}})"
+                f"update rule {self._name} returned slots that it has not: "
+                f"{', '.join(map(str, unknown))}; write update_rule(slots={{…}})"
             )
         news = [(weight, self._returned(value, weight, "value"))]
         news += [
@@ -167,7 +174,9 @@ class CustomRule(UpdateRule):
         made: NDArray[Any] = np.array(given) if given is not None else np.empty(0, object)
         if made.shape != array.shape or made.dtype.kind not in "fiub":
             raise ConfigError(
-                f"update rule {self._name} returned a {what} of {made.dtype.name}{list(made.shape)} where {array.dtype.name}{list(array.shape)} is "
+                f"update rule {self._name} returned a {what} of "
+                f"{made.dtype.name}{list(made.shape)} where {array.dtype.name}{list(array.shape)} "
+                "is "
                 f"to be changed: return the new value, or the new value and a dict of new slots"
             )
         return made
@@ -194,12 +203,14 @@ def _found(rule: Callable[..., Any] | str) -> tuple[str, _RegisteredRule]:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"update rule {rule}: module {module!r} cannot be imported ({type(error).__name__}: {error}); put it beside the script, or "
+                f"update rule {rule}: module {module!r} cannot be imported "
+                f"({type(error).__name__}: {error}); put it beside the script, or "
                 f"install it, on every host that has a server"
             ) from error
     if rule not in _rules:
         raise ConfigError(
-            f"module {module!r} registers no update rule {function!r}: write @sv.optimizers.update_rule before its def, at the top level"
+            f"module {module!r} registers no update rule {function!r}: write "
+            "@sv.optimizers.update_rule before its def, at the top level"
         )
     return rule, _rules[rule]
 

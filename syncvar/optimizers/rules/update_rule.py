@@ -83,7 +83,8 @@ class UpdateRule:
         """Make one step of one variable.
 
         Args:
-            arrays: Its copy, its master (half types), its slots, its counter of steps if there is one.
+            arrays: Its copy, its master (half types), its slots, its counter of steps if there is
+                one.
             part: Its gradient.
             workspace: Memory for reductions.
             rate: Learning rate.
@@ -100,7 +101,8 @@ class UpdateRule:
             self._advance(copy, part, rest, factors, workspace.room)
         else:
             master = rest.pop(0)
-            # The program may have written to the variable meanwhile: take over each changed element.
+            # The program may have written to the variable meanwhile: take over each changed
+            # element.
             np.copyto(master, copy, where=master.astype(copy.dtype) != copy, casting="unsafe")
             self._advance(master, part, rest, factors, workspace.room)
             copy[...] = master
