@@ -9,9 +9,7 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["MAP_BY", "HostCapacity", "placed"]
-
-MAP_BY = ("slot", "host")
+__all__ = ["HostCapacity", "placed"]
 
 
 class HostCapacity(NamedTuple):

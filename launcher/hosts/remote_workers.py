@@ -126,8 +126,8 @@ class RemoteWorkers:
         self._stood: dict[int, list[Thread]] = {}
         self._said: list[str] = []
         self._lost_results: set[str] = set()
-        self._reader = job.options.debug or 0  # the rank that gets the standard input
-        self._input = Input(0, 1, is_debugged=job.options.debug is not None)
+        self._reader = job.options.ranks.debug or 0  # the rank that gets the standard input
+        self._input = Input(0, 1, is_debugged=job.options.ranks.debug is not None)
         self._is_closing = False
 
     def begin(self) -> None:
@@ -137,7 +137,7 @@ class RemoteWorkers:
         # For all hosts before the first one is told: what does not fit is refused before anything is started.
         bindings = [self._job.binding_of(index) for index in range(len(self._fleet.sites))]
         torch = {}
-        if chosen.torch_env:
+        if chosen.ranks.torch_env:
             torch = {
                 "MASTER_ADDR": self._fleet.sites[0].address,
                 "MASTER_PORT": str(self._fleet.free_port()),
@@ -169,14 +169,14 @@ class RemoteWorkers:
                 "core_count": site.facts["core_count"],
                 "shm_unavailable_reason": self._shm_unavailable_reason[index],
                 "hands_over": config.transport != "zmq",
-                "is_clear": chosen.env_clear,
-                "has_totals": bool(chosen.stats),
-                "start_method": chosen.start_method,
+                "is_clear": chosen.program.env_clear,
+                "has_totals": bool(chosen.output.stats),
+                "start_method": chosen.ranks.start_method,
                 "cwd": cwd,
-                "kind_of_target": chosen.kind,
+                "kind_of_target": chosen.program.kind,
                 "target": target,
-                "args": list(chosen.args),
-                "environ": {**carried(self._job.environ), **chosen.env},
+                "args": list(chosen.program.args),
+                "environ": {**carried(self._job.environ), **chosen.program.env},
                 "servers": len(servers),
             }
             self.workers |= dict.fromkeys((*servers, *ranks), site)
@@ -379,7 +379,7 @@ class RemoteWorkers:
             (said,), _ = polled([site.remote], left_s)
             for message in said:
                 self._late += self._understood(message, site)
-        return where(threads[0].frames, str(self._job.options.cwd)) if threads else ""
+        return where(threads[0].frames, str(self._job.options.program.cwd)) if threads else ""
 
     def pid(self, rank: int) -> int:
         """Return the number of a rank's process on its host; -1 where it is not known."""

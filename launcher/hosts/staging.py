@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from syncvar_launcher.hosts.agent_connection import RemoteHost
-    from syncvar_launcher.options.option_table import LaunchOptions
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 __all__ = ["FILES_MAX", "NBYTES_MAX", "Collection", "collected", "place_there", "stage"]
 
@@ -99,12 +99,14 @@ def _opened(path: str, flags: int) -> int:
 
 
 def _source_of(options: LaunchOptions) -> Path:
-    if options.kind == "module":
-        return options.cwd
-    path = options.cwd / options.target
-    if not path.is_file() or (options.kind == "command" and "/" not in options.target):
+    if options.program.kind == "module":
+        return options.program.cwd
+    path = options.program.cwd / options.program.target
+    if not path.is_file() or (
+        options.program.kind == "command" and "/" not in options.program.target
+    ):
         raise ConfigError(
-            f"--stage copies the folder of a script, and there is no file {options.target} in {options.cwd}"
+            f"--stage copies the folder of a script, and there is no file {options.program.target} in {options.program.cwd}"
         )
     return path.parent
 
@@ -120,7 +122,7 @@ def collected(options: LaunchOptions) -> Collection:
     """
     folder = _source_of(options)
     root = Path(os.path.realpath(folder))
-    key = os.path.realpath(options.key_file)
+    key = os.path.realpath(options.join.key_file)
     folders, files, links, left_out = [], [], [], []
     nbytes = 0
     waiting = [PurePosixPath()]
@@ -213,7 +215,10 @@ def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, st
 def place_there(remote: RemoteHost, options: LaunchOptions) -> tuple[str, str]:
     """Return the folder in which workers start on a host, and what they run there."""
     if not remote.staged:
-        return remote.host.cwd or str(options.cwd), options.target
-    if options.kind == "module":
-        return remote.staged, options.target
-    return remote.host.cwd or remote.staged, f"{remote.staged}/{os.path.basename(options.target)}"
+        return remote.host.cwd or str(options.program.cwd), options.program.target
+    if options.program.kind == "module":
+        return remote.staged, options.program.target
+    return (
+        remote.host.cwd or remote.staged,
+        f"{remote.staged}/{os.path.basename(options.program.target)}",
+    )

@@ -68,10 +68,11 @@ from syncvar_launcher.local.local_workers import (
     WorkerStatus,
     WorkerUnreachable,
 )
-from syncvar_launcher.local.secret_fd import KEY_FD, KEY_FILE, secret_descriptor, write_secret
+from syncvar_launcher.local.secret_fd import secret_descriptor, write_secret
 from syncvar_launcher.local.shm_service import Sharing, sharing_of
 from syncvar_launcher.local.stack_requests import StackCollector
 from syncvar_launcher.local.start_method import StartMethod
+from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Container, Mapping, Sequence
@@ -153,13 +154,13 @@ class Attempt:
         else:
             self._prepare_there(job, job.fleet, directory)
         self.supervisor = Supervisor(
-            chosen.workers,
+            chosen.ranks.workers,
             job.config,
-            chosen.kind == "command",
+            chosen.program.kind == "command",
             began,
-            chosen.timeout_s,
+            chosen.limits.timeout_s,
             job.mirrors(),
-            chosen.max_restarts - restarts,
+            chosen.limits.max_restarts - restarts,
         )
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         self.inquiries = StatusSocket(
@@ -169,7 +170,7 @@ class Attempt:
         self.store.place = self.stacks.place_now
         self.store.absent = self._absent
         # A program that is not started by our own bootstrap does not say that it has begun.
-        telling = self.job.servers if chosen.kind == "command" else self._processes
+        telling = self.job.servers if chosen.program.kind == "command" else self._processes
         self.progress = StartProgress(
             telling, job.config.missing_report_s, job.config.rendezvous_timeout_s, self.began
         )
@@ -188,7 +189,7 @@ class Attempt:
         try:
             self.rendezvous = f"ipc://{directory.path}/store"
             self.store = RendezvousServer(
-                self.rendezvous, self.options.workers, job.job_id, job.config, self.number
+                self.rendezvous, self.options.ranks.workers, job.job_id, job.config, self.number
             )
             if len(job.hosts.sizes) > 1:
                 self.host_directories = [
@@ -208,8 +209,8 @@ class Attempt:
         stacks = StackCollector(
             agent,
             self._directory_of,
-            str(self.options.cwd),
-            is_command=self.options.kind == "command",
+            str(self.options.program.cwd),
+            is_command=self.options.program.kind == "command",
         )
         self.agent: LocalWorkers | RemoteWorkers = agent
         self.sharing: Sharing | RemoteWorkers = sharing
@@ -224,7 +225,7 @@ class Attempt:
             keys = link_keys(fleet.secret, job.job_id)
         self.store = RendezvousServer(
             tcp_endpoint(fleet.address, "*"),
-            self.options.workers,
+            self.options.ranks.workers,
             job.job_id,
             job.config,
             self.number,
@@ -285,7 +286,7 @@ class Attempt:
 
     def _start(self) -> None:
         chosen = self.options
-        if (sys.stderr.isatty() or chosen.verbose) and not self.restarts:
+        if (sys.stderr.isatty() or chosen.output.verbose) and not self.restarts:
             bound = f" | {self.job.binding.reason}" if self.job.fleet is None else ""
             self.forwarder.say(
                 f"syncvar {syncvar.__version__} | {self.job.summary()} | {self.sharing.describe()[0]}{bound}\n"
@@ -293,14 +294,14 @@ class Attempt:
         if isinstance(self.agent, RemoteWorkers):
             self.agent.begin()
             return
-        if chosen.verbose:
+        if chosen.output.verbose:
             self.forwarder.say(f"syncvar: workers are {self.job.beginning}\n")
         if not self.job.beginning.is_forked:
             self.agent.start_fresh()
-        torch = _torch_environment() if chosen.torch_env else {}
+        torch = _torch_environment() if chosen.ranks.torch_env else {}
         if len(self.job.hosts.sizes) > 1:
             self._secret = os.urandom(KEY_BYTES)
-        for number in (*self.job.servers, *range(chosen.workers)):
+        for number in (*self.job.servers, *range(chosen.ranks.workers)):
             clock.enter(f"starts {process_name(number)}")
             self._start_one(number, torch)
 
@@ -315,8 +316,10 @@ class Attempt:
             if not incarnation
             else self.job.fresh_command()
         )
-        has_terminal = chosen.debug == number
-        has_input = (has_terminal if chosen.debug is not None else number == 0) and not incarnation
+        has_terminal = chosen.ranks.debug == number
+        has_input = (
+            has_terminal if chosen.ranks.debug is not None else number == 0
+        ) and not incarnation
         named: dict[str, int] = {}
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -329,7 +332,7 @@ class Attempt:
                 self.restarts,
                 incarnation,
             )
-            if self._secret and chosen.kind == "command" and not serves:
+            if self._secret and chosen.program.kind == "command" and not serves:
                 own[KEY_FILE] = write_secret(self._secret, self.directory.path)
             elif self._secret:
                 named[KEY_FD] = secret_descriptor(self._secret, self.directory.path)
@@ -337,7 +340,7 @@ class Attempt:
                 number,
                 argv,
                 self.job.base_environment() | own,
-                chosen.cwd,
+                chosen.program.cwd,
                 None if serves else self.job.binding.cores[number],
                 stdin=0 if has_input else null,
                 outputs=(1, 2) if has_terminal else None,
@@ -484,13 +487,13 @@ class Attempt:
     def _takes(self, rank: int, stream: Stream) -> bool:
         return not (
             self.outlets.is_full(stream)
-            and (rank == self.options.debug or self.forwarder.is_forwarded(rank))
+            and (rank == self.options.ranks.debug or self.forwarder.is_forwarded(rank))
         )
 
     def _handle(self, event: Event) -> None:
         now = self.watch.now()
         if isinstance(event, WorkerOutput):
-            if event.rank == self.options.debug:
+            if event.rank == self.options.ranks.debug:
                 self.forwarder.pass_raw(event.stream, event.data)
             elif event.data:
                 self.forwarder.feed(event.rank, event.stream, event.data, now)
@@ -570,7 +573,7 @@ class Attempt:
             has_failed = rank in self.supervisor.causes and rank not in self.supervisor.stopped
             if not (is_server(rank) or has_failed or self.supervisor.will_restart(rank)):
                 self.store.finished(rank, now)
-            if self.options.servers:
+            if self.options.ranks.servers:
                 self.store.servers.ended(
                     rank, "" if event.status == 0 else exit_codes.describe_exit(event.status)
                 )
@@ -633,7 +636,7 @@ class Attempt:
             f"syncvar: {name} on {host} is started again alone ({count}): {action.reason}\n"
         )
         self.store.servers.begins_again(action.rank, count)
-        if self.options.kind != "command":
+        if self.options.program.kind != "command":
             self.progress.expect(action.rank, self.watch.now())
         if isinstance(self.agent, RemoteWorkers):
             self.agent.start_again(action.rank, count)
@@ -653,7 +656,7 @@ class Attempt:
 
     def _interrupt(self, number: int, now: float) -> None:
         self.events.add("signal", signal=number, name=exit_codes.signal_name(number))
-        debugged = self.options.debug
+        debugged = self.options.ranks.debug
         if debugged is not None and number == signal.SIGINT and debugged in self.supervisor.running:
             self.agent.send(
                 [debugged], signal.SIGINT
@@ -680,7 +683,7 @@ class Attempt:
             spared = self.agent.send_groups(number)
             if spared:
                 self._spare(Spared(number, spared))
-            elif self.options.verbose:
+            elif self.options.output.verbose:
                 self.forwarder.say(
                     f"syncvar: {exit_codes.signal_name(number) or number} passed on to all ranks\n"
                 )
@@ -798,11 +801,11 @@ class Attempt:
         return {
             "name": self.job.job_id[:8],
             "pid": os.getpid(),
-            "workers": self.options.workers,
-            "servers": self.options.servers,
+            "workers": self.options.ranks.workers,
+            "servers": self.options.ranks.servers,
             "lasted_s": self.watch.now() - self.job_began,
             "command": shlex.join(["syncvar-launch", *mask_arguments(self.job.arguments)]),
-            "folder": str(self.options.cwd),
+            "folder": str(self.options.program.cwd),
         }
 
     # -- the last word -----------------------------------------------------------------------------
@@ -846,7 +849,7 @@ class Attempt:
                     name,
                     places,
                     [one for one in raised if one.is_own],
-                    is_whole=self.options.verbose,
+                    is_whole=self.options.output.verbose,
                 )
             )
         records = self._records(outcome)
@@ -854,7 +857,7 @@ class Attempt:
             if records:
                 self.forwarder.say(f"syncvar: evidence: {escape(records)}\n")
             return
-        log_dir = str(self.options.log_dir) if self.options.log_dir else ""
+        log_dir = str(self.options.output.log_dir) if self.options.output.log_dir else ""
         others = [
             SecondaryFailure(number, self._position(number))
             for number in self._processes
@@ -872,7 +875,7 @@ class Attempt:
             records=records,
             raised=self._raised(exit_codes.OF_OTHERS),
             remedies=self._remedies(cause),
-            is_whole=self.options.verbose,
+            is_whole=self.options.output.verbose,
         )
         if outcome_file and is_last:
             told_file = {
@@ -891,9 +894,9 @@ class Attempt:
         if not is_server(cause.rank):
             return []
         remedies = []
-        if chosen.servers > 1 and not chosen.server_replicas:
+        if chosen.ranks.servers > 1 and not chosen.ranks.server_replicas:
             remedies.append(["--server-replicas", "1"])
-        if not chosen.max_restarts:
+        if not chosen.limits.max_restarts:
             remedies.append(["--max-restarts", "3"])
         return remedies
 
@@ -914,7 +917,7 @@ class Attempt:
         )
 
     def _traceback(self, cause: FailureCause) -> str:
-        return cause.traceback if self.options.verbose else cause.brief
+        return cause.traceback if self.options.output.verbose else cause.brief
 
     def _raised(self, consequences: Container[str]) -> list[WorkerTraceback]:
         """Return the exceptions of the ranks; those of the given names are told by what others say."""
@@ -934,7 +937,7 @@ class Attempt:
         is_of_use = outcome.interrupted and self.has_said
         if (
             outcome.cause is None
-            and self.options.log_dir is None
+            and self.options.output.log_dir is None
             and not is_of_use
             and not self.restarts
         ):
@@ -949,7 +952,7 @@ class Attempt:
     @property
     def _processes(self) -> list[int]:
         """The numbers of all ranks and servers."""
-        return [*range(self.options.workers), *self.job.servers]
+        return [*range(self.options.ranks.workers), *self.job.servers]
 
     def _known(self, number: int) -> str:
         """Return what a rank or server is known to do."""

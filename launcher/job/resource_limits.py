@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from syncvar.core.errors import ConfigError, HostUnreachable
 
 if TYPE_CHECKING:
-    from syncvar_launcher.options.option_table import LaunchOptions
+    from syncvar_launcher.options.launch_options import LaunchOptions
 
 __all__ = [
     "OF_LIMITS",
@@ -103,10 +103,13 @@ def check_limits(options: LaunchOptions) -> None:
     Raises:
         LimitTooLow: What is needed, what is allowed, and what to write.
     """
-    workers = options.workers
-    are_linked = options.fake_hosts > 1 or options.runtime.transport == "zmq"
+    workers = options.ranks.workers
+    are_linked = options.ranks.fake_hosts > 1 or options.runtime.transport == "zmq"
     needed, whose = needed_files(
-        workers, options.fake_hosts, has_logs=options.log_dir is not None, are_linked=are_linked
+        workers,
+        options.ranks.fake_hosts,
+        has_logs=options.output.log_dir is not None,
+        are_linked=are_linked,
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _is_below(soft, needed):

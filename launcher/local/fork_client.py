@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from syncvar.bootstrap.worker_entry import command_of
 from syncvar_launcher.local.child_processes import adopt_orphans, child_of
 from syncvar_launcher.local.process_sessions import process_state
-from syncvar_launcher.local.secret_fd import WITHHELD
 from syncvar_launcher.local.start_method import SHOW_IMPORTS
+from syncvar_launcher.options.worker_environment import WITHHELD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

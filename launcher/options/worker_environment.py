@@ -13,12 +13,28 @@ from typing import TYPE_CHECKING
 from syncvar.core.environment import PREFIX, RankEnvironment
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import RuntimeConfig
-from syncvar_launcher.local.secret_fd import WITHHELD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["carried", "check_assignment", "inherited", "variables"]
+KEY_FD = "SYNCVAR_KEY_FD"
+"""The variable in which a worker finds the number of the secret's descriptor."""
+
+KEY_FILE = "SYNCVAR_KEY_FILE"
+"""The variable in which a program finds the path of the secret's file."""
+
+WITHHELD = frozenset(
+    (
+        KEY_FD,
+        "SYNCVAR_KEY",
+        "SYNCVAR_STATUS_FD",
+        "SYNCVAR_PROCESS",
+        "SYNCVAR_PASS_FDS",
+        "SYNCVAR_PARENT_FD",
+        "SYNCVAR_OUTCOME_FILE",
+    )
+)
+"""Variables of the launcher itself and of its parent: no worker gets them."""
 
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _CONTRACT = frozenset(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
