@@ -146,11 +146,12 @@ def test_the_launcher_takes_hosts_and_slots_from_the_job(tmp_path):
     ]
     (tmp_path / "hosts").write_text("n2 slots=1\n")
     assert [
-        (one.name, one.slots) for one in chosen(SLURM, tmp_path, "--hostfile", "hosts").hosts.entries
+        (one.name, one.slots)
+        for one in chosen(SLURM, tmp_path, "--hostfile", "hosts").hosts.entries
     ] == [("n2", 1)]
     by_ssh = chosen(SLURM, tmp_path, "--ssh", "ssh -q")
-    assert [one.name for one in by_ssh.hosts] == ["n1", "n2", "gpu03"]
-    assert by_ssh.scheduled is None
+    assert [one.name for one in by_ssh.hosts.entries] == ["n1", "n2", "gpu03"]
+    assert by_ssh.hosts.scheduled is None
     assert chosen(SLURM | {"SYNCVAR_LAUNCH_SSH": "ssh -q"}, tmp_path).scheduled is None
     for line in (("--allocation", "off"), ("--fake-hosts", "2", "-n", "2")):
         assert chosen(SLURM, tmp_path, *line).hosts == ()
