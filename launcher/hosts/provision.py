@@ -32,8 +32,12 @@ from syncvar_launcher.options.worker_environment import inherited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
 
+    from syncvar_launcher.hosts.remote_workers import RemoteWorkers
+    from syncvar_launcher.job.job import Job
     from syncvar_launcher.join.join_rendezvous import JoinGroup
+    from syncvar_launcher.local.local_workers import LocalWorkers
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
     from syncvar_launcher.schedulers.start_on_hosts import Calling
@@ -165,6 +169,23 @@ class JobHosts:
             HostSlot(one, one.host.name, size, address, one.facts)
             for (one, size), address in zip(used, addresses, strict=True)
         ]
+
+    def workers_of(
+        self,
+        job: Job,
+        here: LocalWorkers,
+        folder: Path,
+        rendezvous: str,
+        *,
+        generation: int,
+        restarts: int,
+    ) -> RemoteWorkers:
+        """Return the workers of one attempt, not started yet."""
+        from syncvar_launcher.hosts.remote_workers import RemoteWorkers  # not for a login
+
+        return RemoteWorkers(
+            self, job, here, folder, rendezvous, generation=generation, restarts=restarts
+        )
 
     def free_port(self) -> int:
         """Return a port that nobody uses now at the first host's address, by which all others reach it.

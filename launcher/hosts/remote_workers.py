@@ -97,6 +97,7 @@ class RemoteWorkers:
         here: LocalWorkers,
         folder: Path,
         rendezvous: str,
+        *,
         generation: int,
         restarts: int,
     ) -> None:
@@ -130,8 +131,12 @@ class RemoteWorkers:
         self._input = Input(0, 1, is_debugged=job.options.ranks.debug is not None)
         self._is_closing = False
 
-    def begin(self) -> None:
-        """Start all ranks."""
+    def start(self) -> Iterator[Event]:
+        """Start all workers and servers; an agent reports each later."""
+        self._start()
+        return iter(())
+
+    def _start(self) -> None:
         chosen, config = self._job.options, self._job.config
         forget_results(self._job.environ)
         # For all hosts before the first one is told: what does not fit is refused before anything is started.
@@ -187,13 +192,14 @@ class RemoteWorkers:
             site.remote.send("begin", start=start)
         self._input.take()
 
-    def start_again(self, rank: int, incarnation: int) -> None:
+    def start_again(self, rank: int, incarnation: int) -> Iterator[Event]:
         """Start a rank again, alone; it gets no input."""
         site = self.workers[rank]
         host = self._job.host_of(rank)
         cores = self._job.binding_of(host).cores[self._job.hosts.local_rank(rank)]
         self._running.add(rank)
         site.remote.send("begin_again", one=self._told(rank, {}, cores, incarnation=incarnation))
+        return iter(())
 
     def _told(
         self,
@@ -304,12 +310,11 @@ class RemoteWorkers:
         for site, own in self._by_site(ranks):
             site.remote.send("kill", ranks=own)
 
-    def stop(self) -> set[int]:
+    def stop(self) -> None:
         """Stop the sessions of all workers."""
         self._input.let_go()
         for site in self._fleet.sites:
             site.remote.send("stop")
-        return set()
 
     def resume(self) -> None:
         """Let those go on that `stop` has stopped."""
@@ -338,9 +343,6 @@ class RemoteWorkers:
 
     def await_noted(self, limit_s: float) -> None:
         """Do nothing: an agent answers before it hands on the next signal."""
-
-    def read_noted(self) -> None:
-        """Do nothing: the answers have come by themselves."""
 
     def ask(self, rank: int, *, all_threads: bool = False) -> StackRequest:
         """Ask a rank where it stands; its answer comes a little later."""

@@ -6,11 +6,9 @@ what a rank of an earlier start still sends or asks finds nobody, or is refused 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +24,11 @@ from syncvar.core.process_ids import SERVER_0, is_server, process_name
 from syncvar.core.restart_policy import Ending
 from syncvar.core.stack_dump import doing
 from syncvar.core.status_pipe import BEGUN
-from syncvar.protocol.auth_keys import KEY_BYTES
 from syncvar.protocol.failure_detector import Health
 from syncvar.protocol.object_codec import pack_object
-from syncvar_launcher.hosts.remote_workers import RemoteWorkers
 from syncvar_launcher.io.nonblocking_writer import Outlets, await_readers, patience_s
 from syncvar_launcher.io.output import escape
+from syncvar_launcher.job.direct_workers import DirectWorkers
 from syncvar_launcher.job.failure_report import (
     FailureReport,
     SecondaryFailure,
@@ -43,7 +40,6 @@ from syncvar_launcher.job.failure_report import (
     mask_arguments,
     spared_block,
 )
-from syncvar_launcher.job.resource_limits import cannot_start
 from syncvar_launcher.job.start_clock import clock
 from syncvar_launcher.job.start_progress import StartProgress
 from syncvar_launcher.job.status_socket import StatusSocket
@@ -68,21 +64,17 @@ from syncvar_launcher.local.local_workers import (
     WorkerStatus,
     WorkerUnreachable,
 )
-from syncvar_launcher.local.secret_fd import secret_descriptor, write_secret
-from syncvar_launcher.local.shm_service import Sharing, sharing_of
-from syncvar_launcher.local.stack_requests import StackCollector
 from syncvar_launcher.local.start_method import StartMethod
-from syncvar_launcher.options.worker_environment import KEY_FD, KEY_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Container, Sequence
 
     from syncvar.bootstrap.job_directory import JobDirectory
-    from syncvar_launcher.hosts.provision import JobHosts
     from syncvar_launcher.io.output import OutputForwarder, Stream
     from syncvar_launcher.io.signal_watch import SignalWatch
     from syncvar_launcher.job.event_log import EventLog
     from syncvar_launcher.job.job import Job
+    from syncvar_launcher.job.workers import Workers
     from syncvar_launcher.local.fork_client import ForkServer
 
 __all__ = ["Attempt", "drop_passing"]
@@ -138,7 +130,6 @@ class Attempt:
         self.forwarder = forwarder
         self.events = events
         self.outlets = outlets
-        self.directory = directory
         self.watch = watch
         self.number = number
         self.restarts = restarts
@@ -148,11 +139,7 @@ class Attempt:
         self.positions: dict[int, str] = {}
         self.has_said = False
         self.server = server
-        self.host_directories = [directory.path]
-        if job.fleet is None:
-            self._prepare_here(job, directory, server)
-        else:
-            self._prepare_there(job, job.fleet, directory)
+        self._open(job, directory, server)
         self.supervisor = Supervisor(
             chosen.ranks.workers,
             job.config,
@@ -164,10 +151,10 @@ class Attempt:
         )
         self.health = Health(job.config.suspect_after_s, job.config.lost_after_s)
         self.inquiries = StatusSocket(
-            directory.path, self._about, self.stacks, self._known, self._processes
+            directory.path, self._about, self.workers, self._known, self._processes
         )
         self.store.seen = self._activity
-        self.store.place = self.stacks.place_now
+        self.store.place = self.workers.place_now
         self.store.absent = self._absent
         # A program that is not started by our own bootstrap does not say that it has begun.
         telling = self.job.servers if chosen.program.kind == "command" else self._processes
@@ -179,68 +166,31 @@ class Attempt:
             int, tuple[WorkerExited, float]
         ] = {}  # not judged yet, each with the time until which more may come
         self.looked = 0.0
-        self._secret = b""  # of the hosts as which this machine poses
 
-    def _prepare_here(self, job: Job, directory: JobDirectory, server: ForkServer | None) -> None:
-        """Make what the ranks of this machine need."""
-        # First of all: who kills this process meanwhile leaves the directory to the guardian.
-        agent = LocalWorkers(directory.path, directory.lock, server)
+    def _open(self, job: Job, directory: JobDirectory, server: ForkServer | None) -> None:
+        """Make the rendezvous and the set of workers, none of which is started yet."""
+        # First of all: if this process is killed, the cleanup process removes the directory.
+        here = LocalWorkers(directory.path, directory.lock, server)
+        args = (self.options.ranks.workers, job.job_id, job.config, self.number)
+        starts = {"generation": self.number, "restarts": self.restarts}
+        if job.fleet is not None:
+            keys = None
+            if job.config.encryption != "off":
+                from syncvar.transports.curve import link_keys
+
+                keys = link_keys(job.fleet.secret, job.job_id)
+            self.store = RendezvousServer(tcp_endpoint(job.fleet.address, "*"), *args, keys)
+            self.workers: Workers = job.fleet.workers_of(
+                job, here, directory.path, self.store.endpoint, **starts
+            )
+            return
         umask = os.umask(0o077)
         try:
-            self.rendezvous = f"ipc://{directory.path}/store"
-            self.store = RendezvousServer(
-                self.rendezvous, self.options.ranks.workers, job.job_id, job.config, self.number
-            )
-            if len(job.hosts.sizes) > 1:
-                self.host_directories = [
-                    directory.path / f"h{host}" for host in range(len(job.hosts.sizes))
-                ]
-                for folder in self.host_directories:
-                    folder.mkdir(mode=0o700)
-            sharing = sharing_of(
-                self.options,
-                job.job_id,
-                job.core_count,
-                self.host_directories,
-                generation=self.number,
-            )
+            rendezvous = f"ipc://{directory.path}/store"
+            self.store = RendezvousServer(rendezvous, *args)
+            self.workers = DirectWorkers(job, here, directory.path, rendezvous, **starts)
         finally:
             os.umask(umask)
-        stacks = StackCollector(
-            agent,
-            self._directory_of,
-            str(self.options.program.cwd),
-            is_command=self.options.program.kind == "command",
-        )
-        self.agent: LocalWorkers | RemoteWorkers = agent
-        self.sharing: Sharing | RemoteWorkers = sharing
-        self.stacks: StackCollector | RemoteWorkers = stacks
-
-    def _prepare_there(self, job: Job, fleet: JobHosts, directory: JobDirectory) -> None:
-        """Make what the ranks of other hosts need: a place to meet; their agents make the rest."""
-        keys = None
-        if job.config.encryption != "off":
-            from syncvar.transports.curve import link_keys
-
-            keys = link_keys(fleet.secret, job.job_id)
-        self.store = RendezvousServer(
-            tcp_endpoint(fleet.address, "*"),
-            self.options.ranks.workers,
-            job.job_id,
-            job.config,
-            self.number,
-            keys,
-        )
-        self.rendezvous = self.store.endpoint
-        self.agent = self.sharing = self.stacks = RemoteWorkers(
-            fleet,
-            job,
-            LocalWorkers(directory.path, directory.lock),
-            directory.path,
-            self.rendezvous,
-            self.number,
-            self.restarts,
-        )
 
     def run(self) -> JobOutcome:
         """Start the ranks and stay until all have ended."""
@@ -253,15 +203,13 @@ class Attempt:
         finally:
             clock.stop()
             limit = self.supervisor.now + self.supervisor.timeout_s
-            self.stacks.read_noted()
-            for event in self.agent.close():
+            for event in self.workers.close():
                 self._handle(event)
                 await_readers(
                     self.forwarder, self.outlets, self.watch, self.outlets.has_room, limit
                 )
             self.inquiries.close()
             self.store.close()
-            self.sharing.close()
         return self.supervisor.outcome()
 
     def ending(self, outcome: JobOutcome) -> Ending:
@@ -285,75 +233,16 @@ class Attempt:
         return coming.generation + 1 if coming.members else coming.generation
 
     def _start(self) -> None:
-        chosen = self.options
-        if (sys.stderr.isatty() or chosen.output.verbose) and not self.restarts:
-            bound = f" | {self.job.binding.reason}" if self.job.fleet is None else ""
-            self.forwarder.say(
-                f"syncvar {syncvar.__version__} | {self.job.summary()} | {self.sharing.describe()[0]}{bound}\n"
-            )
-        if isinstance(self.agent, RemoteWorkers):
-            self.agent.begin()
-            return
-        if chosen.output.verbose:
+        is_local, is_verbose = self.job.fleet is None, self.options.output.verbose
+        if (sys.stderr.isatty() or is_verbose) and not self.restarts:
+            bound = f" | {self.job.binding.reason}" if is_local else ""
+            transport, _ = self.workers.describe()
+            version = syncvar.__version__
+            self.forwarder.say(f"syncvar {version} | {self.job.summary()} | {transport}{bound}\n")
+        if is_local and is_verbose:
             self.forwarder.say(f"syncvar: workers are {self.job.beginning}\n")
-        if not self.job.beginning.is_forked:
-            self.agent.start_fresh()
-        torch = _torch_environment() if chosen.ranks.torch_env else {}
-        if len(self.job.hosts.sizes) > 1:
-            self._secret = os.urandom(KEY_BYTES)
-        for number in (*self.job.servers, *range(chosen.ranks.workers)):
-            clock.enter(f"starts {process_name(number)}")
-            self._start_one(number, torch)
-
-    def _start_one(self, number: int, torch: Mapping[str, str], incarnation: int = 0) -> None:
-        """Start a worker or a server; one that is started again gets no input."""
-        assert isinstance(self.agent, LocalWorkers)
-        chosen, serves = self.options, is_server(number)
-        argv = (
-            self.job.server_command(number)
-            if serves
-            else self.job.command()
-            if not incarnation
-            else self.job.fresh_command()
-        )
-        has_terminal = chosen.ranks.debug == number
-        has_input = (
-            has_terminal if chosen.ranks.debug is not None else number == 0
-        ) and not incarnation
-        named: dict[str, int] = {}
-        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            own = self.job.own_environment(
-                number,
-                self.rendezvous,
-                self._directory_of(number),
-                torch,
-                self.number,
-                self.restarts,
-                incarnation,
-            )
-            if self._secret and chosen.program.kind == "command" and not serves:
-                own[KEY_FILE] = write_secret(self._secret, self.directory.path)
-            elif self._secret:
-                named[KEY_FD] = secret_descriptor(self._secret, self.directory.path)
-            self.agent.start(
-                number,
-                argv,
-                self.job.base_environment() | own,
-                chosen.program.cwd,
-                None if serves else self.job.binding.cores[number],
-                stdin=0 if has_input else null,
-                outputs=(1, 2) if has_terminal else None,
-                pass_fds=self.job.pass_fds(),
-                named=named,
-                is_fresh=serves or incarnation > 0,
-            )
-        except OSError as error:
-            raise cannot_start(argv[0], error) from error
-        finally:
-            for descriptor in (null, *named.values()):
-                os.close(descriptor)
-        self._handle(WorkerStarted(number, self.stacks.pid(number)))
+        for event in self.workers.start():
+            self._handle(event)
 
     def _server_speaks(self) -> None:
         """Start the workers, now that their server is ready, or give up where it has ended instead."""
@@ -404,9 +293,6 @@ class Attempt:
         for number in sorted(self.supervisor.running):
             self._handle(WorkerExited(number, status))
 
-    def _directory_of(self, rank: int) -> str:
-        return str(self.host_directories[self.job.host_of(rank)])
-
     def _loop(self) -> None:
         idle: float | None = None
         while not self.supervisor.is_over:
@@ -432,16 +318,14 @@ class Attempt:
             poller = zmq.Poller()
             poller.register(self.store.socket, zmq.POLLIN)
             forking = [] if self.server is None else [self.server.descriptor()]
-            shared = [] if isinstance(self.sharing, RemoteWorkers) else self.sharing.descriptors()
             for descriptor in (
                 *forking,
                 *self.watch.descriptors(),
-                *self.agent.descriptors(self._takes),
-                *shared,
+                *self.workers.descriptors(self._takes),
                 *self.inquiries.descriptors(),
             ):
                 poller.register(descriptor, zmq.POLLIN)
-            for descriptor in (*self.outlets.descriptors(), *self.agent.unsent()):
+            for descriptor in (*self.outlets.descriptors(), *self.workers.unsent()):
                 poller.register(descriptor, zmq.POLLOUT)
             ready: list[Any] = [
                 item for item, _ in poller.poll(int(max(0.0, due - now) * 1000) + 1)
@@ -456,10 +340,8 @@ class Attempt:
                     if item in forking:
                         self._server_speaks()
                     self.watch.readable(item)
-                    for event in self.agent.readable(item):
+                    for event in self.workers.readable(item):
                         self._handle(event)
-                    if isinstance(self.sharing, Sharing):
-                        self.sharing.readable(item)
                     self.inquiries.readable(item, now)
             self.inquiries.tick(now)
             if self.watch.is_to_stop:
@@ -471,7 +353,7 @@ class Attempt:
             self._look(now)
             self._look_at_start(now)
             self._do(self.supervisor.tick(now))
-            for sentence in (*self.store.take_said(), *self.sharing.take_said()):
+            for sentence in (*self.store.take_said(), *self.workers.take_said()):
                 self.has_said = True
                 self.events.add(
                     "stall" if sentence in self.store.stalls else "notice", text=sentence
@@ -536,7 +418,7 @@ class Attempt:
             self.progress.reached(event.rank, now)
             self.events.add(
                 **_event("end", event.rank),
-                pid=self.stacks.pid(event.rank),
+                pid=self.workers.pid(event.rank),
                 exit_code=None,
                 signal=None,
             )
@@ -546,7 +428,7 @@ class Attempt:
             code, number = (event.status, None) if event.status >= 0 else (None, -event.status)
             self.events.add(
                 **_event("end", event.rank),
-                pid=self.stacks.pid(event.rank),
+                pid=self.workers.pid(event.rank),
                 exit_code=code,
                 signal=number,
             )
@@ -588,7 +470,7 @@ class Attempt:
         for action in actions:
             if isinstance(action, NotifyPeerLost):
                 self._note_places(but=action.rank if action.has_ended else -1)
-                self.sharing.abort()  # before all else: who waits in shared memory looks at nothing else
+                self.workers.abort()  # before all else: who waits in shared memory looks at nothing else
                 if is_server(action.rank):
                     self.store.servers.ended(action.rank, action.reason)
                 tell = self.store.ended if action.has_ended else self.store.given_up
@@ -604,10 +486,10 @@ class Attempt:
                 )
             elif isinstance(action, Terminate):
                 self._note_places()
-                self.stacks.await_noted(_STACKS_S)
-                self.agent.send(action.ranks, signal.SIGTERM)
+                self.workers.await_noted(_STACKS_S)
+                self.workers.send(action.ranks, signal.SIGTERM)
             else:
-                self.agent.kill(action.ranks)
+                self.workers.kill(action.ranks)
 
     def _do_without(self, action: DropServer) -> None:
         server = action.rank - SERVER_0
@@ -638,10 +520,8 @@ class Attempt:
         self.store.servers.begins_again(action.rank, count)
         if self.options.program.kind != "command":
             self.progress.expect(action.rank, self.watch.now())
-        if isinstance(self.agent, RemoteWorkers):
-            self.agent.start_again(action.rank, count)
-        else:
-            self._start_one(action.rank, {}, count)
+        for event in self.workers.start_again(action.rank, count):
+            self._handle(event)
 
     def _serve(self, now: float) -> None:
         self.store.serve(now)
@@ -652,13 +532,13 @@ class Attempt:
             self.has_met, self.met = True, coordinator.roll.generation
             self.events.add("met", generation=self.met, after_s=now - self.began)
         if coordinator.broken_by is not None:  # a rank gave up; the others have just been told why
-            self.sharing.abort(coordinator.roll.generation)
+            self.workers.abort(coordinator.roll.generation)
 
     def _interrupt(self, number: int, now: float) -> None:
         self.events.add("signal", signal=number, name=exit_codes.signal_name(number))
         debugged = self.options.ranks.debug
         if debugged is not None and number == signal.SIGINT and debugged in self.supervisor.running:
-            self.agent.send(
+            self.workers.send(
                 [debugged], signal.SIGINT
             )  # Ctrl-C belongs to the rank that has the terminal
             return
@@ -675,12 +555,12 @@ class Attempt:
 
     def _pass_on(self) -> None:
         """Pass on signals to the ranks and to what they have started, as mpirun does; where there are no ranks yet, drop them."""
-        if not self.agent.workers:
+        if not self.workers.workers:
             drop_passing(self.forwarder, self.watch, "before the ranks began")
         while self.watch.passing:
             number = self.watch.passing.popleft()
             self.events.add("signal_forwarded", signal=number, name=exit_codes.signal_name(number))
-            spared = self.agent.send_groups(number)
+            spared = self.workers.send_groups(number)
             if spared:
                 self._spare(Spared(number, spared))
             elif self.options.output.verbose:
@@ -701,17 +581,13 @@ class Attempt:
         `collective_timeout_s`), and connections that were silent for longer than `lost_after_s` are closed. Ranks that
         share memory have none.
         """
-        stopped = self.agent.stop()
+        self.workers.stop()
         lasted = self.watch.stop()
-        if isinstance(self.agent, RemoteWorkers):
-            self.agent.resume()
-        for pid in stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        self.workers.resume()
         if (
             lasted >= self.config.lost_after_s
             and len(self.supervisor.running) > 1
-            and not self.sharing.is_complete
+            and not self.workers.is_complete
         ):
             self.forwarder.say(
                 f"syncvar: the job was stopped for {lasted:.0f} s; connections between ranks count as lost after "
@@ -722,16 +598,16 @@ class Attempt:
         if now - self.looked < self.config.heartbeat_interval_s:
             return
         self.looked = now
-        running = sorted(self.supervisor.running & self.agent.workers.keys())
-        self.agent.look()
+        running = sorted(self.supervisor.running & self.workers.workers.keys())
+        self.workers.look()
         asked = self.store.coordinator.stalls.asked
         self.busy = {
-            rank: self.busy.get(rank) or (now, self.agent.busy_s(rank))
+            rank: self.busy.get(rank) or (now, self.workers.busy_s(rank))
             for rank in running
             if rank in asked
         }
         for rank in running:
-            stopped = self.agent.state(rank) == "T"
+            stopped = self.workers.state(rank) == "T"
             opinion = self.health.observe(
                 rank, "its process is stopped (state T)" if stopped else "", now
             )
@@ -768,10 +644,10 @@ class Attempt:
 
     def _process_words(self, number: int) -> str:
         """Return in words whether the process of a rank or server runs, and its state."""
-        pid = self.stacks.pid(number)
-        if number not in self.agent.workers or pid < 0:
+        pid = self.workers.pid(number)
+        if number not in self.workers.workers or pid < 0:
             return "its process has not been started"
-        letter = self.agent.state(number)
+        letter = self.workers.state(number)
         stopped = " is stopped" if letter == "T" else ""
         return f"process {pid}{stopped} (state {letter})" if letter else f"process {pid} has ended"
 
@@ -783,17 +659,17 @@ class Attempt:
         words = self._process_words(rank)
         if rank in self.progress.missing:
             return f"{words}, has not reached its script" if words.startswith("process") else words
-        place = self.stacks.place_now(rank) if rank in self.agent.workers else ""
+        place = self.workers.place_now(rank) if rank in self.workers.workers else ""
         return f"{words}, {place}" if place else words
 
     def _activity(self, rank: int) -> str:
         """Return what a rank's process has done since it was asked whether it is there, in words."""
         known = self.busy.get(rank)
-        if not self.agent.state(rank) or known is None:
+        if not self.workers.state(rank) or known is None:
             return ""
         since, before = known
-        share = (self.agent.busy_s(rank) - before) / max(1e-3, self.watch.now() - since)
-        state = self.agent.state(rank)  # R: it runs, or would if it were given a core
+        share = (self.workers.busy_s(rank) - before) / max(1e-3, self.watch.now() - since)
+        state = self.workers.state(rank)  # R: it runs, or would if it were given a core
         return f", CPU {'busy' if share > _BUSY_SHARE or state == 'R' else 'idle'} (state {state})"
 
     def _about(self) -> dict[str, Any]:
@@ -813,7 +689,7 @@ class Attempt:
     def _note_places(self, but: int = -1) -> None:
         """Remember, at the first failure or when the ranks are told to end, what every rank is doing, but for those that have failed."""
         have_told = {but, *self.supervisor.causes}
-        self.stacks.note(rank for rank in sorted(self.supervisor.running) if rank not in have_told)
+        self.workers.note(rank for rank in sorted(self.supervisor.running) if rank not in have_told)
         if not self.positions:
             self.positions = {number: self._known(number) for number in self._processes}
 
@@ -969,7 +845,7 @@ class Attempt:
         ):  # nothing more has been heard of it
             return told.reason.split(": ", 1)[0]
         position = self.positions.get(rank) or self._known(rank)
-        place = self.stacks.places.get(rank, "")
+        place = self.workers.places.get(rank, "")
         did_not_answer = "; " in position  # then how we ended it says less
         did_as_told = (
             told is not None
@@ -1001,10 +877,3 @@ def drop_passing(forwarder: OutputForwarder, watch: SignalWatch, when: str) -> N
         forwarder.say(
             f"syncvar: {exit_codes.signal_name(number) or number} came {when}, and is dropped\n"
         )
-
-
-def _torch_environment() -> dict[str, str]:
-    """Return the variables by which torch.distributed meets; the one place where a free port is guessed."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}

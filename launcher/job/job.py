@@ -27,7 +27,7 @@ from syncvar_launcher.options.worker_environment import inherited
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from syncvar_launcher.hosts.provision import JobHosts
+    from syncvar_launcher.job.workers import HostGroup
     from syncvar_launcher.options.launch_options import LaunchOptions
 
 __all__ = ["Job"]
@@ -50,7 +50,7 @@ class Job:
         chosen: LaunchOptions,
         arguments: Sequence[str],
         environ: Mapping[str, str],
-        fleet: JobHosts | None = None,
+        fleet: HostGroup | None = None,
     ) -> None:
         self.options = chosen
         self.arguments = list(arguments)

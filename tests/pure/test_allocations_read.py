@@ -152,11 +152,11 @@ def test_the_launcher_takes_hosts_and_slots_from_the_job(tmp_path):
     by_ssh = chosen(SLURM, tmp_path, "--ssh", "ssh -q")
     assert [one.name for one in by_ssh.hosts.entries] == ["n1", "n2", "gpu03"]
     assert by_ssh.hosts.scheduled is None
-    assert chosen(SLURM | {"SYNCVAR_LAUNCH_SSH": "ssh -q"}, tmp_path).scheduled is None
+    assert chosen(SLURM | {"SYNCVAR_LAUNCH_SSH": "ssh -q"}, tmp_path).hosts.scheduled is None
     for line in (("--allocation", "off"), ("--fake-hosts", "2", "-n", "2")):
-        assert chosen(SLURM, tmp_path, *line).hosts == ()
+        assert chosen(SLURM, tmp_path, *line).hosts.entries == ()
     assert (
-        chosen(SLURM, tmp_path, "--allocation", "off", "-H", "elsewhere:2").hosts[0].name
+        chosen(SLURM, tmp_path, "--allocation", "off", "-H", "elsewhere:2").hosts.entries[0].name
         == "elsewhere"
     )
 

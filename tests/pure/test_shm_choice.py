@@ -92,9 +92,15 @@ def test_hosts_of_other_processors_are_told_to_make_no_shm(tmp_path):
     ]
     fleet = SimpleNamespace(sites=sites, secret=b"s" * 32)
     agents = RemoteWorkers(
-        fleet, Job(chosen("-n", "4"), [], {}, fleet), None, tmp_path, "tcp://10.0.0.1:1", 0, 0
+        fleet,
+        Job(chosen("-n", "4"), [], {}, fleet),
+        None,
+        tmp_path,
+        "tcp://10.0.0.1:1",
+        generation=0,
+        restarts=0,
     )
-    agents.begin()
+    assert not list(agents.start())
     (first,), (second,) = (site.remote.orders for site in sites)
     assert first.shm_unavailable_reason == ""
     assert (
