@@ -130,27 +130,28 @@ def _started(
                     forwarder.say(f"syncvar: the ranks cannot be started again: {error}\n")
                     break
                 clock.enter("prepares sockets and shared memory")
-                generation = Attempt(
+                attempt = Attempt(
                     job,
                     forwarder,
                     events,
                     outlets,
                     directory,
                     watch,
-                    number,
-                    restarting.number,
-                    began,
-                    server,
+                    number=number,
+                    restarts=restarting.number,
+                    began=began,
+                    server=server,
                     had_met=had_met,
                 )
-                outcome = generation.run()
+                outcome = attempt.run()
                 tallies = take_tallies(directory.path)
                 if chosen.output.stats:
                     totals = read_totals(directory.path)
-            code, had_met, number = outcome.exit_code, generation.has_met, generation.next_number
-            decision = restarting.after(generation.ending(outcome))
-            generation.tell(outcome, is_last=not decision.restarts)
-            culprit = _culprit(generation, outcome)
+            code, had_met, number = outcome.exit_code, attempt.has_met, attempt.next_number
+            ending = attempt.report.ending(outcome, had_met=had_met)
+            decision = restarting.after(ending)
+            attempt.report.tell(outcome, is_last=not decision.restarts)
+            culprit = _culprit(outcome, ending.why)
             if code == exit_codes.PREEMPTED and outcome.cause is None:
                 events.add("preempted", signal=outcome.interrupted or None)
             if not decision.restarts:
@@ -265,13 +266,13 @@ def _tell_totals(
     return []
 
 
-def _culprit(generation: Attempt, outcome: JobOutcome) -> dict[str, object]:
-    """Return who failed first, and how, for events."""
+def _culprit(outcome: JobOutcome, why: str) -> dict[str, object]:
+    """Return the rank or server that failed first, and how, for events."""
     cause = outcome.cause
     who: dict[str, object] = {"rank": None}
     if cause is not None and cause.rank >= 0:
         who = {"server": cause.rank - SERVER_0} if is_server(cause.rank) else {"rank": cause.rank}
-    return {"rank": None, **who, "why": generation.ending(outcome).why}
+    return {"rank": None, **who, "why": why}
 
 
 def _digest(chosen: LaunchOptions) -> str:
