@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.options.allocated_hosts import Allocation
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["main", "program"]
-
 
 _EARLY = (
     signal.SIGUSR1,

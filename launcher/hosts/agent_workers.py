@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.hosts.agent_protocol import RankSpec, StartRequest
 
-__all__ = ["CannotFork", "HostRanks"]
-
 _RECORD_MAX = 8 << 20
 _FLIGHT = "flight"
 _STACKS_S = 0.25

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["why_unfit", "why_unlike"]
-
 
 def why_unlike(version: str, protocol: int, byte_order: str, python: str, remedy: str) -> str:
     """Return why ranks there and here would not understand each other; nothing where they do.

@@ -16,8 +16,6 @@ from syncvar_launcher.hosts.network_proof import interfaces
 from syncvar_launcher.job.resource_limits import tasks_left
 from syncvar_launcher.options.usable_cores import core_count, usable_cores
 
-__all__ = ["facts_of"]
-
 
 def facts_of(kind: str, target: str, cwd: str) -> dict[str, Any]:
     """Return what the launcher has to know of this host before anything is started.

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["dry_run", "launch"]
-
 _FILES, _FILES_OF_A_HOST = 32, 4
 
 
@@ -38,10 +36,6 @@ def launch(chosen: LaunchOptions, arguments: Sequence[str]) -> int:
     Args:
         chosen: The options, with at least one host.
         arguments: The command line as it was given.
-
-    Raises:
-        HostUnreachable: Some hosts cannot be used.
-        ConfigError: The workers have no place there.
     """
     for sentence in chosen.hosts.notices:
         _say(sentence)

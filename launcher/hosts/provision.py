@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.options.launch_options import LaunchOptions
     from syncvar_launcher.schedulers.start_on_hosts import Calling
 
-__all__ = ["HostSlot", "JobHosts", "is_here"]
-
 _LOGINS_AT_ONCE = 16
 _LOGIN_S = 30.0
 _ANSWER_S = 15.0
@@ -117,11 +115,6 @@ class JobHosts:
 
         Args:
             meanwhile: Called once, while the first logins are under way.
-
-        Raises:
-            HostUnreachable: Some hosts cannot be used; all of them are named, each with the reason and the remedy.
-            TimePassed: The time limit of the job passed before all hosts had answered.
-            ConfigError: There is no place for so many workers.
         """
         if self._options.hosts.stage:
             self._collection = collected(self._options)
@@ -188,11 +181,7 @@ class JobHosts:
         )
 
     def free_port(self) -> int:
-        """Return a port that nobody uses now at the first host's address, by which all others reach it.
-
-        Raises:
-            HostUnreachable: Its agent does not answer.
-        """
+        """Return a port that nobody uses now at the first host's address, by which all others reach it."""
         first, found = self.sites[0], list[int]()
         first.remote.send("listen", addresses=[first.address], token=os.urandom(KEY_BYTES))
         self._await(
@@ -252,10 +241,6 @@ class JobHosts:
 
         Args:
             left_s: Of the time limit of the job, in seconds; infinite where there is none.
-
-        Raises:
-            HostUnreachable: It does not answer, or is another machine now.
-            TimePassed: The time limit of the job passed before it had answered.
         """
         self._until = time.monotonic() + left_s
         for one in self.sites:

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.job.job import Job
     from syncvar_launcher.local.local_workers import LocalWorkers
 
-__all__ = ["RemoteWorkers"]
-
 _CLOSE_S = 10.0
 _GRANT = 1 << 18  # bytes that have been used before more are asked for
 _MOMENT_S = 0.3

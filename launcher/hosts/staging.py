@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.hosts.agent_connection import RemoteHost
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["FILES_MAX", "NBYTES_MAX", "Collection", "collected", "place_there", "stage"]
-
 NBYTES_MAX = 100 << 20
 FILES_MAX = 10_000
 _CHUNK = 1 << 18
@@ -75,11 +73,7 @@ class Collection(NamedTuple):
         return words
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield what an agent is told, to make the copy.
-
-        Raises:
-            ConfigError: A file cannot be read any more.
-        """
+        """Yield what an agent is told, to make the copy."""
         for path, kind, mode, leads_to in self.entries:
             yield {"kind": "stage", "path": path, "what": kind, "mode": mode, "leads_to": leads_to}
             if kind == "file":
@@ -116,9 +110,6 @@ def collected(options: LaunchOptions) -> Collection:
 
     Args:
         options: What is to run; its key file is never copied.
-
-    Raises:
-        ConfigError: It is more than the limit, something cannot be read, or there is no such script.
     """
     folder = _source_of(options)
     root = Path(os.path.realpath(folder))
@@ -174,9 +165,6 @@ def stage(remotes: Sequence[RemoteHost], collection: Collection) -> dict[str, st
     Args:
         remotes: The hosts; each that has the copy knows then where it is.
         collection: What is copied.
-
-    Raises:
-        ConfigError: A file cannot be read any more.
     """
     why: dict[str, str] = {}
     sources = {one.host.name: collection.messages() for one in remotes}

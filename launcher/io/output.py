@@ -24,17 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container
     from pathlib import Path
 
-__all__ = [
-    "IDLE_S",
-    "LINE_NBYTES",
-    "PROGRESS_S",
-    "TAIL_LINES",
-    "OutputForwarder",
-    "Sink",
-    "Stream",
-    "escape",
-]
-
 Stream = Literal["out", "err"]
 
 LINE_NBYTES = 16 << 10

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["columns", "dry_run_text", "settings_rows"]
-
 _NOT_SHOWN = (
     "env",
     "hostfile",

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.job.workers import HostGroup
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["Job"]
-
 _LOOPBACK = "127.0.0.1"
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["LostFiles", "check_requested_files"]
-
 _SHOWN = 20
 
 
@@ -85,9 +83,6 @@ def check_requested_files(chosen: LaunchOptions, *, is_local: bool) -> None:
     Args:
         chosen: The options.
         is_local: All ranks run on this host, so that this host writes their files too.
-
-    Raises:
-        ConfigError: A file or folder cannot be written.
     """
     if chosen.output.log_dir is not None:
         check_folder(str(chosen.output.log_dir), "--log-dir")

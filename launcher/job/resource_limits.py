@@ -13,17 +13,6 @@ from syncvar.core.errors import ConfigError, HostUnreachable
 if TYPE_CHECKING:
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = [
-    "OF_LIMITS",
-    "LimitTooLow",
-    "TimePassed",
-    "cannot_start",
-    "check_limits",
-    "needed_files",
-    "needed_tasks",
-    "tasks_left",
-]
-
 # Counted in jobs of 2 to 10 ranks, with some to spare for what is open for a moment only.
 _FILES, _FILES_OF_A_RANK, _FILES_OF_A_LINK = 24, 5, 4
 _COPIES_OF_A_LINK = 2  # of its descriptors, between hosts: `syncvar.transports.disconnect_reasons`
@@ -98,11 +87,7 @@ def tasks_left(groups: str | None = None, mounts: Path = Path("/sys/fs/cgroup"))
 
 
 def check_limits(options: LaunchOptions) -> None:
-    """Refuse a job that the limits of the system leave no room for.
-
-    Raises:
-        LimitTooLow: What is needed, what is allowed, and what to write.
-    """
+    """Refuse a job that the limits of the system leave no room for."""
     workers = options.ranks.workers
     are_linked = options.ranks.fake_hosts > 1 or options.runtime.transport == "zmq"
     needed, whose = needed_files(

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.local.fork_client import ForkServer
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["run"]
-
 
 def run(job: Job, server: ForkServer | None) -> int:
     """Start the workers, again where that is asked for and may help; return the exit code.

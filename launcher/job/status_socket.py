@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.job.workers import Workers
     from syncvar_launcher.local.stack_requests import StackRequest
 
-__all__ = ["ANSWER_S", "SOCKET", "StatusSocket"]
-
 SOCKET = "inquiries"
 ANSWER_S = 2.0  # for ranks to say where they stand; who has not by then is named
 _REQUEST_MAX = 4096

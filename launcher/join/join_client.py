@@ -52,8 +52,6 @@ from syncvar_launcher.options.worker_environment import inherited
 if TYPE_CHECKING:
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["join"]
-
 _TRIES = 3  # handshakes that fail, one after another: a listener that is busy may close one
 _RECONNECT_MS = 200
 _END_S = 10.0
@@ -70,9 +68,6 @@ def join(chosen: LaunchOptions) -> int:
 
     Args:
         chosen: The options, with `join`.
-
-    Raises:
-        ConfigError: The key file cannot be used, or the launcher's name is unknown.
     """
     assert chosen.join.address is not None
     host, port = place_of(chosen.join.address)

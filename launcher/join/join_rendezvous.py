@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.join.listener import AgentPipe, JoinedHost
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["JoinGroup", "join_command", "listen_address"]
-
 _ANSWER_S = 30.0
 _BEAT_S = 5.0
 _MOST = 1 << 16
@@ -35,11 +33,7 @@ _JOIN = "join"
 
 
 def listen_address(text: str) -> tuple[str, int]:
-    """Return the address and port of `--listen`.
-
-    Raises:
-        ConfigError: This machine has no such address.
-    """
+    """Return the address and port of `--listen`."""
     host, port = place_of(text)
     own = [one.address for one in interfaces()]
     if host in own:
@@ -108,11 +102,7 @@ class JoinGroup:
         self._command = join_command(address, self._door.port, options)
 
     def gather(self) -> list[RemoteHost]:
-        """Wait for as many hosts as the job needs, and return them in the order of their names.
-
-        Raises:
-            HostUnreachable: Too few have joined in time; who has, and who was refused for what, is told.
-        """
+        """Wait for as many hosts as the job needs, and return them in the order of their names."""
         count = self._options.join.host_count
         whom = (
             f"{count} host{'s' * (count != 1)}"
@@ -135,11 +125,7 @@ class JoinGroup:
         return came
 
     def again(self, host: Host, machine: str) -> RemoteHost:
-        """Return the way to a new agent on a host whose agent is gone; where the host itself is, it may join once more.
-
-        Raises:
-            HostUnreachable: It does not in time.
-        """
+        """Return the way to a new agent on a host whose agent is gone; where the host itself is, it may join once more."""
         way = self._ways[host.name].again()
         if way is not None:
             self._ways[host.name] = way

@@ -14,8 +14,6 @@ from syncvar_launcher.options.option_table import BIND_MODES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["BLAS_VARIABLES", "Binding", "blas_environment", "blas_threads", "plan_binding"]
-
 BLAS_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -56,9 +54,6 @@ def plan_binding(
         mode: "auto" (bind where it helps: nobody has set an affinity, and each core gets equally many workers), "cores"
             (always) or "none".
         cores_per_worker: Cores of each worker, or None for an equal share. Given, it is also bound under "auto".
-
-    Raises:
-        ConfigError: There are not enough cores for `cores_per_worker`.
 
     Example:
         >>> plan_binding(2, [0, 1, 2, 3], 4).cores

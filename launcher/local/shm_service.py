@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["Sharing", "sharing_of", "shm_unavailable_reason"]
-
 
 def sharing_of(
     options: LaunchOptions,
@@ -66,9 +64,6 @@ def shm_unavailable_reason(options: LaunchOptions, machine: str, size: int) -> s
         options: What was asked for.
         machine: The host's kind of processor, as `os.uname` names it.
         size: How many ranks the host has.
-
-    Raises:
-        ConfigError: `shm_bytes` is too small for so many ranks.
     """
     if options.runtime.transport == "zmq":
         said = {"environment": "SYNCVAR_TRANSPORT=zmq", "file": 'transport = "zmq" in the file'}

@@ -10,8 +10,6 @@ from syncvar_launcher.local.worker_command import worker_command
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ON_HOSTS", "StartMethod", "plan_beginning"]
-
 ON_HOSTS = {
     "auto": "forked on each host that has several, where nothing speaks against it, else fresh processes",
     "spawn": "fresh processes: --start-method spawn",

@@ -243,11 +243,7 @@ class LaunchOptions(NamedTuple):
         return bool(self.hosts.entries) or self.join.listen is not None
 
     def validate(self) -> None:
-        """Check the options against each other.
-
-        Raises:
-            ConfigError: Two options contradict each other, or name what does not exist.
-        """
+        """Check the options against each other."""
         self.output.validate(self.origin, self.ranks.workers)
         self.hosts.validate(self.origin, self.ranks.fake_hosts, has_hosts=self.has_hosts)
         self.ranks.validate(self.program, has_hosts=self.has_hosts)

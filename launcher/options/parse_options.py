@@ -69,11 +69,6 @@ def parse(
         cwd: The folder to which relative paths are relative.
         find_allocation: Finds the job of a scheduler in the environment; None for no scheduler.
 
-    Raises:
-        ConfigError: A variable, the file, or values together are wrong; the message names them.
-        SystemExit: 2 after a message on standard error: the command line is wrong. 0 after help
-            or version.
-
     Example:
         >>> words = ["-n", "2", "-m", "train", "-n", "3"]
         >>> options = parse(words, {"SYNCVAR_LAUNCH_OUTPUT": "first"}, "/")

@@ -131,11 +131,7 @@ def carried(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_assignment(text: str) -> None:
-    """Check the form of what `--env` is given: NAME=value, NAME or PREFIX*.
-
-    Raises:
-        ConfigError: It is none of them, or the variable is not the user's to set.
-    """
+    """Check the form of what `--env` is given: NAME=value, NAME or PREFIX*."""
     name, equals, _ = text.partition("=")
     if not equals and text.endswith("*"):
         if not _NAME.fullmatch(text[:-1]):
@@ -164,9 +160,6 @@ def variables(items: Sequence[str], environ: Mapping[str, str], source: str) -> 
         items: As `check_assignment` takes them.
         environ: The launcher's environment, from which a NAME, or all names with a PREFIX*, are copied.
         source: Where the items were given, for messages.
-
-    Raises:
-        ConfigError: There is nothing to copy.
 
     Example:
         >>> variables(["A=1", "LANG", "AWS_*"], {"LANG": "C", "AWS_REGION": "x", "AWS_ID": "y"}, "command line")

@@ -69,9 +69,6 @@ def allocation(
         own_name: What this host calls itself.
         read: Returns what a file holds.
 
-    Raises:
-        ConfigError: What the scheduler says cannot be understood, or is not all here.
-
     Example:
         >>> job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
         >>> [(one.name, one.slots) for one in allocation(job, "login", str).hosts]

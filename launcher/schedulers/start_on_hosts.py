@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from syncvar_launcher.options.hostfile import Host
     from syncvar_launcher.options.launch_options import LaunchOptions
 
-__all__ = ["Calling", "join_words"]
-
 _RUN = "syncvar_launcher.main"
 _END_S = 10.0
 
