@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar._native import VariableCounters
+    from syncvar._native import CheckGate, VariableCounters
     from syncvar.runtime.communicator import PreparedCall
     from syncvar.variables.storage import Storage
     from syncvar.variables.variable_owner import VariableOwner
