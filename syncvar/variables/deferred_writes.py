@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.communicator import Work
     from syncvar.runtime.request import Stage
+    from syncvar.runtime.work import Work
     from syncvar.variables.policy import AccessKind
     from syncvar.variables.scope import Owner
     from syncvar.variables.variable import Variable
