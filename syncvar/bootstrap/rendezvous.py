@@ -23,12 +23,7 @@ from syncvar.bootstrap.launch_env.rank_placement import evenly_placed
 from syncvar.core.environment import RankEnvironment
 from syncvar.core.errors import ConfigError, RendezvousError
 from syncvar.core.fork_cleanup import unregister_exit
-from syncvar.core.network import (
-    address_towards,
-    address_towards_any,
-    resolved,
-    tcp_endpoint,
-)
+from syncvar.core.network import address_towards, address_towards_any, resolved, tcp_endpoint
 from syncvar.protocol.auth_keys import KEY_BYTES
 
 if TYPE_CHECKING:

@@ -12,9 +12,7 @@ from syncvar.bootstrap.launch_env.tf_config import TfConfig
 from syncvar.bootstrap.launch_env.torchrun import Torchrun
 
 if TYPE_CHECKING:
-    from syncvar.bootstrap.launch_env.base import (
-        LaunchEnvironment,
-    )
+    from syncvar.bootstrap.launch_env.base import LaunchEnvironment
 
 BY_HAND: tuple[type[LaunchEnvironment], ...] = (Torchrun, TfConfig)
 """Launchers whose variables a user may have set by hand."""

@@ -242,9 +242,7 @@ class Recorder:
         try:
             name = record_name(self._who["rank"], self._who["generation"])
             try:
-                from syncvar.core.state_folder import (
-                    write_record,
-                )
+                from syncvar.core.state_folder import write_record
 
                 text = _text(
                     self.record(
