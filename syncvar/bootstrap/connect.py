@@ -40,11 +40,6 @@ _log = logging.getLogger("syncvar")
 def connect(environ: MutableMapping[str, str], generations: int, *, alone: bool) -> ProcessContext:
     """Return the context of this process, which has joined its job.
 
-    Args:
-        environ: Environment variables.
-        generations: How often this process has joined before.
-        alone: Be a world of one, whatever the variables say.
-
     Raises:
         RendezvousError: Not all ranks came in time.
         ConfigError: The environment or a setting is wrong, launchers contradict each other, or a
@@ -127,16 +122,7 @@ def _wired(
     fabric: Fabric | None,
     keeper: int | None,
 ) -> ProcessContext:
-    """Return the context of a rank with other ranks: control channel, transport and shared memory.
-
-    Args:
-        environment: Identity of this rank.
-        config: Deadlines and limits.
-        generation: Version of the membership.
-        keys: Keys of its TCP links; None without encryption.
-        fabric: MPI communicator, if MPI is the transport.
-        keeper: Rank that runs the rendezvous; None for the launcher.
-    """
+    """Return the context of a rank with other ranks: control channel, transport and shared memory."""
     import zmq
 
     from syncvar.core.network import tcp_endpoint

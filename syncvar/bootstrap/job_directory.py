@@ -127,11 +127,7 @@ class JobDirectory:
 
 
 def holders_of_meetings(base: Path) -> list[str]:
-    """Return which processes hold directories of running jobs without syncvar-launch.
-
-    Args:
-        base: As `base_directory` returns it; it need not exist.
-    """
+    """Return which processes hold directories of running jobs without syncvar-launch."""
     holders = []
     with contextlib.suppress(OSError, ConfigError), _guarded(base):
         for entry in sorted(base.glob(f"{MEETING}*")):

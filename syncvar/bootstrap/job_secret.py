@@ -28,9 +28,6 @@ def job_secret(environ: MutableMapping[str, str]) -> bytes | None:
     The variable that holds the secret is removed, so that child processes and dumps do not contain
     it.
 
-    Args:
-        environ: `os.environ`.
-
     Raises:
         ConfigError: It cannot be read, or other users may read it.
     """
@@ -53,12 +50,6 @@ def keys_of(
     secret: bytes | None = None,
 ) -> LinkKeys | None:
     """Return the keys of this process's TCP links; None without TCP links or encryption.
-
-    Args:
-        environment: Identity of this process.
-        config: The settings; they may switch encryption off.
-        environ: `os.environ`, for `job_secret`.
-        secret: Secret of the job, if it is known already.
 
     Raises:
         ConfigError: The process has TCP links but no secret.

@@ -41,9 +41,6 @@ _LINE_MAX = 4096
 def shared_folder(environ: Mapping[str, str]) -> Path:
     """Return the checked private folder that all hosts see.
 
-    Args:
-        environ: Environment variables: SYNCVAR_RENDEZVOUS_DIR or HOME.
-
     Raises:
         ConfigError: It is not private to this user, or cannot be created.
     """
@@ -87,11 +84,6 @@ class KeyValueStore:
 
 class FolderStore(KeyValueStore):
     """Entries as files. Readers wait for a file, so there are no turns.
-
-    Args:
-        environ: Environment variables: SYNCVAR_RENDEZVOUS_DIR or HOME.
-        run: Identity of the run.
-        timeout_s: Longest wait for an entry, in seconds.
 
     Raises:
         ConfigError: The folder is not private to this user, or cannot be created.
@@ -150,10 +142,6 @@ class ProcessManager(KeyValueStore):
     An MPI library in this process may use the same descriptor, so nothing of it is changed. A
     process that ends without `finalize` counts as crashed, and the manager kills all others. If an
     MPI library is in use, it sends `finalize`.
-
-    Args:
-        environ: Environment variables: PMI_FD.
-        timeout_s: Longest wait for an answer, in seconds.
 
     Attributes:
         name: The process manager's name of this run.

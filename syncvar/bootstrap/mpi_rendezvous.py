@@ -40,10 +40,6 @@ _joined: list[MpiCards] = []  # at most one: a process joins again after `shutdo
 class MpiCards(KeyValueStore):
     """Key-value entries that MPI collectives exchange; all ranks take part in each turn.
 
-    Args:
-        fabric: This process's end of MPI.
-        timeout_s: Longest wait for all turns together, in seconds.
-
     Attributes:
         told: Identity of this process, by MPI.
     """

@@ -120,11 +120,7 @@ def on_join(listener: Callable[[ProcessContext], None]) -> None:
 
 
 def current(*, alone: bool = False) -> ProcessContext:
-    """Return the context of this thread or process; join first if necessary.
-
-    Args:
-        alone: Join as a world of one.
-    """
+    """Return the context of this thread or process; join first if necessary."""
     context = getattr(_state.thread, "context", None) or _state.default
     if context is not None and not context.is_closed:
         return context

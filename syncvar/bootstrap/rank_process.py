@@ -26,10 +26,6 @@ def claim_rank(environ: MutableMapping[str, str]) -> None:
 def environment_of(environ: Mapping[str, str], *, alone: bool = False) -> RankEnvironment | None:
     """Return the rank that a launcher has made this process; None for a possible world of one.
 
-    Args:
-        environ: Environment variables of this process.
-        alone: It asks for a world of one.
-
     Raises:
         UsageError: A rank has started this process, which has inherited its variables and does not
             ask for a world of one.

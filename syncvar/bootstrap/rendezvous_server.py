@@ -36,15 +36,6 @@ _QUEUED = 10_000
 class RendezvousServer:
     """Rendezvous and control channels of one job.
 
-    Args:
-        endpoint: Address, for instance "ipc:///run/user/0/syncvar/x/store", or "tcp://10.0.0.7:*"
-            for any port.
-        world_size: Ranks of the job.
-        job_id: Random identity of the job.
-        config: Deadlines and intervals.
-        generation: First generation that ranks may join.
-        keys: Keys of a TCP endpoint.
-
     Attributes:
         stalls: Those of the messages to show that report a long wait.
         endpoint: Address with the real port.

@@ -56,11 +56,7 @@ def main() -> None:
 
 
 def work(run: Callable[[list[str]], None] | None = None) -> None:
-    """Run the script or module of the arguments; its folder is on the path already.
-
-    Args:
-        run: Function that a server runs instead, with the arguments.
-    """
+    """Run the script or module of the arguments; its folder is on the path already."""
     word = StatusPipe(int(os.environ.pop("SYNCVAR_STATUS_FD", "-1")))
     adopt(word)
     process = os.getpid()

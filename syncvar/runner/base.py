@@ -19,10 +19,6 @@ class Engine(Protocol):
     def gather(self, workers: int, timeout_s: float) -> Sequence[bytes]:
         """Reserve one place per rank, and return what `engine_worker.arrive` returns in each.
 
-        Args:
-            workers: Number of places.
-            timeout_s: Longest wait for all of them, in seconds.
-
         Raises:
             LaunchError: There are too few places; the message says how many, and what to do.
         """
@@ -32,9 +28,6 @@ class Engine(Protocol):
 
     def ended(self, timeout_s: float) -> Mapping[int, bytes | str]:
         """Wait until a place has ended that was not reported before.
-
-        Args:
-            timeout_s: Longest wait, in seconds.
 
         Returns:
             For each ended place, the result of `engine_worker.play`, or a text that says why its

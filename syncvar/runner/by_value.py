@@ -48,12 +48,7 @@ def pack_function(fn: Callable[..., Any]) -> tuple[bytes, dict[str, str]]:
 
 
 def unpack_function(data: bytes, cells: Mapping[str, str]) -> Callable[..., Any]:
-    """Return the function that `pack_function` of the parent process has pickled.
-
-    Args:
-        data: The function.
-        cells: Source of its cells, for tracebacks.
-    """
+    """Return the function that `pack_function` of the parent process has pickled."""
     import cloudpickle
 
     for place, source in cells.items():

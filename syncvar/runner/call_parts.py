@@ -97,15 +97,6 @@ def parts(
 
     Ranks are numbered host by host, in the order of their first place.
 
-    Args:
-        places: All places.
-        call: The packed call.
-        job: Identity of this start.
-        secret: 64 hexadecimal digits, new for each start.
-        settings: Variables of the settings.
-        folders: Module path of the caller.
-        restarts: How often the ranks have been restarted.
-
     Example:
         >>> hosts = [("a", 5000), ("b", 6000), ("a", 5002)]
         >>> places = [EnginePlace(host, host, host, port, 1) for host, port in hosts]

@@ -75,14 +75,7 @@ def drive(
 
 
 class _Start:
-    """One start of all ranks.
-
-    Args:
-        engine: The engine.
-        config: Deadlines and graces.
-        limit_s: Time limit of the job, in seconds.
-        until: End of the time limit, monotonic seconds.
-    """
+    """One start of all ranks."""
 
     def __init__(self, engine: Engine, config: RuntimeConfig, limit_s: float, until: float) -> None:
         self._engine = engine

@@ -29,11 +29,7 @@ _held: list[socket.socket] = []  # at most one
 
 
 def arrive(address: str) -> bytes:
-    """Return a packed `EnginePlace`.
-
-    Args:
-        address: Address of this host for the engine.
-    """
+    """Return a packed `EnginePlace`."""
     spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("mnt", "pid", "net")]
     ground = "/".join([boot_identity(), *spaces, str(os.getuid()), str(base_directory(os.environ))])
     return packed(
@@ -61,11 +57,7 @@ def _release_port() -> None:
 
 
 def play(data: bytes) -> bytes:
-    """Act as a rank for one call; return a packed `End`.
-
-    Args:
-        data: A packed `CallPart`.
-    """
+    """Act as a rank for one call; return a packed `End`."""
     part = unpacked(CallPart, data)
     if part.pid != os.getpid():
         return packed(

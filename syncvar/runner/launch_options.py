@@ -73,12 +73,6 @@ def checked_options(
 ) -> RunOptions:
     """Return the options of a call of `sv.run`.
 
-    Args:
-        workers: As in `run`.
-        timeout: Seconds, as in `run`.
-        max_restarts: As in `run`.
-        others: servers, hosts, env, output and log_dir by name.
-
     Raises:
         ConfigError: An option has the wrong type.
     """

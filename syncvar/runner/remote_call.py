@@ -50,11 +50,6 @@ def _write(path: Path, data: bytes) -> None:
 def called(call: bytes, rank: int, folder: Path | None = None) -> bytes:
     """Make a call and return its packed result.
 
-    Args:
-        call: The packed function and arguments of `sv.run`.
-        rank: This rank, for messages.
-        folder: Folder of results; see `finding`.
-
     Raises:
         ConfigError: The function cannot be found, or its result cannot travel.
     """

@@ -296,10 +296,6 @@ class Communicator(CommunicatorState):
     def require_all(self, what: str, instead: str = "") -> None:
         """Check that all ranks are active; collective in a block of sv.uneven.
 
-        Args:
-            what: The call that needs all ranks.
-            instead: Alternative, for the error.
-
         Raises:
             UsageError: A rank has left the block; raised on all active ranks.
         """
@@ -311,10 +307,6 @@ class Communicator(CommunicatorState):
         """Agree on the active ranks; does nothing outside a block of sv.uneven.
 
         Collective.
-
-        Args:
-            what: The call that follows, for messages.
-            timeout: Seconds; None for the job's default.
 
         Raises:
             UsageError: No call is possible now. The other ranks are not informed and wait for the
@@ -429,13 +421,7 @@ class Communicator(CommunicatorState):
             self.engine.interrupted(Request(self.recorder.begin(told, call, begin), None), error)
 
     def operation(self, call: int, request: CollectiveSpec, begin: int | None = None) -> Request:
-        """Return a call as a request of the engine.
-
-        Args:
-            call: Call number.
-            request: The checked call.
-            begin: Start time, CLOCK_MONOTONIC nanoseconds; None for now.
-        """
+        """Return a call as a request of the engine."""
         hosts, message = self.hosts, request.message
         channel = hosts.channel if hosts is not None else None if self.size == 1 else self.channel
         is_shared = hosts is None and channel is not None

@@ -61,17 +61,6 @@ _SLEEP_MIN_S = 0.001  # shorter waits do not use the transport
 class ProgressEngine(Core):
     """Everything that runs in a process of a world larger than one, with a progress thread.
 
-    Args:
-        rank: World rank of this process.
-        world_size: Ranks of the world.
-        generation: Version of the membership.
-        transport: Opened transport.
-        control: Channel to the launcher.
-        config: Deadlines and limits.
-        hosts: Host of each rank, for messages.
-        shm: Shared memory of this host, if there is any.
-        recorder: Flight recorder.
-
     Attributes:
         around: Context manager for the progress thread; a simulated rank binds its context to it.
     """
@@ -222,12 +211,6 @@ class ProgressEngine(Core):
     ) -> tuple[bytes, bytes] | None:
         """Read what another process publishes under a key (one-sided; its engine answers).
 
-        Args:
-            peer: The other rank.
-            key: Key of the published data.
-            what: The call, for messages.
-            timeout_s: Seconds; None for the job's default.
-
         Returns:
             The description and the bytes; None if the key was not published within a short grace
             period.
@@ -277,9 +260,6 @@ class ProgressEngine(Core):
 
     def leave(self, deadline: float) -> None:
         """Complete started operations, then announce that this rank leaves.
-
-        Args:
-            deadline: Longest wait, as monotonic seconds.
 
         Raises:
             SyncvarError: A started operation failed.

@@ -31,15 +31,7 @@ Answer = tuple[bytes, memoryview]  # a description, and the bytes; nobody writes
 
 
 class GetRequest:
-    """A remote get that waits for its answer; it has the attributes that the engine's `wait` needs.
-
-    Args:
-        peer: Target rank.
-        key: Key of the published data.
-        what: The call, for messages.
-        deadline: Monotonic seconds.
-        timeout_s: Time allowed, in seconds, for messages.
-    """
+    """A remote get that waits for its answer; it has the attributes that the engine's `wait` needs."""
 
     __slots__ = (
         "_parts",
@@ -100,9 +92,6 @@ class GetRequest:
 
 class GetRequests:
     """The remote gets of a process: its own, and those that it answers.
-
-    Args:
-        core: The shared state of the engine.
 
     Attributes:
         find: Finds published data by key; the driver calls it.

@@ -61,9 +61,6 @@ class LaunchInfo(NamedTuple):
 class LaunchEnvironment:
     """One launcher, for one environment.
 
-    Args:
-        environ: Environment variables of the process.
-
     Attributes:
         name: Common name of the launcher.
         rank: Variable that each of its processes has.

@@ -136,9 +136,6 @@ def started_with_others(environ: Mapping[str, str]) -> tuple[str, str, str] | No
 
     Variables that a program may have set by hand do not count.
 
-    Args:
-        environ: Environment variables.
-
     Returns:
         The description; the number of processes as text; the launcher's advice, or an empty text.
         None without such a launcher.

@@ -19,12 +19,6 @@ def placed(
 ) -> LaunchInfo:
     """Add the host and local rank to an identity.
 
-    Args:
-        told: Identity of a rank.
-        hosts: Identity of each rank's host.
-        names: Name of each rank's host, for messages.
-        remedy: Advice if the ranks are in another order.
-
     Raises:
         ConfigError: The ranks of a host do not follow each other.
     """

@@ -102,10 +102,6 @@ class Slurm(LaunchEnvironment):
 def counts(text: str, name: str) -> list[int]:
     """Return the numbers in a list as Slurm writes it.
 
-    Args:
-        text: For instance "2(x3),1".
-        name: The variable, for messages.
-
     Raises:
         ConfigError: The list cannot be parsed.
 

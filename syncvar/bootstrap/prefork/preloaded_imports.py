@@ -176,13 +176,7 @@ class _Again:
 
 
 class OpenBlas:
-    """The functions of a loaded OpenBLAS.
-
-    Args:
-        library: Library that contains or needs it.
-        prefix: Prefix of its function names.
-        suffix: Suffix of its function names.
-    """
+    """The functions of a loaded OpenBLAS."""
 
     def __init__(self, library: ctypes.CDLL, prefix: str, suffix: str) -> None:
         self.get_num_threads, self.set_num_threads, self.get_parallel = (
@@ -223,10 +217,6 @@ def why_not_carried() -> str:
 
 def blas_threads(environ: Mapping[str, str], cores: int) -> int:
     """Return the number of threads that OpenBLAS chooses when it is loaded.
-
-    Args:
-        environ: Environment variables of the process.
-        cores: Cores that the process may use.
 
     Example:
         >>> blas_threads({"OMP_NUM_THREADS": "2"}, 4)

@@ -28,13 +28,7 @@ class CallNumbers:
         self._gaps: OrderedDict[int, deque[Gap]] = OrderedDict()
 
     def skip(self, group: int, following: int, first: int) -> None:
-        """Record that a group continues with another number than the following one.
-
-        Args:
-            group: Identity of the group.
-            following: Number that its next call would have had.
-            first: Number that its next call has.
-        """
+        """Record that a group continues with another number than the following one."""
         gaps = self._gaps.get(group)
         if gaps is None:
             gaps = self._gaps[group] = deque(maxlen=_BLOCKS_MAX)
@@ -48,11 +42,6 @@ class CallNumbers:
 
     def text(self, what: str, group: int, call: int) -> str:
         """Return a call with its ordinal, for messages.
-
-        Args:
-            what: The call, for instance "barrier".
-            group: Identity of its group.
-            call: Call number.
 
         Example:
             >>> numbers = CallNumbers()
@@ -74,10 +63,6 @@ class CallNumbers:
 
 def ordinal(gaps: Sequence[Gap], call: int) -> int:
     """Return the ordinal of a call, from 1.
-
-    Args:
-        gaps: Gaps of the group, sorted.
-        call: Call number.
 
     Example:
         >>> gaps = [(1_000_000, 999_998), (3_000_000, 2_999_995)]

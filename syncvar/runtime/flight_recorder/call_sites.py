@@ -49,12 +49,7 @@ def own_site() -> str:
 
 
 def site_of(code: CodeType, instruction: int) -> str:
-    """Return file:line and function of an instruction.
-
-    Args:
-        code: Code of the function.
-        instruction: Offset, as `f_lasti` of a frame.
-    """
+    """Return file:line and function of an instruction."""
     line = next(
         (line for start, end, line in code.co_lines() if start <= instruction < end and line),
         code.co_firstlineno,

@@ -90,10 +90,6 @@ class LinkExchange:
     It has no reference to its request. So buffers of a call are freed with the last reference to
     the request.
 
-    Args:
-        entry: Record of the call.
-        outlet: Destination of its frames.
-
     Attributes:
         group: Identity of the group.
         call: Call number.

@@ -37,11 +37,7 @@ class _Credit:
 
 
 class Flow:
-    """Credit of all links of a process, and the frame sink of its calls.
-
-    Args:
-        core: The shared state of the engine.
-    """
+    """Credit of all links of a process, and the frame sink of its calls."""
 
     def __init__(self, core: Core) -> None:
         self.rank = core.rank

@@ -210,13 +210,6 @@ class P2PChannel:
     ) -> Any:
         """Receive a message that is there or comes while spinning; otherwise the engine waits.
 
-        Args:
-            request: Builds the call if the engine has to continue.
-            landing: Returns the buffer to write to.
-            finish: Makes the result.
-            timeout: Seconds; None for the job's default.
-            waits: Wait if the message is not there.
-
         Returns:
             The result, or NOT_YET if nothing has been done.
 
@@ -342,16 +335,7 @@ class P2PChannel:
         done: int,
         error: BaseException | None,
     ) -> Any:
-        """Continue in the engine a long message that did not complete in C while spinning.
-
-        Args:
-            array: The message, or the buffer to write to.
-            call: Number among the pair's calls.
-            begin: Start time.
-            number: Number in the ring.
-            done: Bytes that have been transferred in parts.
-            error: Exception of a signal handler meanwhile.
-        """
+        """Continue in the engine a long message that did not complete in C while spinning."""
         stream, end, engine = self.stream, self.end, self.stream.engine
         assert engine is not None
         assert end is not None

@@ -78,10 +78,6 @@ class EndpointTable:
 class SendEndpoint:
     """Messages to another rank.
 
-    Args:
-        boxes: This rank's message rings.
-        dest: World rank of the receiver.
-
     Attributes:
         lock: Held while writing to the ring. No thread waits for it: a message that does not get it
             uses a link.

@@ -29,14 +29,7 @@ WAY = "shm message"  # in flight records
 
 
 class Sending:
-    """A message to send; its request waits for this object until the receiver has answered.
-
-    Args:
-        outward: Endpoint.
-        what: Packed type, see `RingWriter.put`.
-        array: The message, contiguous.
-        waits: The message is long, and waits for its receiver.
-    """
+    """A message to send; its request waits for this object until the receiver has answered."""
 
     def __init__(
         self, outward: SendEndpoint, what: int, array: NDArray[Any], *, waits: bool
@@ -149,13 +142,7 @@ class Sending:
 
 
 class Receiving:
-    """A message to receive; its request waits for this object until the message comes.
-
-    Args:
-        inward: Endpoint.
-        landing: Returns the buffer to write to.
-        finish: Makes the result from (kind, message).
-    """
+    """A message to receive; its request waits for this object until the message comes."""
 
     need = 0
 

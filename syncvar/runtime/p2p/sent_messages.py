@@ -24,13 +24,7 @@ class SentMessages:
         self._streams: dict[int, tuple[int, int, str]] = {}
 
     def note(self, identity: int, dest: int, tag: int) -> None:
-        """Record, from any thread, that this rank begins to send messages with a pair and tag.
-
-        Args:
-            identity: Identity of the pair's calls.
-            dest: World rank of the receiver.
-            tag: The tag.
-        """
+        """Record, from any thread, that this rank begins to send messages with a pair and tag."""
         known = self._streams.pop(identity, None)
         self._streams[identity] = known or (dest, tag, own_site()[-_SITE_MAX:])
         if len(self._streams) > STREAMS_MAX:
