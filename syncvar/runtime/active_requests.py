@@ -32,10 +32,6 @@ _FOLLOWING_LOOK_S = 0.25
 class StartedCalls:
     """Operations of `core.inbox`, `core.active` and `core.under_way`, as the driver handles them.
 
-    Args:
-        core: The shared state of the engine.
-        flow: Credit of the links.
-
     Attributes:
         moved: When a shared-memory operation last made progress, monotonic seconds.
     """

@@ -26,13 +26,7 @@ _DETAIL_GRACE_S = 0.2  # time for the launcher to explain a silent disconnection
 
 
 class Verdicts:
-    """What this process knows from others about its calls.
-
-    Args:
-        core: The shared state of the engine.
-        started: The running operations.
-        questions: Remote gets.
-    """
+    """What this process knows from others about its calls."""
 
     def __init__(self, core: Core, started: StartedCalls, questions: GetRequests) -> None:
         self.late: dict[tuple[int, int], float] = {}  # skipped calls of peers: when to report them

@@ -1,8 +1,8 @@
 """A started call and the state of its steps.
 
-The steps are a generator. Each step works until it needs other ranks, and yields what it waits for:
-a word of the group's channel in shared memory, or a `Wait` (frames of a round, an answer in a
-message ring). `stage_executor` and `p2p.message_requests` write the steps.
+The steps are a generator. Each step works until it needs other ranks, and yields what it waits for.
+That is a word of the group's channel in shared memory, or a `Wait` (frames of a round, an answer in
+a message ring). `stage_executor` and `p2p.message_requests` write the steps.
 
 A request never blocks. The caller drives it inline without the engine's lock, or the engine does.
 """
@@ -39,11 +39,7 @@ _START = 1  # a wait that is over at once; words of a channel begin at 2
 
 
 class BodyError(Exception):
-    """Error of a call after all ranks had agreed on the call: every rank raises it.
-
-    Args:
-        error: The original error.
-    """
+    """Error of a call after all ranks had agreed on the call: every rank raises it."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))

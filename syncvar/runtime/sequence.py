@@ -44,11 +44,6 @@ class EpochRange:
     """A block of call numbers that this rank ended after call `last`.
 
     Following blocks without calls extend it.
-
-    Args:
-        members: World ranks of the group.
-        last: Last call of the block made on this rank.
-        epoch_end: Last number of the block.
     """
 
     __slots__ = ("epoch_end", "is_gone", "last", "members")
@@ -77,12 +72,7 @@ class SkippedCall(NamedTuple):
 
 
 class SequenceTracker:
-    """The calls of all groups of a process.
-
-    Args:
-        hosts: Host of each rank, for messages.
-        numbers: Ordinals of calls, for messages.
-    """
+    """The calls of all groups of a process."""
 
     def __init__(self, hosts: dict[int, str], numbers: CallNumbers) -> None:
         self._numbers = numbers
@@ -300,11 +290,6 @@ class SequenceTracker:
         """Return the block of `call` if this rank left it without making that call.
 
         Each block is returned once.
-
-        Args:
-            group: Identity of the group.
-            call: Call that a peer has made.
-            active: (group, call) of the running calls.
         """
         with self._lock:
             blocks = self._passed.get(group, deque())

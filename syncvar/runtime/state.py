@@ -72,16 +72,6 @@ class Awaited(Protocol):
 class Core(AdmissionState):
     """State that all parts of the engine share.
 
-    Args:
-        rank: World rank of this process.
-        generation: Version of the membership.
-        transport: Opened transport.
-        control: Channel to the launcher.
-        config: Deadlines and limits.
-        hosts: Host of each rank, for messages.
-        shm: Shared memory of this host, if there is any.
-        recorder: Flight recorder.
-
     Attributes:
         is_quiet: No call can be refused, and no writes are queued: cached calls may skip the
             engine.

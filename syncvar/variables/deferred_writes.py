@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.runtime.communicator import Work
     from syncvar.runtime.request import Stage
+    from syncvar.runtime.work import Work
     from syncvar.variables.policy import AccessKind
     from syncvar.variables.variable_owner import VariableOwner
 

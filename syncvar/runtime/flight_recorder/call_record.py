@@ -1,6 +1,7 @@
 """Entries of the flight recorder: one typed record of each call.
 
-Whoever describes a call makes a `CallLabel`: the text for people and the fields for statistics and records.
+Functions that describe a call return a `CallLabel`: a text for people, and fields for statistics
+and records.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ class CallFields(NamedTuple):
     """The description of a call as data; -1 or empty where a field does not apply.
 
     Args:
-        collective: Function that made the call, for instance "all_reduce" or "assign of variable 'w'".
+        collective: Name of the call, for instance "all_reduce" or "assign of variable 'w'".
         op: Reduction.
         dtype: Element type of the input.
         shape: Shape of the input.
         elements: Elements of the input.
-        size: Bytes of the whole call as nccl-tests counts them; -1 if they follow from what was moved.
+        size: Bytes of the whole call, as nccl-tests counts; -1 to use the bytes that were moved.
         root: Rank in the group of the root.
         peer: World rank of the other end of a message.
         tag: Tag of a message.
@@ -44,7 +45,7 @@ class CallLabel(str):
 
     Args:
         text: The call for people.
-        fields: The call for programs. A label as `collective` stands for the collective that it names.
+        fields: The call for programs; a label as `collective` means the collective that it names.
     """
 
     __slots__ = ("fields",)
@@ -68,7 +69,8 @@ class Event(NamedTuple):
     """One entry of the ring, as record files contain it.
 
     Args:
-        what: The call, for instance "all_reduce(sum, float32[10])"; or "joined", "left", "broke", "verdict".
+        what: The call, for instance "all_reduce(sum, float32[10])"; or "joined", "left", "broke",
+            "verdict".
         group: Identity of the group; -1 for none.
         call: Call number within the group; -1 for none.
         fingerprint: Signature of the call, equal on all ranks that make the same call; 0 for none.

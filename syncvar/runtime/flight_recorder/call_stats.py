@@ -1,6 +1,8 @@
-"""Totals of all calls of this rank, for `--stats`: the ring of the recorder keeps the last ones only.
+"""Totals of all calls of this rank, for `--stats`.
 
-Where nobody asks for totals nothing of this is there, and a call costs what it always did.
+The ring of the recorder keeps the last calls only.
+
+`Recorder` creates `Totals` only if the launcher asks for them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _CLASSES = tuple(16**power for power in range(1, 9))
 
 
 def size_class(nbytes: int) -> int:
-    """Return the upper end of the class of a size: 0, 16 B, 256 B, 4 KiB, 64 KiB, 1 MiB and so on.
+    """Return the upper limit of a size's class: 0, 16 B, 256 B, 4 KiB, 64 KiB, 1 MiB and so on.
+
+    A size may exceed the limit by a sixteenth, for headers.
 
     Example:
         >>> [size_class(nbytes) for nbytes in (0, 8, 16, 18, 5000)]
@@ -29,7 +33,7 @@ def size_class(nbytes: int) -> int:
     """
     return (
         next((end for end in _CLASSES if nbytes <= end + end // 16), _CLASSES[-1]) if nbytes else 0
-    )  # a header is no matter
+    )
 
 
 def size_of(told: CallInfo, nbytes: int) -> int:
@@ -50,23 +54,20 @@ def size_of(told: CallInfo, nbytes: int) -> int:
 
 
 class Totals:
-    """Counts calls while the ring takes them.
+    """Counts calls as the ring records them.
 
-    Args:
-        append: Adds to the ring.
-
-    Cost: 0.25 us for each call of the prepared way, on top of the 0.2 us that the ring costs.
+    Cost: 0.25 us for each cached call, on top of the 0.2 us of the ring.
     """
 
     def __init__(self, append: Callable[[Any], None]) -> None:
         self._append = append
-        self._prepared: dict[int, list[Any]] = {}  # by identity of what is told: [told, calls, ns]
+        self._prepared: dict[int, list[Any]] = {}  # by identity of the CallInfo: [info, calls, ns]
         self._others: deque[Any] = deque()
         self._fold_at = _FOLD_AT
         self._rows: dict[tuple[str, int, tuple[int, ...], int], list[int]] = {}
 
     def add(self, item: Any) -> None:
-        """Add an operation to the ring and to the totals."""
+        """Record an operation in the ring and in the totals."""
         self._append(item)
         if type(item) is tuple:
             told, _, began, ended, _ = item
@@ -83,7 +84,7 @@ class Totals:
                 self._fold()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the totals, as plain data."""
+        """Return the totals as plain data."""
         self._fold()
         return [
             {
@@ -107,7 +108,7 @@ class Totals:
         for _ in range(len(self._others)):
             entry = self._others.popleft()
             if entry.state == "started":
-                self._others.append(entry)  # its end is still to come
+                self._others.append(entry)  # still running
             elif entry.told.members:
                 is_done = entry.state == "done"
                 self._count(
@@ -115,7 +116,7 @@ class Totals:
                 )
         self._fold_at = _FOLD_AT + 2 * len(
             self._others
-        )  # those that have not ended are not looked at again with each call
+        )  # running ones are not checked again at every call
 
     def _count(
         self, told: CallInfo, calls: int, nbytes: int, ns: int, *, failed: bool = False
