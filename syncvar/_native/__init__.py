@@ -16,39 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native.constants import FORM
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
-
-__all__ = [
-    "UNREAD",
-    "AdmissionState",
-    "AsyncCall",
-    "ChannelState",
-    "CheckGate",
-    "CommunicatorState",
-    "CopyGuard",
-    "MessageCounter",
-    "VariableCounters",
-    "access",
-    "bind",
-    "entrance",
-    "group_of",
-    "message_end",
-    "message_entrance",
-    "note_change",
-    "open_program",
-    "program",
-    "recall",
-    "remember",
-    "run",
-    "slot_call",
-    "told",
-    "which",
-    "why_not_native",
-]
 
 _native: ModuleType | None
 _missing: str
@@ -61,9 +34,6 @@ except ModuleNotFoundError:
 except ImportError as error:
     _native = None
     _missing = f"the C extension cannot be loaded: {error}"
-
-
-_FORM = 20  # as in native.c
 
 
 def _differs(native: Any) -> str:
@@ -88,7 +58,7 @@ def _differs(native: Any) -> str:
     return ""
 
 
-if _native is not None and getattr(_native, "FORM", 0) != _FORM:
+if _native is not None and getattr(_native, "FORM", 0) != FORM:
     _native, _missing = (
         None,
         "the C extension is of another version of syncvar: install syncvar again",
@@ -263,10 +233,6 @@ def told(wanted: str) -> str:
         if not _missing
         else f"persistent calls run in Python: {_missing}"
     )
-
-
-UNREAD = -(1 << 41)
-"""Yielded by a run that could not read the memory of another process."""
 
 
 def bind(channel: Any, *places: Any) -> bool:

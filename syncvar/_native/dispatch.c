@@ -4,8 +4,6 @@
 
 static int is_float(PyObject *value) { return Py_TYPE(value) == &PyFloat_Type; }
 
-#define NUMBERS_MAX 1024 /* of a list that is made an array here */
-
 /* Return whether a value is a number, or a short list or tuple of numbers of one kind: NumPy makes
  * an array of it. */
 static int are_numbers(PyObject *value) {

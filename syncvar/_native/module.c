@@ -1,8 +1,6 @@
 /* The module: what it tells of itself, and its types. */
 #include "persistent_call.h"
 
-#define FORM 20 /* of what Python and this module tell each other; as in __init__.py */
-
 /* Say where an array lies, as this module reads it; the loader compares this with what NumPy says.
  */
 static PyObject *describe(PyObject *module, PyObject *value) {

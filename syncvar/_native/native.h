@@ -18,6 +18,8 @@
 #include <structmember.h>
 #include <time.h>
 
+#include "constants.h"
+
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
 #else
@@ -29,7 +31,6 @@
             */
 #define PATIENCE_NS                                                                                \
     1000000 /* so long others are waited for without Python's lock, before Python waits */
-#define LINE 64
 
 /* -- objects ----------------------------------------------------------------------------------- */
 
@@ -226,12 +227,6 @@ void copy_out(Stores *stores, char *target, const char *source, size_t nbytes);
 
 #define BLOCK                                                                                      \
     8192 /* bytes that are combined at a time: all terms of a block stay in the first cache */
-#define RANKS_MAX 64
-#define PAGE 4096
-#define ADDRESS ((uint64_t)1 << 60) /* in a memory's offset: an address in another process */
-#define AT_PAGE                                                                                    \
-    ((uint64_t)1                                                                                   \
-     << 62) /* in what a rank tells of its vector: its cells begin at a page, see reductions.py */
 #define LEVELS 6 /* of a tree over RANKS_MAX ranks */
 
 typedef void (*Loop)(char **arrays, const intptr_t *count, const intptr_t *steps, void *data);
@@ -359,10 +354,6 @@ static inline Py_ssize_t entry_of(const ChannelState *channel, int rank) {
 int have_come(ChannelState *channel, long long need, int64_t patience_ns);
 
 /* -- programs ---------------------------------------------------------------------------------- */
-
-/* As in syncvar/runtime/programs/instructions.py. */
-enum { COPY, STORE, FOLD, PUBLISH, AWAIT };
-enum { SOURCE, TARGET, SCRATCH, SLOT, CELLS, MADE, LYING, GOAL };
 
 /* A memory of a program: what it is, and how many bytes of it are used. */
 typedef struct {

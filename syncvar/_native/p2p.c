@@ -19,7 +19,6 @@
 #define LONG_BYTES                                                                                 \
     8388608 /* no longer message goes by parts: the caches are too small for it, and its receiver  \
                may as well read it alone */
-#define PLACES 8 /* of long messages that are open */
 
 static uint64_t nbytes_of(const Sort *sort) { return (uint64_t)sort->form.nbytes; }
 
@@ -188,7 +187,7 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     uint64_t *words = self->words, number = words[NUMBER] + 1, gap;
     const uint64_t length = length_told(sort), before = number - PLACES;
     if (number > PLACES && seen(words + ANSWERS + before % PLACES) < before << 1 &&
-        words[GIVEN_UP + before % PLACES] != before)
+        words[CANCELLED + before % PLACES] != before)
         Py_RETURN_FALSE;
     if (self->patience.looks == 0 || nbytes_of(sort) > LONG_BYTES || PyList_Size(self->shared) ||
         !has_room(self, length, &gap))
@@ -204,7 +203,7 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
     words[NUMBER] = number;
     store(words + ATTENDED, number);
     uint64_t *entry =
-        begin_entry(self, length, gap, sort->what | TOLD, (uint64_t)call, nbytes_of(sort));
+        begin_entry(self, length, gap, sort->what | BY_ADDRESS, (uint64_t)call, nbytes_of(sort));
     for (int axis = 0; axis < sort->form.ndim; axis++)
         entry[SHAPE + axis] = (uint64_t)sort->form.shape[axis];
     entry[SHAPE + sort->form.ndim] = (uint64_t)(uintptr_t)data;
@@ -221,7 +220,7 @@ static PyObject *send_long(End *self, const Sort *sort, PyObject *x) {
         Py_XDECREF(made);
         return made == NULL ? NULL : Py_NewRef(Py_True);
     }
-    if (gone) store(words + GIVEN_UP + number % PLACES, number); /* its place may be used again */
+    if (gone) store(words + CANCELLED + number % PLACES, number); /* its place may be used again */
     let_go(self);
     if (note(self, sort, call, begin) < 0) return NULL;
     Py_RETURN_TRUE;
@@ -333,7 +332,7 @@ static const uint64_t *oldest_entry(End *self) {
 static const Sort *sort_of(const End *self, const uint64_t *entry) {
     const uint64_t form = entry[WHAT] & 0xFF,
                    left = self->ring_bytes - self->words[USED] % self->ring_bytes;
-    if (form != WHOLE && form != TOLD) return NULL;
+    if (form != WHOLE && form != BY_ADDRESS) return NULL;
     for (int which = 0; which < SORTS; which++) {
         const Sort *one = &self->sorts[which];
         if (one->told == NULL || (one->what | form) != entry[WHAT] ||
@@ -369,7 +368,7 @@ PyObject *receive_now(PyObject *object, PyObject *out) {
     if (out == Py_None && (count->number != call || self->words[USED] != used ||
                            !is_of(sort, made, 0) || !may_begin(self))) {
         result = Py_NewRef(Py_None);
-    } else if ((entry[WHAT] & 0xFF) == TOLD) {
+    } else if ((entry[WHAT] & 0xFF) == BY_ADDRESS) {
         result = receive_long(self, sort, made, call, begin);
     } else if (!take(self, used, sort, ((Array *)made)->data)) {
         result = Py_NewRef(Py_None);

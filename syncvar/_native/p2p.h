@@ -8,20 +8,6 @@
 
 #define SORTS 16 /* dtypes and shapes that are known of a pair and tag; the oldest goes */
 
-/* Words of a box, and of an entry. */
-enum {
-    FILLED = 0,
-    NEWS = 1,
-    NUMBER = 4,
-    ATTENDED = 5,
-    USED = 8,
-    FULL = 9,
-    ANSWERS = 16,
-    GIVEN_UP = 24
-};
-enum { LENGTH = 0, WHAT = 1, STREAM = 2, CALL = 3, NBYTES = 4, SHAPE = 5, START = 5 };
-enum { GAP = 0, WHOLE = 1, TOLD = 2, PART = 3 };
-
 /* What messages of one dtype and shape have in common. */
 typedef struct {
     Form form;

@@ -5,8 +5,6 @@
 #define SYNCVAR_CALLS_H
 #include "native.h"
 
-#define SPREAD 0x9E3779B97F4A7C15ull /* as in channels.py */
-#define RING_SLOTS 32                /* of a rank's, that take turns; as in channels.py */
 #define PATTERNS 4
 
 /* What is copied: from what this rank brings into its slot, or from somewhere into the result. */
@@ -22,10 +20,7 @@ typedef struct {
     Program *program;
 } Known;
 
-#define LEAVES_MAX 1024 /* as in reducing.py */
 #define LEAF_NDIM_MAX 8
-
-#define KINDS_MAX 8
 
 /* Arrays of one dtype among several. */
 typedef struct {

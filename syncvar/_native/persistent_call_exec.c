@@ -215,12 +215,6 @@ static const Known *find_known(const SlotCall *self, uint64_t *sources, uint64_t
     return NULL;
 }
 
-enum {
-    READS = 1,
-    RESIDENT = 2,
-    TOLD = 4
-}; /* what a rank offers with long blocks, as in moves.py */
-
 /* Tell where this rank's blocks lie, where that serves; returns the offer, 0 where they have to go
  * by cells. */
 static uint64_t tell_places(const SlotCall *self, const char *x) {
@@ -236,7 +230,7 @@ static uint64_t tell_places(const SlotCall *self, const char *x) {
                                    channel->side * channel->side_bytes);
     for (int put = 0; put < self->put_count; put++)
         words[put] = here + (uint64_t)self->puts[put].from;
-    return offer | TOLD;
+    return offer | LOCATED;
 }
 
 /* Return on which side the first cells are put, and, where they need one side only, the page on
@@ -268,7 +262,7 @@ static const Known *find_known_move(const SlotCall *self, uint64_t *sides) {
                                    (int)channel->side);
         sides[rank] = mark >> 3;
         all &= mark;
-        any |= mark & TOLD;
+        any |= mark & LOCATED;
     }
     const uint64_t pattern = all ? 1 : 0;
     return (all || !any) && self->known[pattern].sources == pattern &&

@@ -23,13 +23,13 @@ static int is_sound(const Program *self) {
             if (left < 6 || !is_known(self, step[1], step[2], step[5]) ||
                 !is_known(self, step[3], step[4], step[5]))
                 return 0;
-            if (self->named[step[3]].kind == LYING) return 0; /* it is read only */
+            if (self->named[step[3]].kind == PEER_SOURCE) return 0; /* it is read only */
             place += 6;
-        } else if (*step == FOLD) {
+        } else if (*step == COMBINE) {
             if (left < 5 || step[4] < 1 || step[4] > RANKS_MAX || left < 5 + 2 * step[4] ||
                 self->how.fold.loop == NULL)
                 return 0;
-            if (!is_known(self, step[1], step[2], step[3]) || self->named[step[1]].kind == LYING)
+            if (!is_known(self, step[1], step[2], step[3]) || self->named[step[1]].kind == PEER_SOURCE)
                 return 0;
             for (int64_t term = 0; term < step[4]; term++)
                 if (!is_known(self, step[5 + 2 * term], step[6 + 2 * term], step[3])) return 0;

@@ -11,8 +11,6 @@
 #include <sys/uio.h>
 #endif
 
-#define GONE (-((long long)1 << 40))   /* as `_NEVER` in running.py: that process is no more */
-#define UNREAD (-((long long)1 << 41)) /* as in __init__.py: its memory could not be read */
 #define STREAMED_LEAST                                                                             \
     (32 << 20)                   /* bytes of the results of all ranks, which caches do not keep    \
                                   */
@@ -32,7 +30,7 @@ static long long read_process(Py_ssize_t process, const char *there, char *into,
         const size_t most = goes_aside && nbytes > READ_AT_ONCE ? READ_AT_ONCE : (size_t)nbytes;
         struct iovec here = {first, most}, remote = {(void *)there, most};
         const ssize_t done = process_vm_readv((pid_t)process, &here, 1, &remote, 1, 0);
-        if (done <= 0) return done < 0 && errno == ESRCH ? GONE : UNREAD;
+        if (done <= 0) return done < 0 && errno == ESRCH ? PEER_GONE : UNREAD;
         if (goes_aside) copy_bytes(into, first, (size_t)done);
         into += done;
         there += done;
@@ -79,7 +77,7 @@ long long advance_run(Run *self, Py_ssize_t end) {
             self->place += 6;
             break;
         }
-        case FOLD:
+        case COMBINE:
             for (int64_t term = 0; term < step[4]; term++)
                 terms[term] = bound[step[5 + 2 * term]].at + step[6 + 2 * term] * width;
             fold_terms(&program->how, NULL, terms, (int)step[4],
@@ -129,9 +127,9 @@ static char *find_memory(const ChannelState *channel, int kind, int rank, int pl
                          const uint64_t *sources, const uint64_t *targets, int tells) {
     uint64_t offset;
     if (rank < 0 || rank >= channel->size) return NULL;
-    if (kind == LYING) {
+    if (kind == PEER_SOURCE) {
         offset = sources[rank] >> 1;
-    } else if (kind == GOAL) {
+    } else if (kind == PEER_TARGET) {
         offset = targets[rank];
     } else {
         const uint64_t base = seen(channel->words + entry_of(channel, rank) + channel->segments_at);
@@ -191,7 +189,7 @@ int bind_vector(Run *self, const Span *brought, const Span *made, int count,
             *at = self->scratch;
         } else if (targets == NULL && rank != self->channel->rank) {
             continue;
-        } else if (kind == LYING && tells) {
+        } else if (kind == PEER_SOURCE && tells) {
             if (!find_told(self->channel, rank, place, nbytes, &self->bound[memory])) return 0;
             if (self->bound[memory].process && program->how.fold.loop != NULL)
                 return 0; /* what is combined lies here */
@@ -222,7 +220,7 @@ static Py_ssize_t bind_given(const Run *self, int memory, Py_ssize_t offset, PyO
     const Named *named = &program->named[memory];
     Bound *bound = &self->bound[memory];
     if (offset >= (Py_ssize_t)ADDRESS) { /* what is combined, or applied, lies here */
-        if (named->kind != LYING || program->how.fold.loop != NULL || program->apply.loop != NULL ||
+        if (named->kind != PEER_SOURCE || program->how.fold.loop != NULL || program->apply.loop != NULL ||
             named->rank < 0 || named->rank >= channel->size || channel->processes[named->rank] == 0)
             return -1;
         *bound = (Bound){(char *)(offset - (Py_ssize_t)ADDRESS), channel->processes[named->rank]};

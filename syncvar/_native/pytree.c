@@ -49,8 +49,6 @@ static Py_ssize_t count_leaves(PyObject *structure) {
     return count;
 }
 
-#define ALIGNED_TO 16 /* as in reductions.py */
-
 /* Return how long an element of an array is, in bytes; in a slot halves are float32. */
 static Py_ssize_t width_of(const Kind *kind) {
     return kind->how.half ? (Py_ssize_t)sizeof(uint16_t) : kind->how.width;
@@ -95,7 +93,7 @@ static int read_kinds(SlotCall *self, PyObject *given) {
         Py_XDECREF(apply.owner);
         if (!is_read || apply.loop != NULL) return 0;
         if (self->kind_count < self->rider) continue; /* its arithmetic is a program's */
-        if (kind->how.fold.loop == NULL || kind->start % ALIGNED_TO || kind->count < 0 ||
+        if (kind->how.fold.loop == NULL || kind->start % SLOT_ALIGN_BYTES || kind->count < 0 ||
             kind->count > slot)
             return 0;
         if (!is_within(kind->start, kind->count * kind->how.width, slot)) return 0;

@@ -7,7 +7,6 @@
 #include <immintrin.h>
 #endif
 
-enum { NO_HALF, FLOAT16, BFLOAT16 };
 
 /* -- NumPy's inner loops ----------------------------------------------------------------------- */
 

@@ -152,9 +152,6 @@ static PyMemberDef access_members[] = {
 
 /* -- writes ------------------------------------------------------------------------------------ */
 
-enum { UNDONE, DONE, DECIDE };
-#define WRITES_PER_DECISION 64
-
 /* Return whether each replica writes its own values where the thread is; says whether it is outside
  * every scope. */
 static int is_in_place(Write *self, int *is_outside) {
@@ -174,7 +171,7 @@ static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t
                             PyObject *names) {
     Write *self = (Write *)object;
     const CheckGate *watch = (CheckGate *)self->watch;
-    int is_outside = 0, done = UNDONE;
+    int is_outside = 0, done = FALLBACK;
     PyObject *x = only_one(arguments, flagged, names), *timeout = NULL;
     if (x == NULL || !fits(&self->form, x, 0)) goto plain;
     if (!is_in_place(self, &is_outside) || peek(self->communicator, name_channel) != self->channel)
@@ -198,9 +195,9 @@ static PyObject *write_call(PyObject *object, PyObject *const *arguments, size_t
         self->tally->steps += is_counted; /* not one that has failed: all replicas count the same */
         self->tally->writes++;
         self->tally->collectives++;
-        done = DONE;
+        done = STORED;
         if (self->is_increment && ++self->tally->added % WRITES_PER_DECISION == 0 && is_outside)
-            done = DECIDE;
+            done = STORED_AND_SAMPLE;
     }
     Py_DECREF(result);
     return PyLong_FromLong(done);

@@ -111,5 +111,5 @@ def _move(
     if not move.folds and is_worth_reading(
         count * itemsize, most, 1 if collective == "broadcast" else size - 1, are_native=True
     ):
-        return ", of blocks that are read where they lie", lower_move(move, TransferPath.LYING)
+        return ", of blocks that are read where they lie", lower_move(move, TransferPath.DIRECT)
     return ", of ordinary arrays, with the C extension", lower_move(move, TransferPath.CELLS)

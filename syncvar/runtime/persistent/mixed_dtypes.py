@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from syncvar._native.constants import KINDS_MAX
 from syncvar.core.pytree import PyTree
 from syncvar.runtime.gil_contention import crowd
 from syncvar.runtime.persistent.builder import DtypeGroup, preparation_of
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from syncvar.shm.group_channel import Channel
 
 __all__ = ["prepare_kinds"]
-
-_KINDS_MAX = 8  # as in calls.h
 
 
 def prepare_kinds(
@@ -123,7 +122,7 @@ class _Kinds(NamedTuple):
     @property
     def are_native(self) -> bool:
         """Whether C knows of so many kinds, whose arrays and results are alike."""
-        return len(self.kinds) <= _KINDS_MAX and all(
+        return len(self.kinds) <= KINDS_MAX and all(
             how.source == how.result.name for how, _ in self.kinds
         )
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar._native import program as native_program
+from syncvar._native.constants import HalfType
 from syncvar.algorithms.reproducible import tree_order
 from syncvar.core.errors import InternalError
 from syncvar.runtime.gil_contention import PIECE, crowd, ufunc_holding
@@ -46,7 +47,7 @@ __all__ = [
     "widen_scaled",
 ]
 
-HALVES = {"float16": 1, "bfloat16": 2}  # as in native.h
+HALVES = {"float16": int(HalfType.FLOAT16), "bfloat16": int(HalfType.BFLOAT16)}
 _WIDENED = 32 << 10  # elements that are widened at once
 
 

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar._native.constants import ADDRESS, BlockOffer
 from syncvar.runtime.programs.arithmetic import Arithmetic
-from syncvar.runtime.programs.buffer_location import ADDRESS, RemoteRef, ShmRef, place_of
+from syncvar.runtime.programs.buffer_location import RemoteRef, ShmRef, place_of
 from syncvar.runtime.programs.compile_transfer import Move, TransferPath, move_code
 from syncvar.runtime.programs.program_runner import (
     DISAGREE,
@@ -269,8 +270,8 @@ class Movement:
 
 # What a rank offers, or 0: it can read the memory of all; its blocks, if any, lie in shared memory; it has blocks, has told where,
 # and put none. It is published beside the check, in a mark: the side of the rank's first cells << 3 | its offer.
-_READS, _RESIDENT, _TOLD = 1, 2, 4
-_OFFER = _READS | _RESIDENT | _TOLD
+_READS, _RESIDENT, _LOCATED = map(int, BlockOffer)
+_OFFER = _READS | _RESIDENT | _LOCATED
 
 
 def move_shared(channel: Channel, opening: tuple[int, int], movement: Movement) -> Iterator[int]:
@@ -332,7 +333,7 @@ def teach_moves(
         starts: Where they begin in the arrays of a call, see `Move`.
         native: The call.
     """
-    for pattern, way in enumerate((TransferPath.CELLS, TransferPath.LYING)):
+    for pattern, way in enumerate((TransferPath.CELLS, TransferPath.DIRECT)):
         code = layout.code(channel, blocks, way, starts)
         program = native_of(code, layout.how)
         if program is None:
@@ -374,7 +375,7 @@ def _put_blocks(channel: Channel, movement: Movement) -> int:
 
 def _tell(channel: Channel, layout: TransferLayout, blocks: Sequence[NDArray[Any]]) -> int:
     """Tell where blocks lie, if they can be taken there; returns the offer, 0 where they have to go by cells."""
-    offer = _OFFER if layout.is_read(channel) else _RESIDENT | _TOLD
+    offer = _OFFER if layout.is_read(channel) else _RESIDENT | _LOCATED
     places = []
     for block in blocks:
         place = place_of(channel, block) if block.dtype == layout.dtype else None
@@ -382,11 +383,11 @@ def _tell(channel: Channel, layout: TransferLayout, blocks: Sequence[NDArray[Any
             return 0
         if place & ADDRESS:
             offer &= ~_RESIDENT
-        if offer == _TOLD:
+        if offer == _LOCATED:
             return 0
         places.append(place)
     channel.tell_places(places)
-    return offer if places else offer & ~_TOLD
+    return offer if places else offer & ~_LOCATED
 
 
 def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[int]:
@@ -407,7 +408,7 @@ def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[in
     elif reduce(and_, offers) & (
         _READS | _RESIDENT
     ):  # all can take them where they lie, in one way or another
-        code = layout.code(channel, blocks, TransferPath.LYING)
+        code = layout.code(channel, blocks, TransferPath.DIRECT)
     else:
         has_told = offers[channel.rank] != 0 and len(blocks.outgoing) > 0
         code = layout.code(
@@ -415,7 +416,7 @@ def take_blocks(channel: Channel, check: int, movement: Movement) -> Iterator[in
             blocks,
             TransferPath.CELLS,
             has_told=has_told,
-            some_told=any(offer & _TOLD for offer in offers),
+            some_told=any(offer & _LOCATED for offer in offers),
         )
         if code.last_side is not None:
             channel.tail = (sides[channel.rank] & 1) ^ code.last_side

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar._native.constants import ADDRESS
 from syncvar.core.errors import InternalError, SyncvarError
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from syncvar.shm.group_channel import Channel
 
 __all__ = ["ADDRESS", "RemoteRef", "ShmRef", "UnknownRef", "place_of", "read"]
-
-ADDRESS = 1 << 60  # above every offset, and every address of a program
 
 
 class ShmRef(NamedTuple):

@@ -16,6 +16,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from syncvar._native.constants import MemoryKind
 from syncvar.algorithms.chunks import even_chunks
 from syncvar.runtime.programs.instructions import (
     Await,
@@ -24,7 +25,6 @@ from syncvar.runtime.programs.instructions import (
     CopyInstruction,
     Instruction,
     Memory,
-    MemoryKind,
     Program,
     Publish,
     Span,
@@ -383,7 +383,7 @@ class _Lowering:
             self._into_all(
                 low,
                 [
-                    Span(Memory(MemoryKind.LYING, rank), low, high - low)
+                    Span(Memory(MemoryKind.PEER_SOURCE, rank), low, high - low)
                     for rank in range(self.size)
                 ],
             )
@@ -410,7 +410,7 @@ class _Lowering:
         """Return where others find the elements [low, high) of a rank's segment of a turn."""
         if rank in self.places.sources:
             return Span(
-                Memory(MemoryKind.LYING, rank), turn * self.cells.elements + low, high - low
+                Memory(MemoryKind.PEER_SOURCE, rank), turn * self.cells.elements + low, high - low
             )
         return self._cell(rank, turn, low, high)
 
@@ -501,7 +501,7 @@ class _Lowering:
     def _made(self, rank: int, turn: int, count: int) -> Span:
         lag = self.cells.lag
         part = owner_bounds(self.cells.elements, self.size)[0][1]  # the longest
-        return Span(Memory(MemoryKind.MADE, rank, (turn // lag) & 1), turn % lag * part, count)
+        return Span(Memory(MemoryKind.COMBINED, rank, (turn // lag) & 1), turn % lag * part, count)
 
     def _take(self, turn: int) -> None:
         """Take what the others have combined."""
@@ -517,7 +517,7 @@ class _Lowering:
     def _into_all(self, start: int, terms: list[Span]) -> None:
         """Combine terms, and store the result from an element on into the targets of all, by blocks that stay in the caches."""
         count = terms[0].length
-        goals = [Memory(MemoryKind.GOAL, rank) for rank in range(self.size)]
+        goals = [Memory(MemoryKind.PEER_TARGET, rank) for rank in range(self.size)]
         for low in range(0, count, self.block):
             high = min(count, low + self.block)
             parts = tuple(term.cut(low, high) for term in terms)

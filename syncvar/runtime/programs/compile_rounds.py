@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from syncvar._native.constants import MemoryKind
 from syncvar.algorithms.schedule import Buffer, Copy, RecvReduce
 from syncvar.runtime.programs.instructions import (
     Await,
@@ -15,7 +16,6 @@ from syncvar.runtime.programs.instructions import (
     CopyInstruction,
     Instruction,
     Memory,
-    MemoryKind,
     Program,
     Publish,
     Span,

@@ -17,6 +17,7 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+from syncvar._native.constants import MemoryKind
 from syncvar.runtime.programs.instructions import (
     Await,
     Combine,
@@ -24,7 +25,6 @@ from syncvar.runtime.programs.instructions import (
     CopyInstruction,
     Instruction,
     Memory,
-    MemoryKind,
     Program,
     Publish,
     Span,
@@ -39,7 +39,7 @@ class TransferPath(IntEnum):
     """How blocks come from one rank to the others."""
 
     SLOTS = 0
-    LYING = 1
+    DIRECT = 1
     CELLS = 2
 
 
@@ -88,8 +88,8 @@ class Move(NamedTuple):
 
     def part(self, way: TransferPath, rank: int, place: int, turn: int) -> Span:
         """Return where a part of a rank's block is taken: side by side in a slot or cell lie those of all its blocks."""
-        if way == TransferPath.LYING:
-            return Span(Memory(MemoryKind.LYING, rank, place), 0, self.elements)
+        if way == TransferPath.DIRECT:
+            return Span(Memory(MemoryKind.PEER_SOURCE, rank, place), 0, self.elements)
         if way == TransferPath.SLOTS:
             return Span(Memory(MemoryKind.SLOT, rank), place * self.elements, self.elements)
         return in_cell(

@@ -22,43 +22,9 @@ the programs of all ranks on symbols, in every order that the waits allow, to pr
 from __future__ import annotations
 
 from array import array
-from enum import IntEnum
 from typing import Any, NamedTuple
 
-__all__ = [
-    "AWAIT",
-    "COPY",
-    "FOLD",
-    "PUBLISH",
-    "STORE",
-    "Await",
-    "Combine",
-    "CompiledProgram",
-    "CopyInstruction",
-    "Instruction",
-    "Memory",
-    "MemoryKind",
-    "Program",
-    "Publish",
-    "Span",
-    "assemble",
-    "extents",
-    "in_cell",
-    "program_text",
-]
-
-
-class MemoryKind(IntEnum):
-    """What a memory is."""
-
-    SOURCE = 0  # an array that this rank brings
-    TARGET = 1  # an array of its result
-    SCRATCH = 2  # of this rank alone
-    SLOT = 3  # a rank's small slot, on the side of this call
-    CELLS = 4  # a rank's cells: place 0 on the side of its phase 0, place 1 on the other
-    MADE = 5  # what a rank has combined for the others, two halves
-    LYING = 6  # where a rank's array lies that it would have to put otherwise
-    GOAL = 7  # where a rank's result lies, for others to write to
+from syncvar._native.constants import MemoryKind, Opcode
 
 
 class Memory(NamedTuple):
@@ -80,7 +46,7 @@ class Memory(NamedTuple):
             return _NAMES[kind] + (f" {place}" if place else "")
         which = (
             f", side {place}"
-            if kind in (MemoryKind.CELLS, MemoryKind.MADE)
+            if kind in (MemoryKind.CELLS, MemoryKind.COMBINED)
             else f", block {place}"
             if place
             else ""
@@ -94,9 +60,9 @@ _NAMES = {
     MemoryKind.SCRATCH: "scratch",
     MemoryKind.SLOT: "slot",
     MemoryKind.CELLS: "cells",
-    MemoryKind.MADE: "made",
-    MemoryKind.LYING: "array",
-    MemoryKind.GOAL: "target",
+    MemoryKind.COMBINED: "made",
+    MemoryKind.PEER_SOURCE: "array",
+    MemoryKind.PEER_TARGET: "target",
 }
 
 
@@ -231,8 +197,9 @@ def extents(program: Program) -> dict[Memory, int]:
     return found
 
 
-COPY, STORE, FOLD, PUBLISH, AWAIT = range(5)
-_SHARED = (MemoryKind.SLOT, MemoryKind.CELLS, MemoryKind.MADE)
+# Plain integers: the interpreter compares them in its loop.
+COPY, STORE, COMBINE, PUBLISH, AWAIT = map(int, Opcode)
+_SHARED = (MemoryKind.SLOT, MemoryKind.CELLS, MemoryKind.COMBINED)
 
 
 class CompiledProgram:
@@ -241,7 +208,7 @@ class CompiledProgram:
     Args:
         sizes: Of how many elements each memory has to be at least, by their numbers.
         opening: As of the program; (COPY, source, first, target, first, length).
-        steps: (COPY or STORE, source, first, target, first, length), (FOLD, ((term, first), ...), target, first, length),
+        steps: (COPY or STORE, source, first, target, first, length), (COMBINE, ((term, first), ...), target, first, length),
             (PUBLISH,) and (AWAIT, back).
         last_side: As of the program.
         is_read: As of the program.
@@ -305,11 +272,11 @@ class CompiledProgram:
             found.extend(copied)
         opening = len(found)
         for step in self.steps:
-            if step[0] == FOLD:
+            if step[0] == COMBINE:
                 _, terms, target, first, length = step
                 found.extend(
                     (
-                        FOLD,
+                        COMBINE,
                         target,
                         first,
                         length,
@@ -345,7 +312,9 @@ def assemble(program: Program) -> CompiledProgram:
     def coded(step: Instruction) -> tuple[Any, ...]:
         if isinstance(step, CopyInstruction):
             source, target = step
-            kind = STORE if target.memory.kind in (MemoryKind.TARGET, MemoryKind.GOAL) else COPY
+            kind = (
+                STORE if target.memory.kind in (MemoryKind.TARGET, MemoryKind.PEER_TARGET) else COPY
+            )
             return (
                 kind,
                 numbers[source.memory],
@@ -356,7 +325,13 @@ def assemble(program: Program) -> CompiledProgram:
             )
         if isinstance(step, Combine):
             terms = tuple([(numbers[term.memory], term.start) for term in step.terms])
-            return FOLD, terms, numbers[step.target.memory], step.target.start, step.target.length
+            return (
+                COMBINE,
+                terms,
+                numbers[step.target.memory],
+                step.target.start,
+                step.target.length,
+            )
         return (PUBLISH,) if isinstance(step, Publish) else (AWAIT, step.back)
 
     return CompiledProgram(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar.runtime.programs.instructions import AWAIT, COPY, FOLD, STORE
+from syncvar.runtime.programs.instructions import AWAIT, COMBINE, COPY, STORE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,7 +63,7 @@ def interpret(
     """
     for step in steps:
         kind = step[0]
-        if kind == FOLD:
+        if kind == COMBINE:
             _, terms, target, start, count = step
             fold(
                 [memories[term][first : first + count] for term, first in terms],

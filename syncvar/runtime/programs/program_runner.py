@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from syncvar._native import UNREAD, open_program, run
+from syncvar._native import open_program, run
 from syncvar._native import program as native_program
+from syncvar._native.constants import PEER_GONE, UNREAD, MemoryKind
 from syncvar.core.errors import InternalError
 from syncvar.runtime.gil_contention import copier, crowd
 from syncvar.runtime.programs.arithmetic import folder, storer
 from syncvar.runtime.programs.buffer_location import RemoteRef, ShmRef, UnknownRef, read
-from syncvar.runtime.programs.instructions import MemoryKind
 from syncvar.runtime.programs.interpreter import interpret, opened
 from syncvar.shm.segment_layout import PAGE_BYTES
 
@@ -42,10 +42,6 @@ __all__ = [
 
 DISAGREE = 0
 """Yielded when the ranks do not make the same call: only the launcher's verdict can end the wait."""
-
-_NEVER = -(
-    1 << 40
-)  # yielded when a rank that this one needs is no more: the launcher will say so; the C runner yields it too
 
 
 def settled(channel: Channel, *, to_its_end: bool = True) -> Iterator[int]:
@@ -142,7 +138,7 @@ def run_code(
             channel, code.steps, _views(channel, code, found), copy, store, folder(how)
         )
     except UnknownRef:
-        yield _NEVER
+        yield PEER_GONE
 
 
 def reading(
@@ -157,7 +153,7 @@ def reading(
             for rank, place in places:
                 read(channel, rank, place, np.empty(1, np.uint8), hold=True)
         except UnknownRef:
-            yield _NEVER
+            yield PEER_GONE
         raise InternalError("the memory of another rank could not be read, and can be")
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar._native.constants import AT_PAGE, SLOT_ALIGN_BYTES, MemoryKind
 from syncvar.algorithms.selection import choose
 from syncvar.runtime.programs.arithmetic import Arithmetic
 from syncvar.runtime.programs.buffer_location import ShmRef
@@ -33,7 +34,6 @@ from syncvar.runtime.programs.compile_reduce import (
     ResultPlacement,
     reduce_code,
 )
-from syncvar.runtime.programs.instructions import MemoryKind
 from syncvar.runtime.programs.program_runner import agreed, native_of, open_code, run_code
 from syncvar.shm.channel_table import SEGMENT_BYTES, WIDE_BYTES
 
@@ -75,10 +75,6 @@ _ALONE_BYTES = (
     256 << 10
 )  # of one of several arrays that is reduced by itself: below, its own phases cost more than copying it
 _WORD = np.dtype(np.uint64)
-_AT_PAGE = (
-    1 << 62
-)  # in a published word, as in native.h: what is brought begins at a page of the segment, which stands in the place of an offset
-_APART_BYTES = 16  # vectors of several kinds in a slot begin at multiples of it
 _ALONE_MAX = SEGMENT_BYTES // (2 * _WORD.itemsize)  # whose places fit into a segment
 
 
@@ -190,11 +186,11 @@ class PlacedBuffers(NamedTuple):
     @classmethod
     def from_words(cls, sources: Sequence[int], targets: Sequence[int]) -> PlacedBuffers:
         """Read what `ReduceBuffers.told` of all ranks has returned, or the C runner of theirs has told."""
-        places = [_NOWHERE if word & _AT_PAGE else word >> 1 for word in sources]
+        places = [_NOWHERE if word & AT_PAGE else word >> 1 for word in sources]
         return cls(
             places,
             targets,
-            tuple([word ^ _AT_PAGE if word & _AT_PAGE else word & 1 for word in sources]),
+            tuple([word ^ AT_PAGE if word & AT_PAGE else word & 1 for word in sources]),
         )
 
     @property
@@ -387,7 +383,7 @@ def _reduce_placed(
     def lying(kind: int, rank: int, _place: int) -> ShmRef:
         return (
             ShmRef(placed.sources[rank], how.wire)
-            if kind == MemoryKind.LYING
+            if kind == MemoryKind.PEER_SOURCE
             else ShmRef(placed.targets[rank], kind_of_target)
         )
 
@@ -441,7 +437,7 @@ def places_of(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """
     starts, stop = [], 0
     for nbytes in sizes:
-        starts.append(-(-stop // _APART_BYTES) * _APART_BYTES)
+        starts.append(-(-stop // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES)
         stop = starts[-1] + nbytes
     return tuple(starts), stop
 
