@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from syncvar._native import recall, remember
+from syncvar._native.constants import NUMBERS_MAX
 from syncvar.bootstrap.process import entered_natively
 from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.tensors import in_kind, is_foreign
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 _NUMBERS = frozenset((float, int, bool, complex))
-_NUMBERS_MAX = 1024  # of a list, as in dispatch.c
 
 
 class Cacheable(CollectiveSpec):
@@ -212,7 +212,7 @@ def plain_array(x: Any) -> NDArray[Any] | None:
         return x  # type: ignore[no-any-return]
     is_list = (
         (kind is list or kind is tuple)
-        and len(x) <= _NUMBERS_MAX
+        and len(x) <= NUMBERS_MAX
         and _NUMBERS.issuperset(map(type, x))
     )
     if not is_list and kind not in _NUMBERS and not isinstance(x, np.generic):

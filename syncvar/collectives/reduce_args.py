@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from syncvar._native.constants import LEAVES_MAX
 from syncvar.collectives.dispatch import Cacheable, never, plain_array
 from syncvar.core.errors import ConfigError
 from syncvar.core.pytree import LEAF, PyTree, TreeDef, describe
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator, PreparedCall
 
 _NOTHING: NDArray[Any] = np.empty(0, np.uint8)
-_LEAVES_MAX = 1024  # as in calls.h
 _DEPTH_MAX = 16
 _KINDS: dict[type[Any], str] = {dict: "dict", list: "list", tuple: "tuple"}
 _LOCATING = ("minloc", "maxloc")
@@ -231,7 +231,7 @@ def _plain_structure(value: Any, arrays: list[NDArray[Any]], depth: int) -> Tree
     if array is not None:
         arrays.append(array)
         return LEAF
-    if kind not in _KINDS or depth == 0 or len(value) + len(arrays) > _LEAVES_MAX:
+    if kind not in _KINDS or depth == 0 or len(value) + len(arrays) > LEAVES_MAX:
         return None
     names: tuple[str, ...] = ()
     holds = True
