@@ -12,6 +12,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -24,6 +25,8 @@ from hypothesis import HealthCheck, settings
 collect_ignore_glob = [
     "*/conftest.py"
 ]  # two modules of one name cannot both be searched for doctests, and have none
+
+sys.path.insert(0, str(Path(__file__).parent / "verification"))  # proofs of schedules
 
 MARK = "SYNCVAR_TEST_MARK"
 SETTLE_S = 2.0

@@ -1,14 +1,14 @@
-"""Which algorithms there are, and how a plan is built by name.
+"""The registry of algorithms: builds the schedule of a rank by the algorithm's name.
 
-One entry here is all that a new algorithm needs: the tests prove, mutate and count every entry.
+Each entry has a builder in this room, which yields the rounds of one rank. Its Order line gives the
+order of a reduction, and its Source line the paper and a figure. The tests prove and count the
+schedules of all entries.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from syncvar.algorithms.bruck import bruck_all_to_all
-from syncvar.algorithms.chain import chain_broadcast
 from syncvar.algorithms.direct import (
     direct_all_gather,
     direct_all_reduce,
@@ -24,21 +24,24 @@ from syncvar.algorithms.direct import (
 )
 from syncvar.algorithms.dissemination import dissemination_all_gather, dissemination_barrier
 from syncvar.algorithms.double_tree import (
-    double_tree_all_reduce,
     double_tree_broadcast,
     double_tree_reduce,
 )
-from syncvar.algorithms.pairwise import pairwise_all_to_all, pairwise_reduce_scatter
+from syncvar.algorithms.pairwise import (
+    bruck_all_to_all,
+    pairwise_all_to_all,
+    pairwise_reduce_scatter,
+)
 from syncvar.algorithms.recursive_doubling import (
     doubling_all_gather,
     doubling_all_reduce,
     doubling_exscan,
     doubling_scan,
+    halving_all_reduce,
 )
-from syncvar.algorithms.recursive_halving import halving_all_reduce
 from syncvar.algorithms.reproducible import reproducible_all_reduce
-from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from syncvar.algorithms.schedule import Buffer, Copy, Reduce, Schedule
+from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce
+from syncvar.algorithms.schedule import Buffer, Copy, Reduce, Schedule, ScheduleArgs
 from syncvar.algorithms.tree import (
     binomial_all_reduce,
     binomial_broadcast,
@@ -55,17 +58,6 @@ if TYPE_CHECKING:
 
     from syncvar.algorithms.schedule import Round
 
-__all__ = [
-    "ALGORITHMS",
-    "OF_BLOCKS",
-    "REDUCTIONS",
-    "build",
-    "build_all",
-    "check_algorithm",
-    "sums_by_the_tree",
-    "unsuited",
-]
-
 OF_BLOCKS = frozenset({"all_gather", "header_exchange", "gather", "scatter", "reduce_scatter"})
 """Collectives with a block per rank; their WORK is all blocks in rank order."""
 
@@ -73,93 +65,46 @@ REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 """Collectives that combine the contributions of all ranks to one value."""
 
 
-class _Call(NamedTuple):
-    """The arguments of a builder, for one rank."""
-
-    rank: int
-    world_size: int
-    count: int  # type: ignore[assignment]  # as in Chunk
-    counts: tuple[int, ...]
-    root: int
-    matrix: tuple[tuple[int, ...], ...]
-
-
-_BUILDERS: Mapping[str, Mapping[str, Callable[[_Call], Iterator[Round]]]] = {
+_BUILDERS: Mapping[str, Mapping[str, Callable[[ScheduleArgs], Iterator[Round]]]] = {
     "all_reduce": {
-        "direct": lambda call: direct_all_reduce(call.rank, call.world_size, call.count),
-        "owners": lambda call: owners_all_reduce(call.rank, call.world_size, call.count),
-        "tree": lambda call: binomial_all_reduce(call.rank, call.world_size, call.count),
-        "doubling": lambda call: doubling_all_reduce(call.rank, call.world_size, call.count),
-        "halving": lambda call: halving_all_reduce(call.rank, call.world_size, call.count),
-        "ring": lambda call: ring_all_reduce(call.rank, call.world_size, call.count),
-        "double_tree": lambda call: double_tree_all_reduce(call.rank, call.world_size, call.count),
-        "reproducible": lambda call: reproducible_all_reduce(
-            call.rank, call.world_size, call.count
-        ),
+        "direct": direct_all_reduce,
+        "owners": owners_all_reduce,
+        "tree": binomial_all_reduce,
+        "doubling": doubling_all_reduce,
+        "halving": halving_all_reduce,
+        "ring": ring_all_reduce,
+        "reproducible": reproducible_all_reduce,
     },
     "all_gather": {
-        "direct": lambda call: direct_all_gather(call.rank, call.world_size, call.counts),
-        "ring": lambda call: ring_all_gather(call.rank, call.world_size, call.counts),
-        "doubling": lambda call: doubling_all_gather(call.rank, call.world_size, call.counts),
-        "dissemination": lambda call: dissemination_all_gather(
-            call.rank, call.world_size, call.counts[0]
-        ),
+        "direct": direct_all_gather,
+        "ring": ring_all_gather,
+        "doubling": doubling_all_gather,
+        "dissemination": dissemination_all_gather,
     },
     "broadcast": {
-        "direct": lambda call: direct_broadcast(call.rank, call.world_size, call.count, call.root),
-        "tree": lambda call: binomial_broadcast(call.rank, call.world_size, call.count, call.root),
-        "scatter_gather": lambda call: scattered_broadcast(
-            call.rank, call.world_size, call.count, call.root
-        ),
-        "chain": lambda call: chain_broadcast(call.rank, call.world_size, call.count, call.root),
-        "double_tree": lambda call: double_tree_broadcast(
-            call.rank, call.world_size, call.count, call.root
-        ),
+        "direct": direct_broadcast,
+        "tree": binomial_broadcast,
+        "scatter_gather": scattered_broadcast,
+        "double_tree": double_tree_broadcast,
     },
     "reduce": {
-        "direct": lambda call: direct_reduce(call.rank, call.world_size, call.count, call.root),
-        "owners": lambda call: owners_reduce(call.rank, call.world_size, call.count, call.root),
-        "tree": lambda call: binomial_reduce(call.rank, call.world_size, call.count, call.root),
-        "double_tree": lambda call: double_tree_reduce(
-            call.rank, call.world_size, call.count, call.root
-        ),
+        "direct": direct_reduce,
+        "owners": owners_reduce,
+        "tree": binomial_reduce,
+        "double_tree": double_tree_reduce,
     },
-    "gather": {
-        "direct": lambda call: direct_gather(call.rank, call.world_size, call.counts, call.root),
-        "tree": lambda call: binomial_gather(call.rank, call.world_size, call.counts, call.root),
-    },
-    "scatter": {
-        "direct": lambda call: direct_scatter(call.rank, call.world_size, call.counts, call.root),
-        "tree": lambda call: binomial_scatter(call.rank, call.world_size, call.counts, call.root),
-    },
-    "reduce_scatter": {
-        "direct": lambda call: direct_reduce_scatter(call.rank, call.world_size, call.counts),
-        "pairwise": lambda call: pairwise_reduce_scatter(call.rank, call.world_size, call.counts),
-        "ring": lambda call: ring_reduce_scatter(call.rank, call.world_size, call.counts),
-    },
+    "gather": {"direct": direct_gather, "tree": binomial_gather},
+    "scatter": {"direct": direct_scatter, "tree": binomial_scatter},
+    "reduce_scatter": {"direct": direct_reduce_scatter, "pairwise": pairwise_reduce_scatter},
     "all_to_all": {
-        "direct": lambda call: direct_all_to_all(call.rank, call.world_size, call.matrix),
-        "pairwise": lambda call: pairwise_all_to_all(call.rank, call.world_size, call.matrix),
-        "bruck": lambda call: bruck_all_to_all(call.rank, call.world_size, call.matrix[0][0]),
+        "direct": direct_all_to_all,
+        "pairwise": pairwise_all_to_all,
+        "bruck": bruck_all_to_all,
     },
-    "scan": {
-        "direct": lambda call: direct_scan(call.rank, call.world_size, call.count),
-        "doubling": lambda call: doubling_scan(call.rank, call.world_size, call.count),
-    },
-    "exscan": {
-        "direct": lambda call: direct_exscan(call.rank, call.world_size, call.count),
-        "doubling": lambda call: doubling_exscan(call.rank, call.world_size, call.count),
-    },
-    "barrier": {
-        "direct": lambda call: direct_barrier(call.rank, call.world_size),
-        "dissemination": lambda call: dissemination_barrier(call.rank, call.world_size),
-    },
-    "header_exchange": {
-        "direct": lambda call: direct_all_gather(call.rank, call.world_size, call.counts),
-        "dissemination": lambda call: dissemination_all_gather(
-            call.rank, call.world_size, call.counts[0]
-        ),
-    },
+    "scan": {"direct": direct_scan, "doubling": doubling_scan},
+    "exscan": {"direct": direct_exscan, "doubling": doubling_exscan},
+    "barrier": {"direct": direct_barrier, "dissemination": dissemination_barrier},
+    "header_exchange": {"direct": direct_all_gather, "dissemination": dissemination_all_gather},
 }
 
 ALGORITHMS: Mapping[str, tuple[str, ...]] = {
@@ -173,18 +118,13 @@ _EQUAL_BLOCKS = frozenset({"dissemination", "bruck"})
 
 
 def sums_by_the_tree(collective: str, algorithm: str, world_size: int) -> bool:
-    """Return whether an algorithm sums every element by the tree T(0, world_size); the checker proves it.
-
-    Args:
-        collective: Any; only reductions combine to one value.
-        algorithm: One of `ALGORITHMS[collective]`.
-        world_size: Ranks of the group.
+    """Return whether an algorithm sums every element by the tree T(0, world_size).
 
     Example:
         >>> sums_by_the_tree("all_reduce", "tree", 5), sums_by_the_tree("all_reduce", "ring", 5)
         (True, False)
-        >>> sums_by_the_tree("all_reduce", "halving", 8), sums_by_the_tree("all_reduce", "halving", 5)
-        (True, False)
+        >>> [sums_by_the_tree("all_reduce", "halving", n) for n in (8, 5)]
+        [True, False]
     """
     if collective not in REDUCTIONS:
         return False
@@ -195,12 +135,6 @@ def sums_by_the_tree(collective: str, algorithm: str, world_size: int) -> bool:
 
 def unsuited(collective: str, algorithm: str, world_size: int, *, even: bool) -> str | None:
     """Return why an algorithm cannot do a call, or None if it can.
-
-    Args:
-        collective: A key of `ALGORITHMS`.
-        algorithm: One of `ALGORITHMS[collective]`.
-        world_size: Ranks of the group.
-        even: All blocks have the same count.
 
     Example:
         >>> unsuited("all_gather", "doubling", 6, even=True)
@@ -224,29 +158,11 @@ def build(
     root: int = 0,
     matrix: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
-    """Build the plan of one rank.
-
-    Args:
-        collective: A key of `ALGORITHMS`.
-        algorithm: One of `ALGORITHMS[collective]`.
-        rank: The rank in the group, 0 <= rank < world_size.
-        world_size: Ranks of the group, >= 1.
-        count: Elements of the vector; for collectives of blocks, of each rank's block if `counts` is None; for
-            all_to_all, of every block if `matrix` is None. Not used by a barrier.
-        counts: Elements of each rank's block, in rank order; for all_gather, header_exchange, gather, scatter and
-            reduce_scatter only.
-        root: The root of a broadcast, reduce, gather or scatter.
-        matrix: matrix[s][d] elements go from rank s to rank d; for all_to_all only.
-
-    Returns:
-        The plan, with as much scratch as its chunks reach.
-
-    Raises:
-        ConfigError: An argument is out of range, or the algorithm cannot do this.
+    """Build the schedule of one rank; raise ConfigError if the algorithm cannot do this.
 
     Example:
-        >>> plan = build("all_reduce", "ring", rank=0, world_size=4, count=10)
-        >>> len(plan.rounds), plan.work_count, plan.scratch_count
+        >>> schedule = build("all_reduce", "ring", rank=0, world_size=4, count=10)
+        >>> len(schedule.rounds), schedule.work_count, schedule.scratch_count
         (6, 10, 0)
     """
     check_algorithm(collective, algorithm)
@@ -261,7 +177,7 @@ def build(
         collective != "all_to_all" or {world_size} != {len(matrix), *map(len, matrix)}
     ):
         raise ConfigError(
-            f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows like these"
+            f"{collective} on {world_size} ranks cannot take a matrix of {len(matrix)} rows"
         )
     blocks = tuple(counts) if counts is not None else (count,) * world_size
     pairs = tuple(map(tuple, matrix)) if matrix is not None else (blocks,) * world_size
@@ -273,7 +189,7 @@ def build(
     if fault is not None:
         raise ConfigError(fault)
     rounds = tuple(
-        _BUILDERS[collective][algorithm](_Call(rank, world_size, count, blocks, root, pairs))
+        _BUILDERS[collective][algorithm](ScheduleArgs(rank, world_size, count, blocks, root, pairs))
     )
     if in_blocks:
         work_count = sum(blocks)
@@ -296,23 +212,7 @@ def build_all(
     root: int = 0,
     matrix: Sequence[Sequence[int]] | None = None,
 ) -> list[Schedule]:
-    """Build the plans of all ranks, for the checker and for figures.
-
-    Args:
-        collective: As for `build`.
-        algorithm: As for `build`.
-        world_size: As for `build`.
-        count: As for `build`.
-        counts: As for `build`.
-        root: As for `build`.
-        matrix: As for `build`.
-
-    Returns:
-        The plans in rank order.
-
-    Raises:
-        ConfigError: As for `build`.
-    """
+    """Build the schedules of all ranks, in rank order; arguments as for `build`."""
     return [
         build(
             collective,
@@ -341,15 +241,7 @@ def _scratch_count(rounds: Sequence[Round]) -> int:
 
 
 def check_algorithm(collective: str, algorithm: str | None = None) -> None:
-    """Check the names of a collective and of one of its algorithms.
-
-    Args:
-        collective: As the caller wrote it.
-        algorithm: As the caller wrote it, or None.
-
-    Raises:
-        ConfigError: There is no such one; the message has the nearest name and the list.
-    """
+    """Raise ConfigError for unknown names; the message has the nearest name and the list."""
     _check_name("collective", collective, ALGORITHMS, "")
     if algorithm is not None:
         _check_name("algorithm", algorithm, ALGORITHMS[collective], f" for {collective}")
@@ -358,7 +250,7 @@ def check_algorithm(collective: str, algorithm: str | None = None) -> None:
 def _check_name(kind: str, name: str, names: Iterable[str], where: str) -> None:
     if name in names:
         return
-    from syncvar.core.settings import nearest  # only a wrong name needs it
+    from syncvar.core.settings import nearest  # needed for wrong names only
 
     known = list(names)
     raise ConfigError(

@@ -14,46 +14,22 @@ from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, Reduce, Send
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncvar.algorithms.schedule import Round, Step
-
-__all__ = [
-    "direct_all_gather",
-    "direct_all_reduce",
-    "direct_all_to_all",
-    "direct_barrier",
-    "direct_broadcast",
-    "direct_exscan",
-    "direct_gather",
-    "direct_reduce",
-    "direct_reduce_scatter",
-    "direct_scan",
-    "direct_scatter",
-]
+    from syncvar.algorithms.schedule import Round, ScheduleArgs, Step
 
 
-def direct_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
+def direct_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a direct all-reduce for one rank.
 
-    Every rank publishes a copy of its vector, receives the copy of every other rank into a slot of its own, and
-    reduces by the tree T(0, n), the own vector taken from WORK. The copy is what makes one exchange enough: WORK is
-    overwritten by the result in the round of the sends, when no rank can know yet that its own vector has arrived, so
-    WORK must not be sent.
+    Each rank sends a copy of its vector to all others and reduces all vectors by the tree T(0, n).
+    The copy makes one exchange enough: the result overwrites WORK in the round of the sends, before
+    the rank can know that its vector has arrived.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0.
-
-    Yields:
-        A local round with one Copy, then a round with everything else; none for a group of one.
-
-    Cost: 1 round with transfers, n-1 messages and (n-1) count elements sent per rank, n-1 reductions and one copy of
-        the whole vector (two on ranks above 0); scratch n count.
-
+    Cost: 1 round with transfers; n-1 messages and (n-1) count elements sent per rank; n-1
+        reductions and one copy of the vector (two on ranks above 0); scratch n count.
     Order: T(0, n) for every element, as the reproducible algorithm. Bytes are equal on every rank.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_3.txt.
     """
+    rank, world_size, count = args.rank, args.world_size, args.count
     if world_size == 1:
         return
     work = Chunk(0, count)
@@ -66,33 +42,20 @@ def direct_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]
         steps.append(Send((rank + distance) % world_size, slots[rank]))
         steps.append(Recv((rank - distance) % world_size, slots[(rank - distance) % world_size]))
     held = [work if other == rank else slots[other] for other in range(world_size)]
-    steps += [
-        Reduce(held[source], held[target], source_left=False)
-        for target, source in tree_order(0, world_size)
-    ]
+    order = tree_order(0, world_size)
+    steps += [Reduce(held[right], held[left], source_left=False) for left, right in order]
     if rank > 0:
         steps.append(Copy(held[0], work))
     yield tuple(steps)
 
 
-def direct_all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Iterator[Round]:
+def direct_all_gather(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct all-gather for one rank.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        counts: Elements of each rank's block; uneven and 0 are allowed. WORK holds the concatenation in rank order,
-            with the own block in place at the start.
-
-    Yields:
-        One round; none for a group of one.
-
     Cost: 1 round, n-1 messages and (n-1) counts[rank] elements sent per rank; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_all_gather_3.txt.
     """
+    rank, world_size, counts = args.rank, args.world_size, args.counts
     if world_size == 1:
         return
     blocks = consecutive_chunks(counts)
@@ -104,24 +67,14 @@ def direct_all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Iter
     yield tuple(steps)
 
 
-def direct_broadcast(rank: int, world_size: int, count: int, root: int) -> Iterator[Round]:
+def direct_broadcast(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct broadcast for one rank.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0.
-        root: The rank whose vector is sent.
-
-    Yields:
-        One round, in which the root sends and the others receive; none for a group of one.
-
-    Cost: 1 round; the root sends n-1 messages of `count` elements, which shared memory publishes once; no scratch.
-
-    Order: nothing is combined.
-
+    Cost: 1 round; the root sends n-1 messages of `count` elements, which shared memory publishes
+        once; no scratch.
     Source: the "linear" broadcast; figure: tests/golden/direct_broadcast_3.txt.
     """
+    rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
     if world_size == 1:
         return
     work = Chunk(0, count)
@@ -131,52 +84,32 @@ def direct_broadcast(rank: int, world_size: int, count: int, root: int) -> Itera
     yield tuple(Send((root + distance) % world_size, work) for distance in range(1, world_size))
 
 
-def direct_barrier(rank: int, world_size: int) -> Iterator[Round]:
+def direct_barrier(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct barrier for one rank.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-
-    Yields:
-        One round of n-1 Sends and n-1 Recvs of empty chunks; none for a group of one.
-
     Cost: 1 round, n-1 messages per rank, no elements; no scratch.
-
     Order: nothing is combined; every rank ends after every rank has begun.
-
     Source: the "linear" barrier; figure: tests/golden/direct_barrier_3.txt.
     """
+    rank, world_size = args.rank, args.world_size
     nothing = Chunk(0, 0)
     steps: list[Step] = []
     for distance in range(1, world_size):
-        steps += [
-            Send((rank + distance) % world_size, nothing),
-            Recv((rank - distance) % world_size, nothing),
-        ]
+        target, source = (rank + distance) % world_size, (rank - distance) % world_size
+        steps += [Send(target, nothing), Recv(source, nothing)]
     if steps:
         yield tuple(steps)
 
 
-def direct_reduce(rank: int, world_size: int, count: int, root: int) -> Iterator[Round]:
+def direct_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct reduction for one rank.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0.
-        root: The rank that gets the result; the WORK of the others stays as it was.
-
-    Yields:
-        One round, in which the root receives, then sums; none for a group of one.
-
-    Cost: 1 round; every other rank sends its vector once; n-1 reductions of the whole vector at the root; scratch
-        (n-1) count there.
-
+    Cost: 1 round; every other rank sends its vector once; n-1 reductions of the whole vector at the
+        root; scratch (n-1) count there.
     Order: T(0, n) for every element.
-
     Source: the "linear" reduction; figure: tests/golden/direct_reduce_3.txt.
     """
+    rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
     if world_size == 1:
         return
     work = Chunk(0, count)
@@ -192,25 +125,13 @@ def direct_reduce(rank: int, world_size: int, count: int, root: int) -> Iterator
     yield (*steps, *tree_steps(places, work))
 
 
-def direct_gather(rank: int, world_size: int, counts: Sequence[int], root: int) -> Iterator[Round]:
+def direct_gather(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct gather for one rank.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        counts: Elements of each rank's block; uneven and 0 are allowed. WORK holds the concatenation in rank order,
-            with the own block in place at the start.
-        root: The rank that gets all blocks.
-
-    Yields:
-        One round, in which the root receives and the others send; none for a group of one.
-
     Cost: 1 round; every other rank sends its block once; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" gather; figure: tests/golden/direct_gather_3.txt.
     """
+    rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
     if world_size == 1:
         return
     blocks = consecutive_chunks(counts)
@@ -221,25 +142,13 @@ def direct_gather(rank: int, world_size: int, counts: Sequence[int], root: int) 
     yield tuple(Recv(source, blocks[source]) for source in others)
 
 
-def direct_scatter(rank: int, world_size: int, counts: Sequence[int], root: int) -> Iterator[Round]:
+def direct_scatter(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct scatter for one rank.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        counts: Elements of each rank's block; uneven and 0 are allowed. The root's WORK holds the concatenation in
-            rank order; every rank gets its block in its place there.
-        root: The rank that has all blocks.
-
-    Yields:
-        One round, in which the root sends and the others receive; none for a group of one.
-
     Cost: 1 round; the root sends n-1 messages, every block but its own once; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" scatter; figure: tests/golden/direct_scatter_3.txt.
     """
+    rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
     if world_size == 1:
         return
     blocks = consecutive_chunks(counts)
@@ -250,25 +159,19 @@ def direct_scatter(rank: int, world_size: int, counts: Sequence[int], root: int)
     yield tuple(Send(target, blocks[target]) for target in others)
 
 
-def direct_reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Iterator[Round]:
-    """Yield the one round of a direct reduce-scatter for one rank: rank c sums block c by the tree, as its owner.
+def direct_reduce_scatter(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the one round of a direct reduce-scatter for one rank.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        counts: Elements of each rank's block; uneven and 0 are allowed. WORK holds the whole vector, and the result
-            in the own block; what is outside of it stays as it was.
+    Rank c reduces block c by the tree. WORK holds the whole vector, and outside the own block it
+    stays unchanged.
 
-    Yields:
-        One round; none for a group of one.
-
-    Cost: 1 round, n-1 messages per rank; each rank sends every block but its own; n-1 reductions of the own block;
-        scratch n-1 blocks.
-
+    Cost: 1 round, n-1 messages per rank; each rank sends every block but its own; n-1 reductions of
+        the own block; scratch n-1 blocks.
     Order: T(0, n) for every element.
-
-    Source: the first half of `syncvar.algorithms.two_stage`; figure: tests/golden/direct_reduce_scatter_3.txt.
+    Source: the first half of `syncvar.algorithms.two_stage`; figure:
+        tests/golden/direct_reduce_scatter_3.txt.
     """
+    rank, world_size, counts = args.rank, args.world_size, args.counts
     if world_size == 1:
         return
     blocks = consecutive_chunks(counts)
@@ -283,26 +186,13 @@ def direct_reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> 
     yield (*steps, *tree_steps(places, own))
 
 
-def direct_all_to_all(
-    rank: int, world_size: int, matrix: Sequence[Sequence[int]]
-) -> Iterator[Round]:
+def direct_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the one round of a direct all-to-all for one rank.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        matrix: matrix[s][d] elements go from rank s to rank d; uneven and 0 are allowed. WORK holds the blocks for
-            destinations 0 ... n-1, then those from sources 0 ... n-1.
-
-    Yields:
-        One round; the own block is copied, in a group of one too.
-
     Cost: 1 round, n-1 messages per rank, every block but the own sent once; no scratch.
-
-    Order: nothing is combined.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_all_to_all_3.txt.
     """
+    rank, world_size, matrix = args.rank, args.world_size, args.matrix
     outgoing, incoming = exchange_blocks(matrix, rank)
     steps: list[Step] = []
     for distance in range(1, world_size):
@@ -311,25 +201,15 @@ def direct_all_to_all(
     yield (*steps, Copy(outgoing[rank], incoming[rank]))
 
 
-def direct_scan(rank: int, world_size: int, count: int) -> Iterator[Round]:
-    """Yield the rounds of a direct inclusive scan for one rank: it sums what all lower ranks send it.
+def direct_scan(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of a direct inclusive scan: each rank reduces all lower ranks' vectors.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0.
-
-    Yields:
-        If there are three ranks or more, a local round in which those that both send and sum copy their vector, as in
-        `direct_all_reduce`; then a round with everything else; none for a group of one.
-
-    Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r reductions of it; scratch (r+1)
-        count at most.
-
+    Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r reductions of it;
+        scratch (r+1) count at most.
     Order: T(0, r+1) at rank r.
-
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_scan_3.txt.
     """
+    rank, world_size, count = args.rank, args.world_size, args.count
     if world_size == 1:
         return
     work = Chunk(0, count)
@@ -337,24 +217,15 @@ def direct_scan(rank: int, world_size: int, count: int) -> Iterator[Round]:
     yield from _send_up(rank, world_size, work, places[:rank], tuple(tree_steps(places, work)))
 
 
-def direct_exscan(rank: int, world_size: int, count: int) -> Iterator[Round]:
-    """Yield the rounds of a direct exclusive scan for one rank: it sums what all lower ranks send it.
+def direct_exscan(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of a direct exclusive scan: each rank reduces all lower ranks' vectors.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0.
-
-    Yields:
-        As `direct_scan`.
-
-    Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r-1 reductions of it; scratch r count
-        at most.
-
-    Order: T(0, r) at rank r; the WORK of rank 0 stays as it was.
-
+    Cost: 1 round with transfers; rank r sends its vector n-1-r times and makes r-1 reductions of
+        it; scratch r count at most.
+    Order: T(0, r) at rank r; the WORK of rank 0 stays unchanged.
     Source: the "linear" all-to-all exchange; figure: tests/golden/direct_exscan_3.txt.
     """
+    rank, world_size, count = args.rank, args.world_size, args.count
     if world_size == 1:
         return
     work = Chunk(0, count)
@@ -366,7 +237,7 @@ def direct_exscan(rank: int, world_size: int, count: int) -> Iterator[Round]:
 def _send_up(
     rank: int, world_size: int, work: Chunk, places: Sequence[Chunk], local: tuple[Step, ...]
 ) -> Iterator[Round]:
-    """Yield the rounds of a scan: send the vector to all higher ranks, receive those of the lower ones, do `local`."""
+    """Yield the rounds: send to all higher ranks, receive from all lower ones, then `local`."""
     mine = work
     if 0 < rank < world_size - 1:
         end = max((place.stop for place in places if place.buffer == Buffer.SCRATCH), default=0)

@@ -1,8 +1,9 @@
-"""Two binary trees at once: a rank that has children in one is a leaf in the other, so that all send about as much.
+"""Two binary trees at once: a rank with children in one is a leaf in the other.
 
-Each tree carries half of the vector, in pieces that follow each other. The edges have two colours, such that no rank
-has two outgoing or two incoming edges of one colour; edges of a colour are used in every second round. So a rank sends
-one message and receives one in a round, at most, and in the steady state does both in each.
+Each tree carries half of the vector in pieces, so all ranks send about as much. The edges have two
+colours, such that no rank has two outgoing or two incoming edges of one colour. Edges of a colour
+are active in every second round. So a rank sends at most one message and receives at most one in a
+round.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from syncvar.algorithms.schedule import Recv, RecvReduce, Send
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from syncvar.algorithms.schedule import Chunk, Round, Step
-
-__all__ = ["double_tree_all_reduce", "double_tree_broadcast", "double_tree_reduce"]
+    from syncvar.algorithms.schedule import Chunk, Round, ScheduleArgs, Step
 
 
-class _Edge(NamedTuple):
-    """One edge of one of the two trees; the root is position 0, the others are numbered in rank order from 1.
+class _Arc(NamedTuple):
+    """One edge of one of the two trees.
+
+    The root is position 0, the others are numbered in rank order from 1.
 
     Args:
         tree: 0 or 1.
@@ -37,100 +38,57 @@ class _Edge(NamedTuple):
     first: int
 
 
-def double_tree_broadcast(rank: int, world_size: int, count: int, root: int) -> Iterator[Round]:
+def double_tree_broadcast(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a broadcast by two trees for one rank.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0 or smaller than the number of pieces, 2s with s = `PIECES`.
-        root: The rank that holds the vector, the parent of both trees.
-
-    Yields:
-        About 2 log2 n + 2s rounds of one Send and one Recv at most; none for a group of one.
-
     Cost: 2s + 2 log2 n rounds at most; no rank sends more than the vector once; no scratch.
-
-    Order: nothing is combined.
-
-    Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
-        sections 3 and 4; figure: tests/golden/double_tree_broadcast_4.txt.
+    Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast,
+        reduction and scan", sections 3 and 4; figure: tests/golden/double_tree_broadcast_4.txt.
     """
-    edges = _edges(world_size)
+    rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
+    arcs = _arcs(world_size)
     pieces = even_chunks(count, 2 * PIECES)
-    rounds: list[list[Step]] = [[] for _ in range(_length(edges))]
-    for edge in edges:
-        parent, child = _rank(edge.parent, root), _rank(edge.child, root)
+    rounds: list[list[Step]] = [[] for _ in range(_length(arcs))]
+    for arc in arcs:
+        parent, child = _rank(arc.parent, root), _rank(arc.child, root)
         if rank in (parent, child):
-            for number, piece in enumerate(_pieces_of(edge, pieces)):
-                steps = rounds[edge.first + 2 * number]
+            for number, piece in enumerate(_pieces_of(arc, pieces)):
+                steps = rounds[arc.first + 2 * number]
                 steps.append(Send(child, piece) if rank == parent else Recv(parent, piece))
     yield from map(tuple, rounds)
 
 
-def double_tree_reduce(rank: int, world_size: int, count: int, root: int) -> Iterator[Round]:
-    """Yield the rounds of a reduction by two trees for one rank: the broadcast backwards. Others keep partial results.
+def double_tree_reduce(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of a reduction by two trees for one rank: the broadcast backwards.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0 or smaller than the number of pieces, 2s with s = `PIECES`.
-        root: The rank that gets the result, the parent of both trees.
-
-    Yields:
-        As many rounds as `double_tree_broadcast`.
+    The other ranks keep partial results.
 
     Cost: as `double_tree_broadcast`; every rank but the root sends the vector once; no scratch.
-
-    Order: each half by its tree: a rank combines its own value with those of its children, as the rounds bring them,
-        the one with the lower contributor on the left. Fixed for given n and root.
-
+    Order: each half by its tree. A rank combines its own value with those of its children in the
+        order of the rounds, the lower contributor on the left. Fixed for given n and root.
     Source: Sanders, Speck and Träff 2009, section 4; figure: tests/golden/double_tree_reduce_4.txt.
     """
-    edges = _edges(world_size)
+    rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
+    arcs = _arcs(world_size)
     pieces = even_chunks(count, 2 * PIECES)
-    length = _length(edges)
+    length = _length(arcs)
     rounds: list[list[Step]] = [[] for _ in range(length)]
-    # Backwards, an edge whose child is reached later comes earlier: the order in which a parent hears of its children.
-    lowest = {
-        (tree, position): _rank(position, root)
-        for tree in range(2)
-        for position in range(world_size)
-    }
-    for edge in sorted(edges, key=lambda edge: edge.first, reverse=True):
-        below, above = lowest[edge.tree, edge.child], lowest[edge.tree, edge.parent]
-        lowest[edge.tree, edge.parent] = min(below, above)
-        parent, child = _rank(edge.parent, root), _rank(edge.child, root)
+    # Backwards, an arc whose child is reached later comes earlier: the order in which a parent
+    # hears of its children.
+    places = range(world_size)
+    lowest = {(tree, place): _rank(place, root) for tree in range(2) for place in places}
+    for arc in sorted(arcs, key=lambda arc: arc.first, reverse=True):
+        below, above = lowest[arc.tree, arc.child], lowest[arc.tree, arc.parent]
+        lowest[arc.tree, arc.parent] = min(below, above)
+        parent, child = _rank(arc.parent, root), _rank(arc.child, root)
         if rank in (parent, child):
-            for number, piece in enumerate(_pieces_of(edge, pieces)):
-                steps = rounds[length - 1 - edge.first - 2 * number]
-                steps.append(
-                    RecvReduce(child, piece, below < above)
-                    if rank == parent
-                    else Send(parent, piece)
-                )
+            for number, piece in enumerate(_pieces_of(arc, pieces)):
+                steps = rounds[length - 1 - arc.first - 2 * number]
+                if rank == parent:
+                    steps.append(RecvReduce(child, piece, below < above))
+                else:
+                    steps.append(Send(parent, piece))
     yield from map(tuple, rounds)
-
-
-def double_tree_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
-    """Yield the rounds of an all-reduce by two trees for one rank: reduce to rank 0, then broadcast from there.
-
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0 or smaller than the number of pieces, 2s with s = `PIECES`.
-
-    Yields:
-        Twice the rounds of `double_tree_broadcast`.
-
-    Cost: 4s + 4 log2 n rounds at most; no rank sends more than the vector twice; no scratch.
-
-    Order: as `double_tree_reduce` to rank 0. Bytes are equal on every rank.
-
-    Source: Sanders, Speck and Träff 2009, section 4; figure: tests/golden/double_tree_3.txt.
-    """
-    yield from double_tree_reduce(rank, world_size, count, 0)
-    yield from double_tree_broadcast(rank, world_size, count, 0)
 
 
 def _rank(position: int, root: int) -> int:
@@ -140,20 +98,21 @@ def _rank(position: int, root: int) -> int:
     return position - 1 if position <= root else position
 
 
-def _pieces_of(edge: _Edge, pieces: list[Chunk]) -> list[Chunk]:
-    return pieces[edge.tree * PIECES : (edge.tree + 1) * PIECES]
+def _pieces_of(arc: _Arc, pieces: list[Chunk]) -> list[Chunk]:
+    return pieces[arc.tree * PIECES : (arc.tree + 1) * PIECES]
 
 
-def _length(edges: tuple[_Edge, ...]) -> int:
-    return max((edge.first + 2 * PIECES - 1 for edge in edges), default=0)
+def _length(arcs: tuple[_Arc, ...]) -> int:
+    return max((arc.first + 2 * PIECES - 1 for arc in arcs), default=0)
 
 
 @lru_cache(maxsize=64)
-def _edges(world_size: int) -> tuple[_Edge, ...]:
+def _arcs(world_size: int) -> tuple[_Arc, ...]:
     """Return the edges of both trees, with their rounds.
 
-    The first tree has the other ranks, numbered 1 ... m, in order; its leaves are the odd numbers. The second one is
-    its mirror image for even m, and shifted by one for odd m: either way even numbers are its leaves, but for one.
+    The first tree has the other ranks, numbered 1 ... m, in order; its leaves are the odd numbers.
+    The second one is its mirror image for even m, and shifted by one for odd m. Either way its
+    leaves are the even numbers, with one exception.
     """
     others = world_size - 1
     if others == 0:
@@ -173,17 +132,17 @@ def _edges(world_size: int) -> tuple[_Edge, ...]:
             numbers += [(number, child) for child in _children(number, others)]
     colours = _colours(links)
     reached = {(tree, 0): -1 for tree in range(2)}
-    edges = []
+    arcs = []
     for (tree, parent, child), colour in zip(links, colours, strict=True):
         first = reached[tree, parent] + 1
         first += (first + colour) % 2
         reached[tree, child] = first
-        edges.append(_Edge(tree, parent, child, first))
-    return tuple(edges)
+        arcs.append(_Arc(tree, parent, child, first))
+    return tuple(arcs)
 
 
 def _children(number: int, others: int) -> Iterator[int]:
-    """Yield the children of a number in the in-order binary tree of 1 ... others: half of its lowest bit away."""
+    """Yield the children of a number in the in-order binary tree of 1 ... others."""
     half = (number & -number) >> 1
     if half:
         yield number - half
@@ -196,7 +155,8 @@ def _children(number: int, others: int) -> Iterator[int]:
 def _colours(links: list[tuple[int, int, int]]) -> list[int]:
     """Give each link 0 or 1, such that links with the same sender, or the same receiver, differ.
 
-    No rank sends or receives over more than two links, so links that touch form paths and even cycles.
+    No rank sends or receives over more than two links, so links that touch form paths and even
+    cycles.
     """
     touching: dict[tuple[str, int], list[int]] = {}
     for index, (_, parent, child) in enumerate(links):

@@ -1,4 +1,8 @@
-"""Pairwise exchange: in round d every rank sends to the rank d to the right. One peer at a time, each message once."""
+"""Pairwise exchange and Bruck's algorithm: one peer at a time.
+
+Pairwise: in round d every rank sends to the rank d to the right, each block once. Bruck: few
+rounds, in which blocks travel together and ranks forward them.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,24 @@ from typing import TYPE_CHECKING
 
 from syncvar.algorithms.chunks import consecutive_chunks, exchange_blocks
 from syncvar.algorithms.reproducible import tree_steps
-from syncvar.algorithms.schedule import Buffer, Copy, Recv, Send
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator
 
-    from syncvar.algorithms.schedule import Round, Step
-
-__all__ = ["pairwise_all_to_all", "pairwise_reduce_scatter"]
+    from syncvar.algorithms.schedule import Round, ScheduleArgs, Step
 
 
-def pairwise_reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Iterator[Round]:
+def pairwise_reduce_scatter(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a pairwise reduce-scatter for one rank.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        counts: Elements of each rank's block; uneven and 0 are allowed. WORK holds the whole vector, and the result
-            in the own block; what is outside of it stays as it was.
-
-    Yields:
-        n-1 rounds of one Send and one Recv, the sum in the last; none for a group of one.
-
-    Cost: n-1 rounds and as many messages per rank; each rank sends every block but its own; n-1 reductions of the own
-        block; scratch n-1 blocks.
-
+    Cost: n-1 rounds and as many messages per rank; each rank sends every block but its own; n-1
+        reductions of the own block; scratch n-1 blocks.
     Order: T(0, n) for every element.
-
-    Source: Thakur, Rabenseifner and Gropp 2005, section 4.3 (pairwise exchange), with the tree applied to raw
-        contributions; figure: tests/golden/pairwise_reduce_scatter_3.txt.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.3 (pairwise exchange), with the tree
+        applied to raw contributions; figure: tests/golden/pairwise_reduce_scatter_3.txt.
     """
+    rank, world_size, counts = args.rank, args.world_size, args.counts
     blocks = consecutive_chunks(counts)
     own = blocks[rank]
     # The own contribution stays in WORK, and is never sent.
@@ -47,36 +39,86 @@ def pairwise_reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -
         yield (Send(target, blocks[target]), Recv(source, places[source]), *local)
 
 
-def pairwise_all_to_all(
-    rank: int, world_size: int, matrix: Sequence[Sequence[int]]
-) -> Iterator[Round]:
+def pairwise_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a pairwise all-to-all for one rank.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        matrix: matrix[s][d] elements go from rank s to rank d; uneven and 0 are allowed. WORK holds the blocks for
-            destinations 0 ... n-1, then those from sources 0 ... n-1.
-
-    Yields:
-        n-1 rounds of one Send and one Recv, the first of them with the copy of the own block; a local round with that
-        copy for a group of one.
-
     Cost: n-1 rounds and as many messages per rank, every block but the own sent once; no scratch.
-
-    Order: nothing is combined.
-
-    Source: Thakur, Rabenseifner and Gropp 2005, section 4.4 of "all-to-all" for long messages; figure:
-        tests/golden/pairwise_all_to_all_3.txt.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.4 of "all-to-all" for long messages;
+        figure: tests/golden/pairwise_all_to_all_3.txt.
     """
+    rank, world_size, matrix = args.rank, args.world_size, args.matrix
     outgoing, incoming = exchange_blocks(matrix, rank)
     own: tuple[Step, ...] = (Copy(outgoing[rank], incoming[rank]),)
     if world_size == 1:
         yield own
     for distance in range(1, world_size):
         source, target = (rank - distance) % world_size, (rank + distance) % world_size
-        yield (
-            Send(target, outgoing[target]),
-            Recv(source, incoming[source]),
-            *(own if distance == 1 else ()),
+        local = own if distance == 1 else ()
+        yield (Send(target, outgoing[target]), Recv(source, incoming[source]), *local)
+
+
+def bruck_all_to_all(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of Bruck's all-to-all for one rank, for equal blocks.
+
+    Block i travels i ranks to the right. In round k all blocks whose bit k is set go 2**k ranks to
+    the right in one message; the rank packs them unless they are adjacent. By the borrow rule each
+    round packs and receives in a place of its own.
+
+    Cost: ceil(log2 n) rounds and as many messages per rank; each round sends and copies the blocks
+        whose bit is set, n/2 if n is a power of two; scratch 2 blocks for each of them, at most n
+        log2 n blocks.
+    Source: Bruck, Ho, Kipnis, Upfal and Weathersby 1997, "Efficient algorithms for all-to-all
+        communications in multiport message-passing systems", section 3; figure:
+        tests/golden/bruck_3.txt.
+    """
+    rank, world_size, count_per_block = args.rank, args.world_size, args.matrix[0][0]
+    count = count_per_block
+    outgoing, incoming = exchange_blocks([[count] * world_size] * world_size, rank)
+    held = [outgoing[(rank + distance) % world_size] for distance in range(world_size)]
+    levels = (world_size - 1).bit_length()
+    free = 0
+    transfers: tuple[Step, ...] = ()
+    for level in range(levels):
+        span = 1 << level
+        moved = [distance for distance in range(world_size) if distance & span]
+        parts = consecutive_chunks([count] * len(moved), Buffer.SCRATCH, free)
+        packing = _copies(
+            (held[distance], part) for distance, part in zip(moved, parts, strict=True)
         )
+        packed = Chunk(parts[0].start, parts[-1].stop, Buffer.SCRATCH)
+        if len(packing) == 1:  # the blocks lie side by side already
+            packed, packing = packing[0].source, []
+        else:
+            free = packed.stop
+        if level or world_size > 3:  # two or three ranks have nothing to pack at first
+            yield (*transfers, *packing)
+        parts = consecutive_chunks([count] * len(moved), Buffer.SCRATCH, free)
+        room = Chunk(free, parts[-1].stop, Buffer.SCRATCH)
+        free = room.stop
+        for distance, part in zip(moved, parts, strict=True):
+            held[distance] = part
+        transfers = (
+            Send((rank + span) % world_size, packed),
+            Recv((rank - span) % world_size, room),
+        )
+    sources = [incoming[(rank - distance) % world_size] for distance in range(world_size)]
+    yield (*transfers, *_copies(zip(held, sources, strict=True)))
+
+
+def _copies(pairs: Iterable[tuple[Chunk, Chunk]]) -> list[Copy]:
+    """Return copies from source to target, adjacent ones merged."""
+    copies: list[Copy] = []
+    for source, target in pairs:
+        last = copies[-1] if copies else None
+        if (
+            last is not None
+            and (last.source.buffer, last.source.stop) == (source.buffer, source.start)
+            and (last.target.buffer, last.target.stop) == (target.buffer, target.start)
+        ):
+            copies[-1] = Copy(
+                Chunk(last.source.start, source.stop, source.buffer),
+                Chunk(last.target.start, target.stop, target.buffer),
+            )
+        else:
+            copies.append(Copy(source, target))
+    return copies

@@ -1,4 +1,4 @@
-"""The reproducible all-reduce: every element is summed by one fixed tree over the ranks, whatever else differs."""
+"""The reproducible all-reduce: one fixed tree over the ranks reduces every element."""
 
 from __future__ import annotations
 
@@ -11,24 +11,15 @@ from syncvar.algorithms.schedule import Buffer, Recv, Reduce, Send
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncvar.algorithms.schedule import Chunk, Round, Step
-
-__all__ = ["reproducible_all_reduce", "tree_order", "tree_steps"]
+    from syncvar.algorithms.schedule import Chunk, Round, ScheduleArgs, Step
 
 
 def tree_order(lo: int, hi: int) -> Iterator[tuple[int, int]]:
     """Yield the combinations of the tree T(lo, hi), innermost first.
 
-    T(lo, hi) = T(lo, mid) + T(mid, hi) with mid = lo + the largest power of two < hi - lo; T(lo, lo+1) is item lo.
-    The subtrees that this makes are the aligned blocks of 1, 2, 4, ... items, so the tree is read off level by level.
-
-    Args:
-        lo: First item.
-        hi: One past the last item.
-
-    Yields:
-        Pairs (target, source), target < source: put target + source, in this order of operands, at target. After the
-        last pair item lo holds the whole tree.
+    T(lo, hi) = T(lo, mid) + T(mid, hi) with mid = lo + the largest power of two < hi - lo; T(lo,
+    lo+1) is item lo. The subtrees that this makes are the aligned blocks of 1, 2, 4, ... items, so
+    the tree is read off level by level.
 
     Cost: hi - lo - 1 pairs.
 
@@ -51,13 +42,6 @@ def tree_order(lo: int, hi: int) -> Iterator[tuple[int, int]]:
 def tree_steps(places: Sequence[Chunk], own: Chunk) -> Iterator[Step]:
     """Yield the local steps that sum by the tree T(0, len(places)), into the place that is `own`.
 
-    Args:
-        places: Where each item lies, in order.
-        own: One of them, the same object. A sum that contains it stays there, so that no copy is needed at the end.
-
-    Yields:
-        One Reduce for each place but one.
-
     Cost: len(places) - 1 reductions.
 
     Example:
@@ -76,34 +60,26 @@ def tree_steps(places: Sequence[Chunk], own: Chunk) -> Iterator[Step]:
             yield Reduce(held[right], held[left], source_left=False)
 
 
-def reproducible_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
+def reproducible_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of an all-reduce whose result is the tree T(0, n) for every element.
 
-    Every rank sends its raw contribution to chunk c to rank c, one peer per round; rank c sums by the tree; the sums
-    go around a ring.
+    Every rank sends its raw contribution to chunk c to rank c, one peer per round; rank c sums by
+    the tree; the sums go around a ring.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0 or smaller than `world_size`.
-
-    Yields:
-        2(n-1) rounds of one Send and one Recv; none for a group of one.
-
-    Cost: 2(n-1) rounds and as many messages per rank; each rank sends 2(n-1)/n of the buffer like a ring, exactly
-        2 count - chunk(rank) - chunk(rank+1) elements; n-1 reductions of one chunk; scratch n-1 chunks.
-
+    Cost: 2(n-1) rounds and as many messages per rank; each rank sends 2(n-1)/n of the buffer like a
+        ring, exactly 2 count - chunk(rank) - chunk(rank+1) elements; n-1 reductions of one chunk;
+        scratch n-1 chunks.
     Order: T(0, n) for every element, whatever the count. Bytes are equal on every rank.
-
-    Source: Thakur, Rabenseifner and Gropp 2005, section 4.3 (pairwise-exchange reduce-scatter), with the tree applied
-        to raw contributions; figure: tests/golden/reproducible_5.txt.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.3 (pairwise-exchange reduce-scatter),
+        with the tree applied to raw contributions; figure: tests/golden/reproducible_5.txt.
     """
+    rank, world_size, count = args.rank, args.world_size, args.count
     if world_size == 1:
         return
     chunks = even_chunks(count, world_size)
     own = chunks[rank]
-    # Where each rank's contribution to the own chunk lies: the own one in WORK, which this rank never sends before
-    # the sum is there, the others in SCRATCH.
+    # Where each rank's contribution to the own chunk lies: the own one in WORK, which this rank
+    # never sends before the sum is there, the others in SCRATCH.
     places = consecutive_chunks([own.count] * (world_size - 1), Buffer.SCRATCH)
     places.insert(rank, own)
     for distance in range(1, world_size):
@@ -112,4 +88,4 @@ def reproducible_all_reduce(rank: int, world_size: int, count: int) -> Iterator[
         if distance == world_size - 1:
             steps += tree_steps(places, own)
         yield tuple(steps)
-    yield from ring_all_gather(rank, world_size, [chunk.count for chunk in chunks])
+    yield from ring_all_gather(args._replace(counts=tuple(chunk.count for chunk in chunks)))

@@ -1,6 +1,7 @@
 """Ring algorithms: every rank sends to the right and receives from the left.
 
-Bandwidth-optimal for long vectors, and only two links per rank; the number of rounds grows with the ranks.
+Bandwidth-optimal for long vectors, and only two links per rank; the number of rounds grows with the
+ranks.
 """
 
 from __future__ import annotations
@@ -13,107 +14,56 @@ from syncvar.algorithms.schedule import Recv, RecvReduce, Send
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from syncvar.algorithms.schedule import Chunk, Round
-
-__all__ = ["ring_all_gather", "ring_all_reduce", "ring_reduce_scatter"]
+    from syncvar.algorithms.schedule import Chunk, Round, ScheduleArgs
 
 
-def ring_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
+def ring_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a bandwidth-optimal ring all-reduce for one rank.
 
-    First a reduce-scatter: chunk c starts at rank c and collects one contribution at each stop, so that it is
-    complete at rank c - 1. Then the complete chunks go around once more, replacing what is there.
+    First a reduce-scatter: chunk c starts at rank c and collects one contribution at each stop, so
+    that it is complete at rank c - 1. Then the complete chunks go around once more, replacing what
+    is there.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0 or smaller than `world_size`.
-
-    Yields:
-        Rounds of one Send and one receive each; none for a group of one.
-
-    Cost: 2(n-1) rounds and as many messages per rank; each rank sends 2(n-1)/n of the buffer, exactly
-        2 count - chunk(rank+1) - chunk(rank+2) elements where chunk(c) is the size of chunk c modulo n; no scratch.
-
-    Order: chunk c is summed along ranks c, c+1, ..., n-1, then 0, ..., c-1; rank 0 puts its own value to the left of
-        what has come so far. Bytes are equal on every rank.
-
-    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", section
-        4; figure: tests/golden/ring_5.txt.
+    Cost: 2(n-1) rounds and as many messages per rank; each rank sends 2(n-1)/n of the buffer,
+        exactly 2 count - chunk(rank+1) - chunk(rank+2) elements where chunk(c) is the size of chunk
+        c modulo n; no scratch.
+    Order: chunk c is summed along ranks c, c+1, ..., n-1, then 0, ..., c-1; rank 0 puts its own
+        value to the left of what has come so far. Bytes are equal on every rank.
+    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+        workstations", section 4; figure: tests/golden/ring_5.txt.
     """
+    rank, world_size, count = args.rank, args.world_size, args.count
     if world_size == 1:
         return
     chunks = even_chunks(count, world_size)
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
-    # What comes to rank r holds ranks c ... r-1, around the end of the ring if need be. Its lowest rank is c or 0,
-    # below r in either case, except at rank 0, which is lower than anything that can come to it.
+    # What comes to rank r holds ranks c ... r-1, around the end of the ring if need be. Its lowest
+    # rank is c or 0, below r in either case, except at rank 0, which is lower than anything that
+    # can come to it.
     incoming_left = rank != 0
     for step in range(world_size - 1):
-        yield (
-            Send(right, chunks[(rank - step) % world_size]),
-            RecvReduce(left, chunks[(rank - step - 1) % world_size], incoming_left),
-        )
+        out, come = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
+        yield (Send(right, out), RecvReduce(left, come, incoming_left))
     yield from _circulate(rank, world_size, chunks, (rank + 1) % world_size)
 
 
-def ring_reduce_scatter(rank: int, world_size: int, counts: Sequence[int]) -> Iterator[Round]:
-    """Yield the rounds of a ring reduce-scatter for one rank: the first half of the all-reduce.
-
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        counts: Elements of each rank's block; uneven and 0 are allowed. WORK holds the whole vector, and the result
-            in the own block; partial results are outside of it.
-
-    Yields:
-        n-1 rounds of one Send and one RecvReduce; none for a group of one.
-
-    Cost: n-1 rounds and as many messages per rank; each rank sends every block but its own, and reduces every block
-        but that of rank-1; no scratch.
-
-    Order: block c is summed along ranks c+1, ..., n-1, then 0, ..., c; rank 0 puts its own value to the left of what
-        has come so far.
-
-    Source: Patarasuk and Yuan 2009, section 4; figure: tests/golden/ring_reduce_scatter_3.txt.
-    """
-    blocks = consecutive_chunks(counts)
-    left, right = (rank - 1) % world_size, (rank + 1) % world_size
-    for step in range(1, world_size):
-        yield (
-            Send(right, blocks[(rank - step) % world_size]),
-            RecvReduce(left, blocks[(rank - step - 1) % world_size], incoming_left=rank != 0),
-        )
-
-
-def ring_all_gather(rank: int, world_size: int, counts: Sequence[int]) -> Iterator[Round]:
+def ring_all_gather(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a ring all-gather for one rank: the blocks travel once around.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        counts: Elements of each rank's block; uneven and 0 are allowed. WORK holds the concatenation in rank order,
-            with the own block in place at the start.
-
-    Yields:
-        Rounds of one Send and one Recv each; none for a group of one.
-
-    Cost: n-1 rounds and as many messages per rank; rank r sends every block but that of rank r+1; no scratch.
-
-    Order: nothing is combined.
-
-    Source: Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication: theory, practice, and
-        experience", section 4 ("bucket" all-gather).
+    Cost: n-1 rounds and as many messages per rank; rank r sends every block but that of rank r+1;
+        no scratch.
+    Source: Chan, Heimlich, Purkayastha and van de Geijn 2007, "Collective communication: theory,
+        practice, and experience", section 4 ("bucket" all-gather).
     """
+    rank, world_size, counts = args.rank, args.world_size, args.counts
     if world_size == 1:
         return
     yield from _circulate(rank, world_size, consecutive_chunks(counts), rank)
 
 
 def _circulate(rank: int, world_size: int, chunks: Sequence[Chunk], first: int) -> Iterator[Round]:
-    """Yield the n-1 rounds in which a rank passes on chunks first, first-1, ..., each as it came in."""
+    """Yield n-1 rounds in which a rank forwards chunks first, first-1, ..., as it receives them."""
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
     for step in range(world_size - 1):
-        yield (
-            Send(right, chunks[(first - step) % world_size]),
-            Recv(left, chunks[(first - step - 1) % world_size]),
-        )
+        out, come = chunks[(first - step) % world_size], chunks[(first - step - 1) % world_size]
+        yield (Send(right, out), Recv(left, come))

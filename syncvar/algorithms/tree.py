@@ -1,7 +1,8 @@
 """Binomial trees: the number of rounds grows with the logarithm of the ranks.
 
-Every rank yields every round, empty where it has nothing to do, so that both ends of a transfer count it as the same
-round. With rank 0 as root, the parent of a rank is that rank with its lowest set bit cleared.
+Every rank yields every round, empty where it has nothing to do, so that both ends of a transfer
+count it as the same round. With rank 0 as root, the parent of a rank is that rank with its lowest
+set bit cleared.
 """
 
 from __future__ import annotations
@@ -12,40 +13,20 @@ from syncvar.algorithms.chunks import consecutive_chunks, even_chunks
 from syncvar.algorithms.schedule import Chunk, Recv, RecvReduce, Send
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
-    from syncvar.algorithms.schedule import Round, Step
-
-__all__ = [
-    "binomial_all_reduce",
-    "binomial_broadcast",
-    "binomial_gather",
-    "binomial_reduce",
-    "binomial_scatter",
-    "scattered_broadcast",
-]
+    from syncvar.algorithms.schedule import Round, ScheduleArgs, Step
 
 
-def binomial_broadcast(rank: int, world_size: int, count: int, root: int) -> Iterator[Round]:
+def binomial_broadcast(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a binomial-tree broadcast for one rank.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0.
-        root: The rank that holds the vector.
-
-    Yields:
-        ceil(log2 n) rounds of one transfer at most, some of them empty.
-
-    Cost: ceil(log2 n) rounds; n-1 messages of the whole vector in all, of which the root sends ceil(log2 n); no
-        scratch.
-
-    Order: nothing is combined.
-
-    Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH",
-        section 4.2; figure: tests/golden/tree_broadcast_5.txt.
+    Cost: ceil(log2 n) rounds; n-1 messages of the whole vector in all, of which the root sends
+        ceil(log2 n); no scratch.
+    Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication
+        operations in MPICH", section 4.2; figure: tests/golden/tree_broadcast_5.txt.
     """
+    rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
     work = Chunk(0, count)
     distance_to_root = (rank - root) % world_size
     for level in reversed(range((world_size - 1).bit_length())):
@@ -58,122 +39,76 @@ def binomial_broadcast(rank: int, world_size: int, count: int, root: int) -> Ite
             yield ()
 
 
-def binomial_reduce(rank: int, world_size: int, count: int, root: int = 0) -> Iterator[Round]:
-    """Yield the rounds of a binomial-tree reduction for one rank. The other ranks keep partial results.
+def binomial_reduce(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of a binomial-tree reduction for one rank; others keep partial results.
 
-    The aligned blocks of 1, 2, 4, ... ranks are combined. The sum of a block lies at its first rank; at the root, if
-    that is in the block.
-
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0.
-        root: The rank that gets the result.
-
-    Yields:
-        ceil(log2 n) rounds of one transfer at most, some of them empty.
+    It combines the aligned blocks of 1, 2, 4, ... ranks. The sum of a block is at its first rank,
+    or at the root if the block contains it.
 
     Cost: ceil(log2 n) rounds; every rank but the root sends the whole vector once; no scratch.
-
-    Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`, whatever the root.
-
-    Source: Thakur, Rabenseifner and Gropp 2005, section 4.4; figure: tests/golden/tree_reduce_5.txt.
+    Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`, for any root.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4.4; figure:
+        tests/golden/tree_reduce_5.txt.
     """
+    rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
     work = Chunk(0, count)
-    for meeting in _meetings(rank, world_size, root):
-        if meeting is None:
+    for merge in _merges(rank, world_size, root):
+        if merge is None:
             yield ()
-        elif rank == meeting.giver:
-            yield (Send(meeting.taker, work),)
+        elif rank == merge.giver:
+            yield (Send(merge.taker, work),)
         else:
-            yield (RecvReduce(meeting.giver, work, incoming_left=meeting.low < meeting.other_low),)
+            yield (RecvReduce(merge.giver, work, incoming_left=merge.low < merge.other_low),)
 
 
-def binomial_gather(
-    rank: int, world_size: int, counts: Sequence[int], root: int
-) -> Iterator[Round]:
-    """Yield the rounds of a binomial-tree gather for one rank: the reduction, with ranges put side by side.
+def binomial_gather(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of a binomial-tree gather for one rank: the reduction, with adjacent ranges.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        counts: Elements of each rank's block; uneven and 0 are allowed. WORK holds the concatenation in rank order,
-            with the own block in place at the start.
-        root: The rank that gets all blocks.
-
-    Yields:
-        ceil(log2 n) rounds of one transfer at most, some of them empty.
-
-    Cost: ceil(log2 n) rounds; every rank but the root sends once; a block is sent once per level at most, half of
-        all blocks in the last round if n is a power of two; no scratch.
-
-    Order: nothing is combined.
-
-    Source: Thakur, Rabenseifner and Gropp 2005, section 4; Chan et al. 2007, section 4 (minimum-spanning-tree
-        gather); figure: tests/golden/tree_gather_5.txt.
+    Cost: ceil(log2 n) rounds; every rank but the root sends once; a block is sent once per level at
+        most, half of all blocks in the last round if n is a power of two; no scratch.
+    Source: Thakur, Rabenseifner and Gropp 2005, section 4; Chan et al. 2007, section 4
+        (minimum-spanning-tree gather); figure: tests/golden/tree_gather_5.txt.
     """
+    rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
     blocks = consecutive_chunks(counts)
-    for meeting in _meetings(rank, world_size, root):
-        if meeting is None:
+    for merge in _merges(rank, world_size, root):
+        if merge is None:
             yield ()
             continue
-        part = Chunk(blocks[meeting.low].start, blocks[meeting.high - 1].stop)
-        yield (Send(meeting.taker, part) if rank == meeting.giver else Recv(meeting.giver, part),)
+        part = Chunk(blocks[merge.low].start, blocks[merge.high - 1].stop)
+        yield (Send(merge.taker, part) if rank == merge.giver else Recv(merge.giver, part),)
 
 
-def binomial_scatter(
-    rank: int, world_size: int, counts: Sequence[int], root: int
-) -> Iterator[Round]:
+def binomial_scatter(args: ScheduleArgs) -> Iterator[Round]:
     """Yield the rounds of a binomial-tree scatter for one rank: the gather backwards.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        counts: Elements of each rank's block; uneven and 0 are allowed. The root's WORK holds the concatenation in
-            rank order; every rank gets its block in its place there, and some get more.
-        root: The rank that has all blocks.
-
-    Yields:
-        ceil(log2 n) rounds of one transfer at most, some of them empty.
-
     Cost: as `binomial_gather`.
-
-    Order: nothing is combined.
-
     Source: as `binomial_gather`; figure: tests/golden/tree_scatter_5.txt.
     """
+    rank, world_size, counts, root = args.rank, args.world_size, args.counts, args.root
     blocks = consecutive_chunks(counts)
-    for meeting in reversed(list(_meetings(rank, world_size, root))):
-        if meeting is None:
+    for merge in reversed(list(_merges(rank, world_size, root))):
+        if merge is None:
             yield ()
             continue
-        part = Chunk(blocks[meeting.low].start, blocks[meeting.high - 1].stop)
-        yield (Send(meeting.giver, part) if rank == meeting.taker else Recv(meeting.taker, part),)
+        part = Chunk(blocks[merge.low].start, blocks[merge.high - 1].stop)
+        yield (Send(merge.giver, part) if rank == merge.taker else Recv(merge.taker, part),)
 
 
-def scattered_broadcast(rank: int, world_size: int, count: int, root: int) -> Iterator[Round]:
-    """Yield the rounds of van de Geijn's broadcast for one rank: scatter by a tree, then all-gather by a ring.
+def scattered_broadcast(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of van de Geijn's broadcast: tree scatter, then ring all-gather.
 
-    A rank that got more than its own chunk from the tree does not get it from the ring once more.
+    If the tree gave a rank more than its own chunk, the ring does not send these chunks again.
 
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0 or smaller than `world_size`.
-        root: The rank that holds the vector.
-
-    Yields:
-        ceil(log2 n) rounds of the tree, then n-1 rounds of the ring, of one Send and one Recv at most.
-
-    Cost: ceil(log2 n) + n-1 rounds; the root sends 2(n-1)/n of the vector, other ranks 3/2 of it at most; no scratch.
-
-    Order: nothing is combined.
-
-    Source: Barnett, Gupta, Payne, Shuler, van de Geijn and Watts 1994, "Interprocessor collective communication
-        library"; Thakur, Rabenseifner and Gropp 2005, section 4.2; figure: tests/golden/scattered_4.txt.
+    Cost: ceil(log2 n) + n-1 rounds; the root sends 2(n-1)/n of the vector, other ranks at most 3/2
+        of it; no scratch.
+    Source: Barnett, Gupta, Payne, Shuler, van de Geijn and Watts 1994, "Interprocessor collective
+        communication library"; Thakur, Rabenseifner and Gropp 2005, section 4.2; figure:
+        tests/golden/scattered_4.txt.
     """
+    rank, world_size, count, root = args.rank, args.world_size, args.count, args.root
     chunks = even_chunks(count, world_size)
-    yield from binomial_scatter(rank, world_size, [chunk.count for chunk in chunks], root)
+    yield from binomial_scatter(args._replace(counts=tuple(chunk.count for chunk in chunks)))
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
     mine, theirs = _part_of(rank, world_size, root), _part_of(right, world_size, root)
     for step in range(world_size - 1):
@@ -187,7 +122,7 @@ def scattered_broadcast(rank: int, world_size: int, count: int, root: int) -> It
 
 
 class _BlockMerge(NamedTuple):
-    """Two blocks of ranks become one: `giver` has what belongs to its block low ... high-1, `taker` the other's."""
+    """Two blocks of ranks become one; `giver` has the data of its block low ... high-1."""
 
     giver: int
     taker: int
@@ -196,8 +131,8 @@ class _BlockMerge(NamedTuple):
     other_low: int
 
 
-def _meetings(rank: int, world_size: int, root: int) -> Iterator[_BlockMerge | None]:
-    """Yield for each level the meeting that a rank is part of, or None; the blocks double from level to level."""
+def _merges(rank: int, world_size: int, root: int) -> Iterator[_BlockMerge | None]:
+    """Yield for each level the merge that a rank takes part in, or None."""
     for level in range((world_size - 1).bit_length()):
         span = 1 << level
         low = rank & -(2 * span)
@@ -217,28 +152,21 @@ def _meetings(rank: int, world_size: int, root: int) -> Iterator[_BlockMerge | N
 
 def _part_of(rank: int, world_size: int, root: int) -> range:
     """Return the chunks that a rank holds after a binomial scatter."""
-    for meeting in _meetings(rank, world_size, root):
-        if meeting is not None and meeting.giver == rank:
-            return range(meeting.low, meeting.high)
+    for merge in _merges(rank, world_size, root):
+        if merge is not None and merge.giver == rank:
+            return range(merge.low, merge.high)
     return range(world_size)
 
 
-def binomial_all_reduce(rank: int, world_size: int, count: int) -> Iterator[Round]:
-    """Yield the rounds of a tree all-reduce for one rank: reduce to rank 0, then broadcast from there.
-
-    Args:
-        rank: The rank whose rounds are wanted, 0 <= rank < world_size.
-        world_size: Ranks of the group, n >= 1.
-        count: Elements of the WORK buffer; may be 0.
-
-    Yields:
-        2 ceil(log2 n) rounds of one transfer at most, some of them empty.
+def binomial_all_reduce(args: ScheduleArgs) -> Iterator[Round]:
+    """Yield the rounds of a tree all-reduce for one rank: reduce to rank 0, then broadcast.
 
     Cost: 2 ceil(log2 n) rounds; 2(n-1) messages of the whole vector in all; no scratch.
-
-    Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`. Bytes are equal on every rank.
-
-    Source: Thakur, Rabenseifner and Gropp 2005, sections 4.2 and 4.4; figure: tests/golden/tree_5.txt.
+    Order: the tree T(0, n) of `syncvar.algorithms.reproducible.tree_order`. Bytes are equal on
+        every rank.
+    Source: Thakur, Rabenseifner and Gropp 2005, sections 4.2 and 4.4; figure:
+        tests/golden/tree_5.txt.
     """
-    yield from binomial_reduce(rank, world_size, count)
-    yield from binomial_broadcast(rank, world_size, count, 0)
+    args = args._replace(root=0)
+    yield from binomial_reduce(args)
+    yield from binomial_broadcast(args)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from syncvar.core.errors import ConfigError, SyncvarError, UsageError
-from syncvar.optimizers.slots import compute_dtype
+from syncvar.optimizers.rules.update_rule import compute_dtype
 from syncvar.optimizers.sparse_gradients import rows_of
 from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.variables.coercion import operand_array

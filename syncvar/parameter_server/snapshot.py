@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.core.errors import ConfigError, DeadlineExceeded
-from syncvar.optimizers.slots import compute_dtype, is_half
+from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.server.server_rules import rule_of
 from syncvar.parameter_server.server.shard import ShardSlots, Spec
@@ -101,7 +101,7 @@ def _assemble(
         return ShardSlots(0, {})
     dtype = compute_dtype(variable.dtype)
     slots = {"master": saved.value.astype(dtype)} if is_half(variable.dtype) else {}
-    initials = rule_of(rule[0], dict(rule[1]))._initials()  # noqa: SLF001  (a rule as its variables see it)
+    initials = rule_of(rule[0], dict(rule[1])).initials()
     slots |= {name: np.full(variable.shape, initial, dtype) for name, initial in initials.items()}
     for name, whole in slots.items():
         for (start, stop), one, parts in zip(variable.row_ranges, results, arrays, strict=True):

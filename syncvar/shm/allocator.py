@@ -1,12 +1,12 @@
-"""Which bytes of a region are taken, which are free, and which of the free ones still have pages behind them.
+"""The allocator of a region: which bytes are in use, and which free pages are populated.
 
-Large allocations take page ranges of their own; small ones share extents of 1 MiB. What is as long as a page begins a cache line into
-one: NumPy's arrays from 128 KiB on begin 16 bytes into a page, and where a target lies less than 32 bytes after its source by their
-places in a page, AMD's processors copy a tenth as fast by the string instruction that the C library takes.
+Large allocations take their own pages; small ones share extents of 1 MiB. An allocation of a page
+or more begins one cache line into a page. NumPy's large arrays begin 16 bytes into a page. If a
+target begins less than 32 bytes behind its source modulo a page, AMD processors copy ten times
+slower.
 
-Freed pages stay populated up to a reserve, so that a loop which makes and drops arrays asks the system for nothing; what is beyond it
-is given back.
-Everything here is arithmetic: who owns an `Extents` populates, clears and gives back what it is told.
+Freed pages stay populated up to a reserve, so loops that make and drop arrays make no system calls.
+This module only computes: its caller populates, clears and gives back the pages.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from syncvar.shm.segment_layout import HUGE_BYTES, LINE_BYTES, PAGE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["EXTENT_BYTES", "RESERVE_BYTES", "SMALL_BYTES", "Extents", "Ranges", "Taken"]
-
 EXTENT_BYTES = 1 << 20
 SMALL_BYTES = 256 << 10
 RESERVE_BYTES = 16 << 20
@@ -32,10 +30,10 @@ class Taken(NamedTuple):
     """An allocation.
 
     Args:
-        offset: Where it begins.
+        offset: Its start.
         nbytes: Its size, rounded up.
-        missing: Page ranges that must be populated before anything there is touched; they will read as zeros.
-        dirty: Ranges of the allocation that were used before and hold old bytes.
+        missing: Page ranges that the caller must populate before use; they will read as zeros.
+        dirty: Ranges of the allocation that hold old bytes.
     """
 
     offset: int
@@ -67,7 +65,7 @@ class Ranges:
         return zip(self._starts, self._stops, strict=True)
 
     def add(self, start: int, stop: int) -> None:
-        """Add a range; what is there already stays."""
+        """Add a range; it may overlap others."""
         if start >= stop:
             return
         # All ranges that overlap or touch the new one become part of it.
@@ -77,7 +75,7 @@ class Ranges:
         self._replace(first, last, [(start, stop)])
 
     def remove(self, start: int, stop: int) -> None:
-        """Remove a range; what is not there stays away."""
+        """Remove a range, as far as it is in the set."""
         first, last = bisect_right(self._stops, start), bisect_left(self._starts, stop)
         if first >= last or start >= stop:
             return
@@ -103,7 +101,7 @@ class Ranges:
         return tuple(gaps)
 
     def fit(self, nbytes: int, align: int) -> int:
-        """Return the lowest aligned start of a free stretch of this size, or -1."""
+        """Return the lowest aligned start of a free range of this size, or -1."""
         for start, stop in zip(self._starts, self._stops, strict=True):
             at = -(-start // align) * align
             if at + nbytes <= stop:
@@ -125,9 +123,9 @@ class Extents:
     """The allocator of one region.
 
     Args:
-        start: Where the region begins, a multiple of a page.
-        stop: Where it ends, a multiple of a page.
-        reserve_bytes: Free pages that stay populated.
+        start: Start of the region, a multiple of a page.
+        stop: End of the region, a multiple of a page.
+        reserve_bytes: Limit of free pages that stay populated.
 
     Example:
         >>> extents = Extents(0, 8 << 20)
@@ -148,64 +146,45 @@ class Extents:
         self._free = Ranges((start, stop))
         self._kept = Ranges()  # free, and populated
         self._large: dict[int, Range] = {}  # offset -> its pages
-        self._small: dict[
-            int, tuple[Range, int]
-        ] = {}  # offset -> (its stretch, start of its shared extent)
+        self._small: dict[int, tuple[Range, int]] = {}  # offset -> (its range, start of its extent)
         self._shared: dict[int, Ranges] = {}  # start of a shared extent -> what is free in it
 
     @property
     def taken_bytes(self) -> int:
-        """Pages that are in use, shared extents whole."""
+        """Bytes of pages in use; shared extents count whole."""
         return self.stop - self.start - self._free.total
 
     @property
     def kept_bytes(self) -> int:
-        """Free pages that are still populated."""
+        """Bytes of free pages that are populated."""
         return self._kept.total
 
     def allocate(self, nbytes: int) -> Taken | None:
-        """Take memory.
-
-        Args:
-            nbytes: How much; nothing counts as one byte.
-
-        Returns:
-            None when no stretch of the region is large enough.
-        """
+        """Allocate at least one byte; return None if no free range is large enough."""
         if nbytes < PAGE_BYTES:
             return self._take_small(-(-max(1, nbytes) // LINE_BYTES) * LINE_BYTES, LINE_BYTES)
         size = -(-(LINE_BYTES + nbytes) // PAGE_BYTES) * PAGE_BYTES
-        return (
-            self._take_small(size, PAGE_BYTES, LINE_BYTES)
-            if size <= SMALL_BYTES
-            else self._take_pages(size)
-        )
+        if size <= SMALL_BYTES:
+            return self._take_small(size, PAGE_BYTES, LINE_BYTES)
+        return self._take_pages(size)
 
     def free(self, offset: int) -> list[Range]:
         """Free an allocation.
 
-        Returns:
-            The page ranges to give back to the system. They count as given back from now on.
-
-        Raises:
-            KeyError: Nothing was allocated there.
+        Return the page ranges that the caller must give back to the system.
         """
         self._release(offset)
         return self.trim(self.reserve_bytes)
 
     def cancel(self, taken: Taken) -> list[Range]:
-        """Undo an allocation whose missing pages could not be populated.
-
-        Returns:
-            The page ranges to give back beside the missing ones, of which some may have been populated.
-        """
+        """Undo an allocation whose missing pages the caller could not populate."""
         self._release(taken.offset)
         for start, stop in taken.missing:
             self._kept.remove(start, stop)
         return self.trim(self.reserve_bytes)
 
     def trim(self, reserve_bytes: int) -> list[Range]:
-        """Return what to give back so that at most `reserve_bytes` of free pages stay populated."""
+        """Return the ranges to give back so that at most `reserve_bytes` of free pages stay."""
         ranges = []
         while self._kept.total > reserve_bytes:
             start, stop = self._kept.last()
@@ -216,14 +195,14 @@ class Extents:
         return ranges
 
     def retire(self) -> None:
-        """Never again take memory that was used before; what is allocated may not be freed any more."""
+        """Stop to reuse memory; callers must free nothing any more."""
         for start, stop in list(self._kept):
             self._free.remove(start, stop)
         self._kept = Ranges()
         self._shared.clear()
 
     def _take_small(self, size: int, align: int, begin: int = 0) -> Taken | None:
-        """Take a stretch of a shared extent; what is allocated begins so many bytes after it."""
+        """Allocate in a shared extent, `begin` bytes into the range."""
         for extent, room in self._shared.items():
             start = room.fit(size, align) if room.total >= size else -1
             if start >= 0:
@@ -266,9 +245,9 @@ class Extents:
         if offset in self._large:
             self._give(*self._large.pop(offset))
             return
-        stretch, extent = self._small.pop(offset)
+        taken, extent = self._small.pop(offset)
         room = self._shared[extent]
-        room.add(*stretch)
+        room.add(*taken)
         if room.total == EXTENT_BYTES:
             del self._shared[extent]
             self._give(extent, extent + EXTENT_BYTES)

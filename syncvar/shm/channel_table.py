@@ -1,36 +1,33 @@
-"""Channels: how the ranks of a group that share shared memory tell each other how far they are, and where their data lie.
+"""Channel tables: where the ranks of a host publish how far each call is, and where its data are.
 
-A channel belongs to (group, rank). It is an entry in the table at the beginning of the rank's region, written by that
-rank only, and looked at by the others:
+`ChannelTable` makes and finds the entries; `GroupChannel` reads and writes them. A rank's table
+begins its region. The first 128 bytes hold the number of entries and what others need to read this
+process's memory (`ProcessReader`). Each (group, rank) has one entry of 128 bytes:
 
-The first line of the table tells how many entries there are, and where the other processes can try to read this one's
-memory (`reaching.py`). An entry has two lines:
+* line 0: the **word**, two checks, the **phase**, the last phase of the call before, two targets.
+  The two checks and targets belong to the two sides. A target says where the output array is, or
+  the slot of a small vector.
+* line 1: two sources (input arrays), the group key, the offsets of small slots and segments, the
+  closed mark.
 
-* line 0: the **word** of the call, the **phase** in it, the last phase of the call before, and for each of two sides a
-  **check**: what the call is, as a number; and what the rank says of where its target array lies, or where it has put a
-  vector that everybody sums.
-* line 1: for each side what the rank says of where its source array lies, or, of a call that moves blocks, of where these
-  are put or told; the group's identity; where the channel's slots are; a mark when the rank has let go of the group.
+The protocol has five rules:
 
-A line is the others' when they look at it, and has to come back before its rank writes to it: what is published together is
-in line 0, and written at once.
+* **One-writer rule**: only its own rank writes an entry. What a rank publishes together is in one
+  line.
+* **Growth rule**: (word, phase) only grow, with `word = (call + 1) << 1 | side`. A rank sets the
+  phase to 0 and writes the check, then the word: this is phase 0. Readers read the word first, then
+  the phase. So they never mix two calls.
+* **One-ahead invariant**: a rank publishes only after all others have reached its own last
+  publication. So no rank is more than one publication ahead.
+* **Parity rule**: successive calls use the two sides in turn. By the one-ahead invariant the data
+  of a side stay unchanged until all ranks have published again, that is, have read them.
+* **Abandon rule**: a call that fails needs no repair. The next call has a higher number, and a rank
+  that still waits in the old call sees that the other rank has passed it.
 
-Word and phase say everything about progress, and together they only grow:
+These rules need stores that other cores see in program order, so only x86-64 uses shared memory.
 
-    word = (call + 1) << 1 | side
-
-Phase 0 of a call publishes the check (and, of a small call, the data) by setting the word, after the phase has gone
-back to 0; later phases are what the algorithm needs. Waiting means: until all others have reached (call, phase). A
-reader looks at the word first and at the phase then, so that it never takes one call's phase for another's. Whoever publishes has first seen everybody reach
-its own publication before, so nobody is ever more than one publication ahead, and data of one side stay untouched
-until everyone has published again, that is, has read them. A call that a rank gives up (a verdict, a bad argument) needs no
-repair: its next call has a higher number, and who still waits in the old call sees that the rank is past it without
-having published what it needs.
-
-Only x86-64 takes this path: there, aligned 8-byte stores are seen after the ordinary stores before them.
-
-Cost: an entry of 128 bytes and two small slots of 64 KiB for each (group, rank); room for segments, 2 to 3 MiB, and of up
-to four ranks for 32 slots that take turns, 2 MiB, when first needed.
+Cost: an entry and two small slots of 64 KiB for each (group, rank). On first use: 2 to 3 MiB for
+    segments, and 2 MiB for the slot ring of groups with up to four ranks.
 """
 
 from __future__ import annotations
@@ -53,68 +50,39 @@ if TYPE_CHECKING:
 
     from syncvar.shm.segment import SharedSegment
 
-__all__ = [
-    "CHECK",
-    "DONE",
-    "MASK",
-    "NATIVE_RANKS_MAX",
-    "PHASE",
-    "RING_RANKS_MAX",
-    "RING_SLOTS",
-    "SEGMENTS",
-    "SEGMENT_BYTES",
-    "SMALL",
-    "SMALL_BYTES",
-    "SOURCE",
-    "SPREAD",
-    "TARGET",
-    "WIDE_BYTES",
-    "Channels",
-    "check_of",
-    "group_key",
-]
-
-SMALL_BYTES = 64 << 10  # for each of the two sides
-WIDE_BYTES = 8 << 10  # a longer vector that everybody sums is put where its rank tells with phase 0
-RING_SLOTS = 32  # small slots that take turns, so that their lines have left the cores' own caches when they are written again
-RING_RANKS_MAX = 4  # of more, everybody sums no vector that gains by them
-SEGMENT_BYTES = (
-    1 << 20
-)  # of the vector; each rank has two for what it brings, and two parts of one for results
+SMALL_BYTES = 64 << 10  # of one small slot; there is one for each side
+WIDE_BYTES = 8 << 10  # a longer vector is in a slot of the ring, whose offset is the target
+# Slots of a ring. With fewer, a slot would still be in another core's private cache when its turn
+# comes.
+RING_SLOTS = 32
+RING_RANKS_MAX = 4  # larger groups do not sum vectors that profit from a ring
+# Each rank has two segments for inputs, and two parts of one (a share for each rank) for results.
+SEGMENT_BYTES = 1 << 20
 
 _ENTRY_BYTES = 128
 _HEADER_WORDS = _ENTRY_BYTES // 8
 _ENTRIES_MAX = TABLE_BYTES // _ENTRY_BYTES - 1
-# Words of an entry.
-CHECK, PHASE, DONE, TARGET = (
-    1,
-    3,
-    4,
-    5,
-)  # the checks of both sides, the phase, the last phase of the call before, both sides' targets
+# Words of an entry. CHECK, TARGET and SOURCE have a word for each side; DONE is the last phase of
+# the call before.
+CHECK, PHASE, DONE, TARGET = 1, 3, 4, 5
 SOURCE, _GROUP, SMALL, SEGMENTS, _CLOSED = 8, 12, 13, 14, 15
-_LOOKS_ALONE, _LOOKS_SHARED = (
-    400,
-    8,
-)  # of the C runner: about 15 us where there may be a core for each rank; then it yields, or Python goes on
-_PROCESS, _ADDRESS, _NUMBER = (
-    1,
-    2,
-    3,
-)  # of the table: where others can try to read this process's memory
-_RUNNER = 4  # of the table: 1 where programs run in C
+# Words of the table's first 128 bytes: where others can probe this process's memory, and whether it
+# runs programs in C.
+_PROCESS, _ADDRESS, _NUMBER, _RUNNER = 1, 2, 3, 4
+# How often the C runner looks (400 looks: about 15 us) before it yields, or Python takes over.
+_LOOKS_OWN_CORE, _LOOKS_SHARED = 400, 8
 NATIVE_RANKS_MAX = 64
 MASK = (1 << 64) - 1
-SPREAD = 0x9E3779B97F4A7C15  # odd, so that different calls of the same kind have different checks
+SPREAD = 0x9E3779B97F4A7C15  # odd: calls with one fingerprint get different checks
 
 
 def group_key(identity: int) -> int:
-    """Return a group's identity as it stands in an entry: 0 is the world, and there the mark of an entry without a group."""
+    """Return the group identity as an entry stores it; the world's 0 becomes MASK."""
     return identity or MASK
 
 
 def check_of(fingerprint: int, call: int) -> int:
-    """Return the number by which ranks know that they make the same call.
+    """Return the check of a call: ranks whose checks are equal make the same call.
 
     Example:
         >>> check_of(5, 1) == check_of(5, 2)
@@ -124,13 +92,13 @@ def check_of(fingerprint: int, call: int) -> int:
 
 
 class Channels:
-    """The channels of this rank, and how it finds those of others.
+    """Makes this rank's channels and finds those of the other ranks of the host.
 
     Args:
-        shm: The mapped shared memory.
-        ranks: The ranks of the world on this host, in the order of their regions.
-        reaches: Read the memory of the others where they and the system allow it.
-        runner: Of persistent calls, "c" or "python".
+        shm: The mapped segment.
+        ranks: World ranks on this host, in the order of their regions.
+        reaches: Whether to read the memory of other processes where the system allows it.
+        runner: Interpreter of persistent calls, "c" or "python".
     """
 
     def __init__(
@@ -148,35 +116,24 @@ class Channels:
         self._table = shm.table(shm.local_rank) // 8
         self._entries = 0
         self._populated = PAGE_BYTES
-        self._open: dict[
-            int, tuple[int, tuple[int, ...]]
-        ] = {}  # entry -> (group, members' regions)
-        self._rings: dict[
-            int, int
-        ] = {}  # entry -> where its slots that take turns begin; 0 where there was no room
-        self._free: deque[int] = (
-            deque()
-        )  # entries whose channel was let go, others may still look at them
-        self.wait = waiter(
-            self.words,
-            ABORT,
-            PHASE,
-            DONE,
-            has_own_core=shm.local_world_size <= shm.usable_cores,
-        )
+        self._open: dict[int, tuple[int, tuple[int, ...]]] = {}  # entry -> (group, regions)
+        self._rings: dict[int, int] = {}  # entry -> offset of its slot ring; 0: there was no room
+        self._free: deque[int] = deque()  # closed entries, which others may still read
+        has_own_core = shm.local_world_size <= shm.usable_cores
+        self.wait = waiter(self.words, ABORT, PHASE, DONE, has_own_core=has_own_core)
         self.hold = holding_waiter(self.words, ABORT, PHASE, DONE)
-        self.shares_cores = shm.local_world_size > shm.usable_cores
+        self.shares_cores = not has_own_core
         shm.populate(self._table * 8, PAGE_BYTES)
-        self.words[self._table + _RUNNER] = self.is_native  # before any entry is seen
+        self.words[self._table + _RUNNER] = self.is_native  # before others find an entry
         if reaches:
             self._spot = ProbeCell()
             self._spot.give_leave()
             self.words[self._table + _ADDRESS] = self._spot.address
             self.words[self._table + _NUMBER] = self._spot.number
-            self.words[self._table + _PROCESS] = self._spot.process  # before any entry is seen
+            self.words[self._table + _PROCESS] = self._spot.process  # last, as above
 
     def reach(self, regions: Sequence[int]) -> ProcessReader | None:
-        """Return how the memory of ranks whose entries are there is read, or None where that of one of them cannot be."""
+        """Return a reader for the memory of these ranks, or None if one of them is not readable."""
         tables = [self.shm.table(region) // 8 for region in regions]
         if not all(self.words[table + _PROCESS] for table in tables):
             return None
@@ -188,41 +145,37 @@ class Channels:
         return made if found else None
 
     def are_native(self, regions: Sequence[int]) -> bool:
-        """Return whether programs run in C on all ranks whose entries are there."""
+        """Return whether all ranks of these regions run programs in C."""
         return all(self.words[self.shm.table(region) // 8 + _RUNNER] for region in regions)
 
     def serves(self, members: Sequence[int]) -> bool:
-        """Return whether all ranks of a group share this shared memory."""
+        """Return whether all members share this segment."""
         return all(rank in self.places for rank in members)
 
     def patience(self, regions: Sequence[int]) -> tuple[int, bool]:
-        """Return how often the C runner looks for ranks, and whether it gives way between looks: of threads of one process neither."""
+        """Return how often the C runner looks for ranks, and whether it yields between looks.
+
+        Threads of one process need the interpreter lock that the runner holds: it neither looks nor
+        yields.
+        """
         own = self.words[self._table + _PROCESS]
         others = [
             self.shm.table(region) // 8 for region in regions if region != self.shm.local_rank
         ]
         if any(self.words[table + _PROCESS] == own != 0 for table in others):
             return 0, False
-        return _LOOKS_SHARED if len(
-            others
-        ) >= self.shm.usable_cores else _LOOKS_ALONE, self.shares_cores
+        is_crowded = len(others) >= self.shm.usable_cores
+        return _LOOKS_SHARED if is_crowded else _LOOKS_OWN_CORE, self.shares_cores
 
     def regions_of(self, members: Sequence[int]) -> tuple[int, ...]:
-        """Return the regions of ranks of the world that share this shared memory."""
+        """Return the regions of world ranks that share this segment."""
         return tuple(self.places[member] for member in members)
 
     def take_entry(self, group: int, regions: tuple[int, ...]) -> int:
-        """Take an entry for this rank's channel of a group; the others find it by the group's key.
-
-        Args:
-            group: The group's key, see `group_key`.
-            regions: Of its ranks.
-
-        Returns:
-            Index of its first word.
+        """Take an entry for this rank's channel of a group; return the index of its first word.
 
         Raises:
-            SharedMemoryFull: The table is full, or the memory.
+            SharedMemoryFull: The table or the segment is full.
         """
         entry = self._reuse() or self._new_entry()
         words = self.words
@@ -235,16 +188,16 @@ class Channels:
             self._free.append(entry)
             self._open[entry] = (0, ())
             raise
-        words[entry + _GROUP] = group  # last: it makes the entry visible
+        words[entry + _GROUP] = group  # last: now others find the entry
         self._open[entry] = (group, regions)
         return entry
 
     def let_go_with(self, owner: object, entry: int) -> None:
-        """Let go of an entry when its owner is gone."""
+        """Mark the entry as closed when its owner is garbage."""
         weakref.finalize(owner, _let_go, self.words, entry, self._free, os.getpid()).atexit = False
 
     def find(self, region: int, group: int) -> int:
-        """Return the entry of another rank's channel of a group (as in its entry), or 0 when there is none yet."""
+        """Return the entry of a region's channel with this group key, or 0 if there is none yet."""
         start = self.shm.table(region) // 8
         count = self.words[start]
         if not count:
@@ -257,8 +210,9 @@ class Channels:
     def _new_entry(self) -> int:
         if self._entries >= _ENTRIES_MAX:
             raise SharedMemoryFull(
-                f"this rank is in {self._entries} groups that are still in use; let go of groups that are not needed "
-                f"any more (del group) on all their ranks, or run with SYNCVAR_TRANSPORT=zmq"
+                f"this rank uses {self._entries} groups, and the shared-memory table has no room "
+                "for another; delete unused groups (del group) on all their ranks, or set "
+                "SYNCVAR_TRANSPORT=zmq"
             )
         end = (self._entries + 2) * _ENTRY_BYTES
         if end > self._populated:
@@ -270,11 +224,11 @@ class Channels:
         return entry
 
     def _reuse(self) -> int:
-        """Return an entry that nobody looks at any more, or 0: all members have let go of its group."""
+        """Return an entry whose group all members have closed, or 0."""
         for _ in range(len(self._free)):
             try:
                 entry = self._free.popleft()
-            except IndexError:  # another thread makes a group too
+            except IndexError:  # another thread took it
                 return 0
             group, regions = self._open[entry]
             if all(self._has_let_go(region, group) for region in regions):
@@ -291,7 +245,7 @@ class Channels:
         return 0
 
     def ring(self, entry: int) -> int:
-        """Return where the slots of an entry that take turns begin, made when first asked for; 0 where there is no room."""
+        """Return the offset of the entry's slot ring, allocated on first use; 0 without room."""
         if entry not in self._rings:
             self._rings[entry] = 0
             with contextlib.suppress(SharedMemoryFull):
@@ -304,7 +258,7 @@ class Channels:
 
 
 def _let_go(words: memoryview, entry: int, free: deque[int], process: int) -> None:
-    if os.getpid() == process:  # a forked copy has let go of nothing
-        with contextlib.suppress(ValueError):  # shared memory is closed
+    if os.getpid() == process:  # a forked child owns no entry
+        with contextlib.suppress(ValueError):  # the segment is closed
             words[entry + _CLOSED] = 1
             free.append(entry)

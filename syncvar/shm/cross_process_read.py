@@ -1,9 +1,9 @@
-"""Reading arrays where they lie in the memory of another process of the host: one copy instead of two.
+"""Reads arrays in the memory of another process of the host: one copy instead of two.
 
-Linux lets a process read another one's memory (process_vm_readv(2), since 3.2) under the rules of a debugger: the same
-user and, where Yama restricts debuggers to descendants (ptrace_scope 1), leave by the process that is read. A worker gives
-leave to the process that started it and to that one's descendants: the other workers. Whether it works is tried out, by
-reading a random number of which the other process tells the place; where it does not, data go through shared memory.
+process_vm_readv(2) follows the rules for debuggers: the same user, and permission by the target
+where Yama restricts debuggers to descendants (ptrace_scope 1). A worker permits the process that
+started it, and with it the other workers. A probe finds out whether reading works: the reader looks
+for a random number at a published address. If it fails, data go through shared memory.
 """
 
 from __future__ import annotations
@@ -21,45 +21,40 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["ProbeCell", "ProcessReader"]
-
 _PR_SET_PTRACER = 0x59616D61
 _SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
 
 
-class _Stretch(ctypes.Structure):
+class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 @cache
 def _functions() -> tuple[Any, Any] | None:
-    """Return the system call without and with the interpreter's lock; None where the system has none."""
+    """Return process_vm_readv without and with the interpreter lock.
+
+    None if the system has none.
+    """
     found = []
     for library in (ctypes.CDLL, ctypes.PyDLL):
         try:
             function: Any = library(None, use_errno=True).process_vm_readv
         except AttributeError:
             return None
-        function.argtypes = (
-            ctypes.c_int,
-            ctypes.c_void_p,
-            ctypes.c_ulong,
-            ctypes.c_void_p,
-            ctypes.c_ulong,
-            ctypes.c_ulong,
-        )
+        iovecs = (ctypes.c_void_p, ctypes.c_ulong)
+        function.argtypes = (ctypes.c_int, *iovecs, *iovecs, ctypes.c_ulong)
         function.restype = ctypes.c_ssize_t
         found.append(function)
     return found[0], found[1]
 
 
 class ProbeCell:
-    """A random number in this process's memory, by which another process finds out whether it can read there.
+    """A random number in this process's memory: others read it to find out whether they can.
 
     Attributes:
-        process: This process.
-        address: Where the number is.
-        number: The number, of 64 bits.
+        process: Process id.
+        address: Address of the number.
+        number: The number, 64 bits.
     """
 
     def __init__(self) -> None:
@@ -70,9 +65,10 @@ class ProbeCell:
 
     @staticmethod
     def give_leave() -> None:
-        """Let the process that started this one, and what that started, trace this one, where Yama would refuse it.
+        """Permit this process's parent and the parent's descendants to read it under Yama.
 
-        Yama knows no leave to read only: who may read may also attach as a debugger, for processes of the same user.
+        Yama knows no permission to read only: who may read may also attach as a debugger, as the
+        same user.
         """
         parent = os.getppid()
         try:
@@ -88,7 +84,7 @@ class ProcessReader:
     """Reads the memory of other processes. One thread at a time.
 
     Args:
-        processes: Of the ranks of a group, in their order.
+        processes: Process ids of a group's ranks, in rank order.
 
     Example:
         >>> import os
@@ -102,52 +98,42 @@ class ProcessReader:
 
     def __init__(self, processes: Sequence[int]) -> None:
         self.processes = tuple(processes)
-        self._here, self._there = _Stretch(), _Stretch()
+        self._here, self._there = _IoVec(), _IoVec()
         self._places = ctypes.addressof(self._here), ctypes.addressof(self._there)
 
     def finds(self, rank: int, address: int, number: int) -> bool:
-        """Return whether the memory of a rank can be read: there is this number at this address."""
-        made = ctypes.c_uint64()
+        """Return whether a rank's memory is readable: this number is at this address."""
+        value = ctypes.c_uint64()
         try:
-            return (
-                self._read(rank, address, ctypes.addressof(made), 8, hold=False)
-                and made.value == number
-            )
+            is_read = self._read(rank, address, ctypes.addressof(value), 8, hold=False)
         except SyncvarError:
             return False
+        return is_read and value.value == number
 
     def can_read(self, rank: int, address: int, nbytes: int) -> bool:
-        """Return whether the first and the last of some bytes of a rank's memory can be read: not those of a device."""
-        made = ctypes.c_uint64()
-        into = ctypes.addressof(made)
+        """Return whether the first and the last of these bytes are readable.
+
+        Device memory is not.
+        """
+        byte = ctypes.c_uint64()
+        into = ctypes.addressof(byte)
+        ends = (address, address + max(1, nbytes) - 1)
         try:
-            return all(
-                self._read(rank, place, into, 1, hold=True)
-                for place in (address, address + max(1, nbytes) - 1)
-            )
+            return all(self._read(rank, end, into, 1, hold=True) for end in ends)
         except SyncvarError:
             return False
 
     def read(self, rank: int, address: int, target: NDArray[Any], *, hold: bool = False) -> bool:
-        """Copy what lies at `address` of a rank's memory into an array in one piece.
+        """Copy bytes at `address` of a rank into a contiguous array.
 
-        Args:
-            rank: Whose memory.
-            address: Where, in its process.
-            target: As many bytes are read as it has.
-            hold: Keep the interpreter's lock.
+        Return False if the process is gone.
 
-        Returns:
-            False where the process is no more: what the target holds is worth nothing.
+        After False the content of the array is undefined. `hold` keeps the interpreter lock.
 
-        Raises:
-            SyncvarError: The system refuses.
-
-        Cost: about 1 us, and 0.1 us for each page beside the copy.
+        Cost: about 1 us, and 0.1 us for each page in addition to the copy.
         """
-        return self._read(
-            rank, address, target.__array_interface__["data"][0], target.nbytes, hold=hold
-        )
+        into = target.__array_interface__["data"][0]
+        return self._read(rank, address, into, target.nbytes, hold=hold)
 
     def _read(self, rank: int, address: int, into: int, nbytes: int, *, hold: bool) -> bool:
         functions = _functions()
@@ -165,9 +151,10 @@ class ProcessReader:
                 number = ctypes.get_errno() if done else 0
                 if number == errno.ESRCH:
                     return False
+                reason = os.strerror(number) if number else "it ends there"
                 raise SyncvarError(
-                    f"the memory of rank {rank} of the group (process {process}) cannot be read any more "
-                    f"({os.strerror(number) if number else 'it ends there'}); set SYNCVAR_SINGLE_COPY=off for all ranks"
+                    f"the memory of rank {rank} of the group (process {process}) cannot be read "
+                    f"any more ({reason}); set SYNCVAR_SINGLE_COPY=off for all ranks"
                 )
             into, address, nbytes = into + done, address + done, nbytes - done
         return True

@@ -1,8 +1,8 @@
-"""What of shared memory has been given out: every use of it can be compared with that, where `check_shm` is on.
+"""Allocation maps: with `check_shm` on, each use of shared memory is checked against them.
 
-Each rank tells all others, at the end of its region, which lines of the cache there it has given out: one byte for each.
-A use of memory that nobody was given is a bug of this library, and is refused before it reads or writes anything: else it
-would change an array of somebody, or take its numbers for others.
+Each rank keeps a map at the end of its region: one byte for each cache line, 1 if the line is
+allocated. A use of memory that nobody allocated is a bug of this library. The check raises before
+the use could damage an array.
 """
 
 from __future__ import annotations
@@ -12,71 +12,77 @@ from typing import TYPE_CHECKING
 from syncvar.shm.segment_layout import LINE_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
-    from syncvar.shm.segment import SharedSegment
+    from collections.abc import Callable
 
-__all__ = ["GIVEN", "AllocationMap"]
+    import numpy as np
+    from numpy.typing import NDArray
 
-GIVEN = 4  # word of a rank's table: where its bytes begin; 0 where it keeps none
+    from syncvar.shm.segment_layout import SegmentLayout
+
+MAP_OFFSET = 4  # word of a rank's table: offset of its map; 0 without checks
 
 
 class AllocationMap:
-    """What this rank has given out of its region, and what the others say of theirs.
+    """The allocated lines of this rank's region, and a reader of the other ranks' maps.
 
     Args:
-        shm: The mapped shared memory.
+        layout: Layout of the segment.
+        local_rank: Rank of this process on the host.
+        words: The segment as 64-bit words.
+        ground: The segment as bytes.
+        populate: Function that reserves the pages of a range.
     """
 
-    def __init__(self, shm: SharedSegment) -> None:
-        self._shm = shm
+    def __init__(
+        self,
+        layout: SegmentLayout,
+        local_rank: int,
+        words: memoryview,
+        ground: NDArray[np.uint8],
+        populate: Callable[[int, int], None],
+    ) -> None:
+        self._layout, self._rank = layout, local_rank
+        self._words, self._ground, self._populate = words, ground, populate
         self._sizes: dict[int, int] = {}
-        _, stop = shm.layout.arrays(shm.local_rank)
-        self.start = stop - self.nbytes(shm)
-        shm.words[shm.table(shm.local_rank) // 8 + GIVEN] = self.start
-
-    @staticmethod
-    def nbytes(shm: SharedSegment) -> int:
-        """Return how much of a region is taken for this: whole pages at its end."""
-        return -(-shm.layout.region_bytes // LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
+        _, stop = layout.arrays(local_rank)
+        # The map has whole pages at the end of the region.
+        self.start = stop - -(-layout.region_bytes // LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
+        words[layout.table(local_rank) // 8 + MAP_OFFSET] = self.start
 
     def add(self, offset: int, nbytes: int) -> None:
-        """Tell that memory has been given out.
+        """Mark memory as allocated.
 
         Raises:
-            SharedMemoryFull: There is no room to tell it.
+            SharedMemoryFull: There is no room for the map's pages.
         """
-        first, last = self._lines(self._shm.local_rank, offset, nbytes)
+        first, last = self._lines(self._rank, offset, nbytes)
         page = (self.start + first) // PAGE_BYTES * PAGE_BYTES
-        self._shm.populate(page, -(-(self.start + last - page) // PAGE_BYTES) * PAGE_BYTES)
-        self._shm.ground[self.start + first : self.start + last] = 1
+        self._populate(page, -(-(self.start + last - page) // PAGE_BYTES) * PAGE_BYTES)
+        self._ground[self.start + first : self.start + last] = 1
         self._sizes[offset] = nbytes
 
     def remove(self, offset: int) -> None:
-        """Tell that it is nobody's any more."""
-        first, last = self._lines(self._shm.local_rank, offset, self._sizes.pop(offset))
-        self._shm.ground[self.start + first : self.start + last] = 0
+        """Mark memory as free."""
+        first, last = self._lines(self._rank, offset, self._sizes.pop(offset))
+        self._ground[self.start + first : self.start + last] = 0
 
     def why_not(self, offset: int, nbytes: int) -> str:
-        """Return in words why some bytes may not be used; empty where they may."""
-        shm = self._shm
-        place = f"bytes [{offset}, {offset + nbytes}) of shared memory"
-        rank = next(
-            (
-                one
-                for one in range(shm.local_world_size)
-                if _is_in(shm.layout.arrays(one), offset, nbytes)
-            ),
-            None,
-        )
-        if rank is None:
-            return f"{place} are no memory for arrays"
-        told = shm.words[shm.table(rank) // 8 + GIVEN]
+        """Return why nobody may use these bytes, or an empty text."""
+        layout = self._layout
+        span = f"bytes [{offset}, {offset + nbytes}) of shared memory"
+        ranks = range(layout.local_world_size)
+        owners = [rank for rank in ranks if _is_in(layout.arrays(rank), offset, nbytes)]
+        if not owners:
+            return f"{span} are outside the memory for arrays"
+        rank = owners[0]
+        start = self._words[layout.table(rank) // 8 + MAP_OFFSET]
         first, last = self._lines(rank, offset, nbytes)
-        if told and not shm.ground[told + first : told + last].all():
-            return f"{place} have not been given out by local rank {rank}"
+        if start and not self._ground[start + first : start + last].all():
+            return f"local rank {rank} has not allocated {span}"
         return ""
 
     def _lines(self, rank: int, offset: int, nbytes: int) -> tuple[int, int]:
-        start, _ = self._shm.layout.region(rank)
+        start, _ = self._layout.region(rank)
         return (offset - start) // LINE_BYTES, -(-(offset + nbytes - start) // LINE_BYTES)
 
 

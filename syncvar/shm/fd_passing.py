@@ -1,8 +1,8 @@
-"""Hands shared memory's descriptor to the workers of one job, over a socket in the job's private directory.
+"""Passes the segment's descriptor from the launcher to the workers of its job over a unix socket.
 
-One message asks, one answers with the descriptor or with the reason why there is none. The server side is part of the
-launcher's loop: it never waits, whoever connects and whatever he sends. There is one shared memory for each generation; it is
-made when the first rank of the generation asks.
+A worker sends one request; the answer is the descriptor, or the reason why there is none. The
+server runs in the launcher's loop and never blocks, whatever a client sends. Each generation has
+one segment, created when its first rank asks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from syncvar.shm.segment_file import CreatedSegment
 
-__all__ = ["Handing", "fd_socket_path", "fetch", "servers_fd_socket_path"]
-
 _REQUEST = struct.Struct("=8s64sQQ")
 _MAGIC = b"SVSHM\0\0\1"
 _YES, _NO = b"\1", b"\0"
@@ -31,10 +29,9 @@ _PAUSE_S = 0.005
 
 
 def fd_socket_path(directory: str) -> str:
-    """Return where shared memory of a host is handed over.
+    """Return the path of the socket that passes the descriptor.
 
-    Args:
-        directory: The private folder of the host's sockets.
+    `directory` is the host's private folder.
 
     Example:
         >>> fd_socket_path("/run/user/1000/syncvar/1a2b3c4d")
@@ -44,19 +41,19 @@ def fd_socket_path(directory: str) -> str:
 
 
 def servers_fd_socket_path(directory: str) -> str:
-    """Return where that of a host's servers and workers is handed over, which is another one."""
+    """Return the path for the segment that the servers and workers of a host share."""
     return f"{directory}/servers-shm"
 
 
 class Handing:
-    """The launcher's side.
+    """The launcher's side of the socket.
 
     Args:
-        path: Where to listen.
-        job_id: Who asks must name this job.
-        local_world_size: Ranks of this host.
-        make: Makes shared memory of a generation: (shared memory, "") or (None, reason).
-        generation: The first that is handed over; who asks for an earlier one is refused.
+        path: Path of the socket.
+        job_id: Job that requests must name.
+        local_world_size: Number of ranks on this host.
+        make: Function that creates the segment of a generation: (segment, "") or (None, reason).
+        generation: The first generation to serve; requests for earlier ones fail.
     """
 
     def __init__(
@@ -76,15 +73,12 @@ class Handing:
         self._fetched: dict[int, set[int]] = {}
         self._newest = generation
         self._aborts_all = False
-        self._has_said = False
-        self._said: list[str] = []
-        self._waiting: dict[
-            int, socket.socket
-        ] = {}  # connected, and silent so far; the longest waiting first
+        self._has_message = False
+        self._messages: list[str] = []
+        self._waiting: dict[int, socket.socket] = {}  # clients without a request, oldest first
         self._waiting_max = 2 * local_world_size + 16
-        self._listener = socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        )
+        flags = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        self._listener = socket.socket(socket.AF_UNIX, flags)
         try:
             self._listener.bind(path)
             os.chmod(path, 0o600)
@@ -100,24 +94,24 @@ class Handing:
         return [self._listener.fileno(), *self._waiting] if self._listener.fileno() >= 0 else []
 
     def readable(self, descriptor: int) -> None:
-        """Handle a descriptor that poll reported; others are not looked at."""
+        """Handle a descriptor that poll reported; ignore others."""
         if descriptor in self._waiting:
             self._serve(self._waiting.pop(descriptor))
         elif descriptor == self._listener.fileno():
             for _ in range(self._waiting_max):
                 try:
                     connection, _ = self._listener.accept()
-                except OSError:  # nobody is there any more, or the launcher is out of descriptors
+                except OSError:  # the client is gone, or the launcher is out of descriptors
                     return
                 self._take(connection)
 
     def take_said(self) -> list[str]:
-        """Return the sentences to show since the last call."""
-        said, self._said = self._said, []
-        return said
+        """Return the messages for the user since the last call."""
+        messages, self._messages = self._messages, []
+        return messages
 
     def prepare(self, generation: int) -> tuple[CreatedSegment | None, str]:
-        """Return shared memory of a generation, made now if need be, or the reason why there is none."""
+        """Return a generation's segment, created on the first call, or the reason for none."""
         found = self._segments.get(generation)
         if found is None:
             found = self._segments[generation] = self._make(generation)
@@ -126,18 +120,19 @@ class Handing:
             shm, reason = found
             if shm is not None and self._aborts_all:
                 shm.abort()
-            sentence = (
-                shm.said
-                if shm is not None
-                else f"no shared memory, data go through unix sockets: {reason}"
-            )
-            if sentence and not self._has_said:  # the next generations will fare alike
-                self._has_said = True
-                self._said.append(sentence)
+            message = f"no shared memory, data go through unix sockets: {reason}"
+            if shm is not None:
+                message = shm.said
+            if message and not self._has_message:  # the next generations would repeat it
+                self._has_message = True
+                self._messages.append(message)
         return found
 
     def abort(self, generation: int | None = None) -> None:
-        """Set the abort word of one generation's shared memory; without one, of all there are and will be."""
+        """Set the abort word of a generation's segment.
+
+        Without a generation, of all present and later ones.
+        """
         if generation is None:
             self._aborts_all = True
         for number, (shm, _) in self._segments.items():
@@ -159,7 +154,7 @@ class Handing:
     # -- inside ------------------------------------------------------------------------------------
 
     def _take(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
+        connection.settimeout(0)
         if _peer_user(connection) != os.getuid():
             self.refused_requests += 1
             connection.close()
@@ -172,7 +167,7 @@ class Handing:
     def _serve(self, connection: socket.socket) -> None:
         try:
             request = connection.recv(_REQUEST.size + 1)
-        except BlockingIOError:  # the number was another descriptor's when poll reported it
+        except BlockingIOError:  # poll reported an older descriptor of this number
             self._waiting[connection.fileno()] = connection
             return
         except OSError:
@@ -186,20 +181,20 @@ class Handing:
                 else:
                     socket.send_fds(connection, [_YES], [fd])
             except OSError:
-                self.refused_requests += 1  # it went away, or does not read what it asked for
+                self.refused_requests += 1  # the client is gone, or does not read
 
     def _answer(self, request: bytes) -> tuple[int, str]:
         if len(request) != _REQUEST.size:
-            return -1, "this is no request for shared memory"
+            return -1, "the request has the wrong length"
         magic, job, generation, local_rank = _REQUEST.unpack(request)
         if magic != _MAGIC:
-            return -1, "the launcher's version of syncvar is another one than the worker's"
+            return -1, "the launcher's version of syncvar differs from the worker's"
         if job != self._job:
             return -1, "this is another job"
         if local_rank >= self._local_world_size:
             return -1, f"there is no local rank {local_rank} among {self._local_world_size}"
         if generation < self._newest and generation not in self._segments:
-            return -1, f"generation {generation} is over, {self._newest} is in force"
+            return -1, f"generation {generation} has ended; the current one is {self._newest}"
         shm, reason = self.prepare(generation)
         self._fetched[generation].add(local_rank)
         if len(self._fetched[generation]) == self._local_world_size:
@@ -217,17 +212,11 @@ class Handing:
 def fetch(
     path: str, job_id: str, generation: int, local_rank: int, timeout_s: float
 ) -> tuple[int, None] | tuple[None, str]:
-    """Ask the launcher for shared memory of a generation. Called in a worker.
+    """Ask the launcher for the segment of a generation.
 
-    Args:
-        path: As `fd_socket_path` says.
-        job_id: The job's identity.
-        generation: Version of the membership.
-        local_rank: Who asks.
-        timeout_s: Longest wait.
+    Return (descriptor, None) or (None, reason).
 
-    Returns:
-        (descriptor, None), or (None, the reason why there is no shared memory).
+    Waits at most `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -239,7 +228,7 @@ def fetch(
                 try:
                     connection.connect(path)
                     break
-                except BlockingIOError:  # more ask than the launcher has taken so far
+                except BlockingIOError:  # the launcher's backlog is full
                     if time.monotonic() + _PAUSE_S > deadline:
                         raise
                     time.sleep(_PAUSE_S)
@@ -249,9 +238,9 @@ def fetch(
             connection.send(_REQUEST.pack(_MAGIC, _job_bytes(job_id), generation, local_rank))
             answer, fds = _receive(connection)
     except TimeoutError:
-        return None, f"the launcher did not hand over shared memory within {timeout_s:g} s"
+        return None, f"the launcher did not send shared memory within {timeout_s:g} s"
     except OSError as error:
-        return None, f"the launcher hands over no shared memory ({path}: {error.strerror})"
+        return None, f"the launcher sends no shared memory ({path}: {error.strerror})"
     if answer[:1] == _YES and len(fds) == 1:
         return fds[0], None
     for fd in fds:
@@ -260,7 +249,8 @@ def fetch(
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
-    # Not socket.recv_fds, which drops the flag: a child that is started meanwhile would inherit the descriptor.
+    # socket.recv_fds drops MSG_CMSG_CLOEXEC: a child started meanwhile would inherit the
+    # descriptor.
     answer, extra, _, _ = connection.recvmsg(
         _ANSWER_MAX, socket.CMSG_LEN(_FD.size), socket.MSG_CMSG_CLOEXEC
     )

@@ -1,6 +1,7 @@
-"""A channel: this rank's end of a group's, by which it publishes how far it is, waits for the others, and finds their data.
+"""One rank's end of a group's channel: publish progress, wait for the others, find their data.
 
-`channels.py` says what stands in the entries of the table, and why words and phases only grow.
+The runtime makes one for each group of one host. `channel_table.py` names the rules of the
+protocol.
 """
 
 from __future__ import annotations
@@ -36,19 +37,17 @@ if TYPE_CHECKING:
     from syncvar.shm.channel_table import Channels
     from syncvar.shm.cross_process_read import ProcessReader
 
-__all__ = ["Channel"]
-
 
 class Channel(ChannelState):
-    """This rank's end of a group's channels; the others find it by the group's identity.
+    """This rank's end of a group's channel; the other ranks find it by the group's identity.
 
     Args:
-        channels: Whose it is.
-        group: The group's identity, the same on all its ranks.
-        members: Its ranks in the world, of which this process is one.
+        channels: The channel table of this rank.
+        group: Identity of the group, equal on all its ranks.
+        members: World ranks of the group, this process included.
 
     Raises:
-        SharedMemoryFull: The table of entries is full, or the memory.
+        SharedMemoryFull: The table of entries or the segment is full.
     """
 
     __slots__ = (
@@ -94,27 +93,28 @@ class Channel(ChannelState):
         self.side = 0
         self.last = 0  # the last word published, without its side
         self.phase = 0  # the last phase published
-        self.is_settled = True  # everyone has reached it, or will before this rank is told that the call has ended
-        self.tail = 0  # the side on which a segment was published last
+        self.is_settled = True  # all ranks reach it before the call ends on this rank
+        self.tail = 0  # the side of the last published segment
         self.queue: deque[Any] = deque()  # started calls, oldest first
         self.is_open = self.size == 1
-        self.is_native = False  # programs run in C here
-        self.are_native = False  # and on all ranks of the group
-        self.others: tuple[int, ...] = ()  # words of the other ranks, the next one first
-        self.reach: ProcessReader | None = None  # where the memory of all of them can be read
+        self.is_native = False  # this rank runs programs in C
+        self.are_native = False  # all ranks of the group do
+        self.others: tuple[int, ...] = ()  # words of the other ranks, beginning with the next rank
+        self.reach: ProcessReader | None = None  # set if the memory of all ranks is readable
         self._kept: list[Any] = []
         self._entries = [0] * self.size
         self._entries[self.rank] = self.entry
         self._views: dict[tuple[int, int, np.dtype[Any]], NDArray[Any]] = {}
-        self.found: dict[
-            Any, list[Any]
-        ] = {}  # where memories of programs lie, see `runtime/programs/program_runner.py`
+        self.found: dict[Any, list[Any]] = {}  # the memories that `program_runner` has located
         self._segments = [0] * self.size
         self._part_bytes = (SEGMENT_BYTES // self.size // PAGE_BYTES + 2) * PAGE_BYTES
 
     @property
     def first(self) -> Any:
-        """The oldest started call, or None. Other threads start calls and let go of them meanwhile: one look, and no iteration."""
+        """The oldest started call, or None.
+
+        Other threads change the queue, so this reads it once and never iterates.
+        """
         try:
             return self.queue[0]
         except IndexError:
@@ -123,7 +123,7 @@ class Channel(ChannelState):
     # -- finding the others ------------------------------------------------------------------------
 
     def open(self) -> tuple[int, ...]:
-        """Look for the other ranks' channels; returns the ranks of the group whose channel is not there yet."""
+        """Look for the other ranks' entries; return the ranks of the group still without one."""
         missing = []
         for distance in range(1, self.size):
             rank = (self.rank + distance) % self.size
@@ -147,14 +147,7 @@ class Channel(ChannelState):
     # -- publishing and waiting --------------------------------------------------------------------
 
     def begin(self, call: int, check: int, source: int = 0, target: int = 0) -> int:
-        """Publish phase 0 of a call; returns what the others have to reach, for `is_reached` and `wait`.
-
-        Args:
-            call: Its number.
-            check: `check_of` it.
-            source: What the call says of the arrays to read, see `Vector.told` and `Said`.
-            target: The same of the arrays to write.
-        """
+        """Publish phase 0 of a call, and return the word that the others have to reach."""
         words, entry = self.words, self.entry
         side = self.side = self.side ^ 1
         words[entry + CHECK + side] = check
@@ -168,12 +161,12 @@ class Channel(ChannelState):
         return last
 
     def publish(self) -> int:
-        """Publish the next phase of the call; returns what the others have to reach: minus the phase."""
+        """Publish the next phase; return minus the phase, which the others have to reach."""
         phase = self.phase = self.words[self.entry + PHASE] = self.phase + 1
         return -phase
 
     def next_parity(self) -> int:
-        """Return the side of the segments for data that are published next, in a phase after 0: the same on all ranks."""
+        """Return which result segment the next phase uses (parity rule); equal on all ranks."""
         return (self.phase + 1) & 1
 
     def _is_at(self, entry: int, need: int) -> bool:
@@ -184,45 +177,42 @@ class Channel(ChannelState):
         return words[entry + (DONE if word >= self.last + 2 else PHASE)] >= -need
 
     def is_reached(self, need: int) -> bool:
-        """Return whether all other ranks have published `need` or something later.
+        """Return whether all other ranks have published `need`.
 
-        Args:
-            need: A word, or minus a phase of the call that this rank published last.
+        It is a word, or minus a phase of this rank's last call.
         """
         return all(self._is_at(other, need) for other in self.others)
 
     def missing(self, need: int) -> tuple[int, ...]:
-        """Return the ranks of the world that have not published `need` yet."""
+        """Return the world ranks that have not published `need` yet."""
         if not self.is_open:
             return tuple(self.members[rank] for rank in range(self.size) if not self._entries[rank])
-        return tuple(
-            self.members[rank]
-            for rank, entry in enumerate(self._entries)
-            if rank != self.rank and not self._is_at(entry, need)
-        )
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        late = [rank for rank in others if not self._is_at(self._entries[rank], need)]
+        return tuple(self.members[rank] for rank in late)
 
     def passed(self) -> tuple[int, ...]:
-        """Return the ranks of the group that are past this call."""
+        """Return the ranks of the group that have begun a later call."""
         return tuple(
             rank for rank, entry in enumerate(self._entries) if self.words[entry] >= self.last + 2
         )
 
     def side_of(self, rank: int) -> int:
-        """Return on which side a rank of the group, this one too, has published phase 0 of this call."""
+        """Return the side on which a rank of the group published phase 0 of this call."""
         word = self.words[self._entries[rank]]
         side = word & 1
         return side if word < self.last + 2 else side ^ 1
 
     def own_side(self, side: int) -> tuple[int, ...]:
-        """Return sides by rank of which only this rank's is known; -1 for the others."""
+        """Return the sides by rank where only this rank's is known; -1 for the others."""
         return (*(-1,) * self.rank, side, *(-1,) * (self.size - self.rank - 1))
 
     def sides(self) -> tuple[int, ...]:
-        """Return on which side each rank has published phase 0 of this call."""
+        """Return by rank the side on which it published phase 0 of this call."""
         return tuple([self.side_of(rank) for rank in range(self.size)])
 
     def disagreeing(self, check: int) -> tuple[int, ...]:
-        """Return the ranks of the group whose phase 0 of this call says something else."""
+        """Return the ranks of the group whose check of this call differs."""
         words = self.words
         return tuple(
             rank
@@ -231,7 +221,7 @@ class Channel(ChannelState):
         )
 
     def arrays(self) -> tuple[list[int], list[int]]:
-        """Return source and target of all ranks in this call, as given to `begin`."""
+        """Return the sources and the targets of this call by rank, as passed to `begin`."""
         words = self.words
         sources, targets = [], []
         for rank, entry in enumerate(self._entries):
@@ -241,25 +231,28 @@ class Channel(ChannelState):
         return sources, targets
 
     def tell_places(self, places: Sequence[int]) -> None:
-        """Tell with phase 0 of the next call where this rank's blocks lie: numbers of 64 bits, in its small slot."""
+        """Write the locations of this rank's blocks to its small slot of the next call."""
         first = self.told_word(self.rank, self.side ^ 1)
         for index, place in enumerate(places):
             self.words[first + index] = place
 
     def told_place(self, rank: int, index: int) -> int:
-        """Return where a block of a rank lies, as told in this call."""
+        """Return the location of a block of a rank in this call."""
         return self.words[self.told_word(rank, self.side_of(rank)) + index]
 
     def told_word(self, rank: int, side: int) -> int:
-        """Return the word in which a rank tells on a side where its first block lies."""
+        """Return the index of the word with the location of a rank's first block on a side."""
         return self.small_offset(rank, side) // 8
 
     def keep(self, arrays: Any) -> None:
-        """Keep arrays alive as long as the channel: a call has failed in which others may still read them."""
+        """Keep arrays alive as long as the channel: other ranks may read them after a failure."""
         self._kept.append(arrays)
 
     def _bind(self) -> bool:
-        """Tell the C runner where the words of all ranks are; returns whether it takes so many."""
+        """Pass the words of all ranks to the C runner.
+
+        Return whether it accepts the group's size.
+        """
         looks, shares_cores = self._channels.patience(self.regions)
         return bind(
             self,
@@ -276,25 +269,23 @@ class Channel(ChannelState):
         )
 
     def ring_of(self, nbytes: int) -> int:
-        """Return what the C runner is told of the slots of this rank that take turns, for vectors that everybody sums.
+        """Return the offset of this rank's slot ring for vectors of this size that every rank sums.
 
-        Returns:
-            Where they begin; 0 where there are none; -1 for a vector whose slot nobody tells.
+        0 means no ring; -1 means that the vector goes to the fixed small slot.
         """
         if nbytes <= WIDE_BYTES:
             return -1
-        return (
-            self._channels.ring(self.entry) if self.is_native and self.size <= RING_RANKS_MAX else 0
-        )
+        has_ring = self.is_native and self.size <= RING_RANKS_MAX
+        return self._channels.ring(self.entry) if has_ring else 0
 
     def smalls_now(self, count: int, dtype: np.dtype[Any]) -> list[NDArray[Any]]:
-        """Return what all ranks have put to be summed by everybody, in their order, as published in this call."""
+        """Return the small vectors of all ranks in this call, in rank order."""
         return [
             self.resident(offset, count, dtype) for offset in self.slots_now(count * dtype.itemsize)
         ]
 
     def slots_now(self, nbytes: int) -> tuple[int, ...]:
-        """Return where in shared memory the slot of each rank begins, as published in this call with so many bytes in it."""
+        """Return by rank the offset of the slot that holds its `nbytes` in this call."""
         found = []
         for rank, entry in enumerate(self._entries):
             side = self.side_of(rank)
@@ -309,52 +300,41 @@ class Channel(ChannelState):
         return self.resident(self.small_offset(rank, side), count, dtype)
 
     def small_offset(self, rank: int, side: int) -> int:
-        """Return where a rank's small slot begins in shared memory."""
+        """Return the offset of a rank's small slot in the segment."""
         return self.words[self._entries[rank] + SMALL] + side * SMALL_BYTES
 
     def smalls(self, side: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return the small slots of all ranks as one array (rank, *shape): without a copy where they are evenly spaced.
-
-        Raises:
-            ValueError: They are not.
-        """
+        """Return the small slots of all ranks as one array (rank, *shape), without a copy."""
         return self.shm.rows(
             [self.small_offset(rank, side) for rank in range(self.size)], shape, dtype
         )
 
     def reserve_segments(self) -> None:
-        """Take memory for this rank's segments, before the call that needs them is published.
-
-        Raises:
-            SharedMemoryFull: There is no room.
-        """
+        """Allocate this rank's segments; call it before publishing the call that needs them."""
         if not self._segments[self.rank]:
             made = self.shm.allocate(2 * (SEGMENT_BYTES + self._part_bytes))
             self.words[self.entry + SEGMENTS] = made
             self._segments[self.rank] = made
 
     def segment(self, rank: int, number: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return a view of a rank's segment; numbers 0 and 1 hold what is brought, by side, and 2 and 3 hold results."""
+        """Return a view of a rank's segment; 0 and 1 hold inputs, by side; 2 and 3 hold results."""
         return self.resident(self.segment_offset(rank, number), count, dtype)
 
     def segment_offset(self, rank: int, number: int) -> int:
-        """Return where a rank's segment begins in shared memory, see `segment`."""
+        """Return the offset of a rank's segment, numbered as in `segment`."""
         base = self._segments[rank]
         if not base:
             base = self._segments[rank] = self.words[self._entries[rank] + SEGMENTS]
             if not base:
                 raise InternalError(
-                    f"rank {rank} of the group has taken no memory for segments, and one is to be looked at"
+                    f"rank {rank} of the group published a segment that it never allocated"
                 )
-        place = (
-            number * SEGMENT_BYTES
-            if number < 2
-            else 2 * SEGMENT_BYTES + (number - 2) * self._part_bytes
-        )
-        return int(base + place)
+        if number < 2:
+            return int(base + number * SEGMENT_BYTES)
+        return int(base + 2 * SEGMENT_BYTES + (number - 2) * self._part_bytes)
 
     def resident(self, offset: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Return a flat view of an array anywhere in shared memory."""
+        """Return a flat view of an array anywhere in the segment."""
         key = (offset, count, dtype)
         found = self._views.get(key)
         if found is not None:
@@ -362,10 +342,9 @@ class Channel(ChannelState):
         try:
             view = self.shm.view(offset, count, dtype)
         except InternalError as error:
-            raise InternalError(
-                f"rank {self.members[self.rank]}, call {(self.last >> 1) - 1} of group {self.group}: {error}"
-            ) from None
-        if not self.shm.is_checked:  # else it is checked again each time
+            call = f"call {(self.last >> 1) - 1} of group {self.group}"
+            raise InternalError(f"rank {self.members[self.rank]}, {call}: {error}") from None
+        if not self.shm.is_checked:  # with checks on, each use is checked anew
             if len(self._views) >= 4096:
                 self._views.clear()
             self._views[key] = view

@@ -1,24 +1,14 @@
-"""What the container and the machine allow: how much memory is left, and how many cores there are.
+"""Limits of the container and the machine: free memory and usable cores.
 
-The system populates shared pages without a word and ends a process when the container's limit is reached. So the limit
-is read before pages are asked for, and a shortage is an error and not a killed process. What was merely read from files
-and can be dropped at once does not count as used.
+The system kills a process that passes the container's memory limit. So the segment reads the limit
+before it asks for pages, and a shortage becomes an error. The page cache, which the system can drop
+at once, does not count as used.
 """
 
 from __future__ import annotations
 
 import os
 from typing import NamedTuple
-
-__all__ = [
-    "CONTROL_GROUPS",
-    "MemoryLimits",
-    "Shortage",
-    "control_groups",
-    "core_quota",
-    "field_of",
-    "read_file",
-]
 
 CONTROL_GROUPS = "/sys/fs/cgroup"
 _NO_LIMIT = 1 << 60  # version 1 writes "none" as the largest multiple of a page
@@ -40,7 +30,7 @@ class Shortage(NamedTuple):
     Args:
         used: Bytes in use under it.
         limit: Bytes allowed.
-        whose: What sets it, in words.
+        whose: Name of the limit for messages.
     """
 
     used: int
@@ -49,12 +39,14 @@ class Shortage(NamedTuple):
 
 
 class MemoryLimits:
-    """The limits of memory for this process; the groups are found once, their numbers are read at every question.
+    """The memory limits of this process.
+
+    It finds the control groups once and reads their numbers at each call.
 
     Args:
-        membership: The text that names this process's control groups; None to read it.
-        root: Where the control groups are mounted.
-        machine: The file with the machine's memory.
+        membership: Text that names this process's control groups; None to read it.
+        root: Mount point of the control groups.
+        machine: File with the machine's memory.
 
     Example:
         >>> MemoryLimits().shortage(4096) is None
@@ -94,11 +86,9 @@ class MemoryLimits:
 
 
 def core_quota(membership: str | None = None, root: str = CONTROL_GROUPS) -> int | None:
-    """Return how many cores' worth of time the control groups of this process allow, rounded up; None for no limit.
+    """Return how many cores the control groups of this process allow, rounded up.
 
-    Args:
-        membership: The text that names this process's control groups; None to read it.
-        root: Where the control groups are mounted.
+    None for no limit.
     """
     quotas = []
     for version, folder in control_groups("cpu", membership, root):
@@ -110,20 +100,16 @@ def core_quota(membership: str | None = None, root: str = CONTROL_GROUPS) -> int
                 read_file(f"{folder}/cpu.cfs_period_us").strip(),
             ]
         numbers = [_number(word) for word in words]
-        if (
-            len(numbers) == 2 and numbers[0] and numbers[1]
-        ):  # "max", and -1 in version 1, are no numbers
+        if len(numbers) == 2 and numbers[0] and numbers[1]:  # "max", or -1 in version 1: no quota
             quotas.append(-(-numbers[0] // numbers[1]))
     return min(quotas, default=None)
 
 
 def control_groups(controller: str, membership: str | None, root: str) -> list[tuple[int, str]]:
-    """Return version and folder of the control groups that this process is in, the innermost first."""
-    text = (
-        read_file("/proc/self/cgroup").decode(errors="replace")
-        if membership is None
-        else membership
-    )
+    """Return version and folder of this process's control groups, innermost first."""
+    text = membership
+    if text is None:
+        text = read_file("/proc/self/cgroup").decode(errors="replace")
     found: list[tuple[int, str]] = []
     for line in text.splitlines():
         hierarchy, _, rest = line.partition(":")
@@ -136,7 +122,8 @@ def control_groups(controller: str, membership: str | None, root: str) -> list[t
         else:
             continue
         for top in dict.fromkeys(tops):
-            # Inside a container the path may be one of the host's, which is not mounted here; its own group is the top.
+            # In a container the path may be the host's, which is not mounted; then its group is the
+            # top.
             folder = os.path.normpath(f"{top}/{path}")
             while folder == top or folder.startswith(f"{top}/"):
                 if os.path.isdir(folder):
@@ -146,7 +133,7 @@ def control_groups(controller: str, membership: str | None, root: str) -> list[t
 
 
 def read_file(path: str) -> bytes:
-    """Return the beginning of a file of /proc or /sys, at most 64 KiB; nothing where it cannot be read."""
+    """Return at most 64 KiB of a file of /proc or /sys; nothing if it is not readable."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -165,7 +152,7 @@ def _number(text: bytes) -> int | None:
 
 
 def field_of(text: bytes, name: bytes) -> int:
-    r"""Return the number beside a name, 0 where there is none.
+    r"""Return the number beside a name, 0 if there is none.
 
     Example:
         >>> field_of(b"low 0\noom_kill 3\n", b"oom_kill")

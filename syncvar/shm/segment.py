@@ -1,16 +1,15 @@
-"""A worker's view of shared memory: memory of its own region, and arrays that live there.
+"""A worker's view of the host's shared-memory segment: allocation in its region, and arrays.
 
-Every page that is ever touched was asked for before (`posix_fallocate`, after a look at the container's limit), so that
-too little memory is an `SharedMemoryFull` with numbers in it. An array keeps its memory through the `SegmentBlock` at the end of its
-chain of bases; when the last view dies, at whatever moment and in whatever thread, the block only leaves a note, which
-the next allocation reads.
+`posix_fallocate` reserves each page before its first use, after a look at the container's limit. So
+a shortage raises `SharedMemoryFull` with numbers. The `SegmentBlock` at the end of an array's chain
+of bases owns its memory. The last view may die at any moment in any thread, so the block only
+queues its offset, and the next allocation frees it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import math
 import mmap
 import os
@@ -31,7 +30,12 @@ from syncvar.shm import segment_layout
 from syncvar.shm.allocator import Extents, Range, Taken
 from syncvar.shm.debug_check import AllocationMap
 from syncvar.shm.host_limits import MemoryLimits
-from syncvar.shm.segment_file import why_not_here
+from syncvar.shm.segment_file import (
+    check_header,
+    check_machine,
+    checked_size,
+    mapping_refused,
+)
 from syncvar.shm.segment_layout import SegmentLayout, bytes_in_words
 from syncvar.shm.shm_references import SegmentId, SharedMemoryReference
 
@@ -43,10 +47,9 @@ if TYPE_CHECKING:
     from syncvar.core.environment import RankEnvironment
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["SegmentBlock", "SharedSegment"]
-
 _MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE is newer than the oldest Python we run on
-# Some systems undo a request when a signal comes: a profiler's timer would keep a large one from ever ending.
+# A signal may undo a request on some systems, so a profiler's timer could keep a large one from
+# ever ending.
 _PIECE_BYTES = 1 << 20
 _WAIT_MAX_S = 3600.0
 _REMEDY = "ask for less, or raise {}"
@@ -56,10 +59,10 @@ class SegmentBlock:
     """The owner of an array's memory, at the end of the chain of bases.
 
     Args:
-        shared memory: Where the memory was taken.
-        ground: The whole shared memory as bytes: as long as this lives, the mapping does.
-        offset: Where the memory begins in it.
-        nbytes: How much of it the array has.
+        shm: The segment.
+        ground: The segment as bytes; this reference keeps the mapping alive.
+        offset: Offset of the memory in the segment.
+        nbytes: Length of the array.
     """
 
     __slots__ = ("__array_interface__", "ground", "nbytes", "offset", "shm")
@@ -80,26 +83,24 @@ class SegmentBlock:
 
 
 class SharedSegment:
-    """Shared memory as one process sees it. Made by `attach`.
+    """The shared-memory segment as one process sees it. Made by `attach`.
 
     Attributes:
-        memory: All of it; gone after `close`.
-        words: All of it as 64-bit words; the index is the offset in bytes divided by 8.
-        address: Where it begins in this process.
+        memory: The mapping; gone after `close`.
+        words: The segment as 64-bit words.
+        address: Address of the segment in this process.
         shm_bytes: Its size.
-        local_world_size: How many ranks share it.
-        usable_cores: How many cores they may use together.
-        generation: Which membership it was made for.
-        segment: Which segment it is.
-        local_rank: Who we are.
-        layout: Where everything is in it.
-        ground: All of it, as bytes.
-        given: What has been given out; None where uses are not compared with it.
+        local_world_size: Number of ranks that share it.
+        usable_cores: Number of cores that these ranks may use together.
+        generation: Version of the membership.
+        segment: Identity of the segment.
+        local_rank: Rank of this process on the host.
+        layout: Offsets of the regions.
+        ground: The segment as bytes.
+        allocation_map: Map of allocated memory; None without checks.
     """
 
-    _current_process = staticmethod(
-        os.getpid
-    )  # also there when this module is already being taken down
+    _current_process = staticmethod(os.getpid)  # also works while the interpreter shuts down
 
     def __init__(
         self,
@@ -116,11 +117,8 @@ class SharedSegment:
         self.local_world_size = self.words[segment_layout.LOCAL_WORLD_SIZE]
         self.usable_cores = self.words[segment_layout.USABLE_CORES]
         self.generation = self.words[segment_layout.GENERATION]
-        self.segment = SegmentId(
-            self.words[segment_layout.HOST],
-            self.generation,
-            self.words[segment_layout.SEGMENT_TOKEN],
-        )
+        host, token = self.words[segment_layout.HOST], self.words[segment_layout.SEGMENT_TOKEN]
+        self.segment = SegmentId(host, self.generation, token)
         self.local_rank = local_rank
         self.layout = SegmentLayout(self.shm_bytes, self.local_world_size)
         self.ground: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
@@ -128,11 +126,15 @@ class SharedSegment:
         self._fd = fd
         self._room = room
         start, stop = self.layout.arrays(local_rank)
-        self.given = AllocationMap(self) if checks else None
-        self._extents = Extents(start, stop if self.given is None else self.given.start)
-        self._lock = (
-            threading.RLock()
-        )  # a signal's handler gets it in the middle of what it protects, and is refused
+        self.allocation_map: AllocationMap | None = None
+        if checks:
+            self.allocation_map = AllocationMap(
+                self.layout, local_rank, self.words, self.ground, self.populate
+            )
+        self._extents = Extents(
+            start, stop if self.allocation_map is None else self.allocation_map.start
+        )
+        self._lock = threading.RLock()  # reentrant: a signal handler must get an error, not hang
         self._changer = 0
         self._released: deque[int] = deque()
         self._process = self._current_process()
@@ -147,26 +149,11 @@ class SharedSegment:
         local_rank: int,
         config: RuntimeConfig,
     ) -> SharedSegment | str:
-        """Ask for shared memory of a generation and map it; return in words why there is none where that cannot be.
+        """Fetch the segment of a generation from the launcher's socket and map it."""
+        from syncvar.shm.fd_passing import fetch  # imports socket
 
-        Args:
-            path: Where it is handed over.
-            environment: The job and the host of this process.
-            generation: Version of the membership.
-            local_rank: Which of its regions is ours.
-            config: How long to wait, and whether uses are checked.
-        """
-        from syncvar.shm.fd_passing import (
-            fetch,
-        )  # sockets: a world that is given its memory has none
-
-        fd, reason = fetch(
-            path,
-            environment.job_id,
-            generation,
-            local_rank,
-            min(config.handshake_timeout_s, _WAIT_MAX_S),
-        )
+        timeout_s = min(config.handshake_timeout_s, _WAIT_MAX_S)
+        fd, reason = fetch(path, environment.job_id, generation, local_rank, timeout_s)
         if fd is None:
             return reason or "the launcher gave no reason"
         try:
@@ -183,21 +170,13 @@ class SharedSegment:
     def attach(
         cls, fd: int, local_rank: int, *, room: MemoryLimits | None = None, checks: bool = False
     ) -> SharedSegment:
-        """Map shared memory behind a descriptor, which belongs to shared memory from now on, also when this fails.
+        """Map the segment behind a descriptor.
 
-        Args:
-            fd: As the launcher hands it over.
-            local_rank: Which of its regions is ours.
-            room: The limits of memory; those of this process by default.
-            checks: Compare every use of the memory with what has been given out, and tell the others what this rank gives.
-
-        Raises:
-            SharedMemoryUnavailable: It is no shared memory, is of another version, could be cut short by somebody, or is too large
-                for this process's address space.
+        The segment owns the descriptor, also after a failure.
         """
         try:
-            _check_machine()
-            size = _checked_size(fd)
+            check_machine()
+            size = checked_size(fd)
             memory = mmap.mmap(
                 fd, size, mmap.MAP_SHARED | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             )
@@ -207,55 +186,45 @@ class SharedSegment:
         except (OSError, ValueError, OverflowError, MemoryError) as error:
             size = os.fstat(fd).st_size
             os.close(fd)
-            raise SharedMemoryUnavailable(_mapping_refused(size, error)) from error
+            raise SharedMemoryUnavailable(mapping_refused(size, error)) from error
         try:
-            _check_header(memory, size, local_rank)
+            check_header(memory, size, local_rank)
         except SharedMemoryUnavailable:
             memory.close()
             os.close(fd)
             raise
-        with contextlib.suppress(
-            OSError
-        ):  # a core file of a process that crashed would take minutes to find its pages
+        with contextlib.suppress(OSError):  # else a core dump takes minutes
             memory.madvise(mmap.MADV_DONTDUMP)
         return cls(fd, memory, local_rank, room or MemoryLimits(), checks=checks)
 
     # -- words that everybody sees -----------------------------------------------------------------
 
     def table(self, local_rank: int) -> int:
-        """Return where a rank's table of channels begins, in bytes; its first page is populated from the start."""
+        """Return the offset of a rank's channel table; its first page is populated."""
         return self.layout.table(local_rank)
 
     @property
     def is_aborted(self) -> bool:
-        """Whether the launcher has said that a rank is lost."""
+        """Whether the launcher has reported a failed rank."""
         return self.words[segment_layout.ABORT] != 0
 
     @property
     def is_checked(self) -> bool:
-        """Whether every use of the memory is compared with what has been given out."""
-        return self.given is not None
+        """Whether each use of the memory is checked."""
+        return self.allocation_map is not None
 
     def view(self, offset: int, count: int, dtype: DTypeLike) -> NDArray[Any]:
-        """Return a flat view of `count` elements at `offset`, in anybody's region.
-
-        Raises:
-            InternalError: Nobody was given this memory; only where that is checked.
-        """
+        """Return a flat view of `count` elements at `offset`, in any region."""
         kind = np.dtype(dtype)
         self.check(offset, count * kind.itemsize)
         return np.ndarray(count, kind, self.ground, offset)
 
     def refer(self, offset: int, nbytes: int) -> SharedMemoryReference:
-        """Return the reference by which a message names some bytes of this memory."""
+        """Return the reference to some bytes of the segment for a message."""
         return SharedMemoryReference(self.segment, offset, nbytes)
 
     def resolve(self, reference: SharedMemoryReference) -> int:
-        """Return the offset of bytes that another process refers to.
-
-        Raises:
-            InternalError: They are in memory that this process has not mapped, or outside of it.
-        """
+        """Return the offset of bytes that another process refers to."""
         refusal = reference.refusal(self.segment, self.shm_bytes)
         if refusal:
             place = f"{reference.nbytes} bytes at {reference.offset} of shared memory"
@@ -265,12 +234,7 @@ class SharedSegment:
     def rows(
         self, offsets: Sequence[int], shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> NDArray[Any]:
-        """Return arrays of one shape at evenly spaced offsets as one array (which, *shape), without a copy.
-
-        Raises:
-            ValueError: They are not evenly spaced.
-            InternalError: As for `view`.
-        """
+        """Return arrays of one shape at evenly spaced offsets as one array, without a copy."""
         step = offsets[1] - offsets[0]
         if any(offset != offsets[0] + place * step for place, offset in enumerate(offsets)):
             raise ValueError("the offsets are not evenly spaced")
@@ -282,29 +246,23 @@ class SharedSegment:
         )
 
     def entries(self, word: int, count: int) -> NDArray[np.uint64]:
-        """Return a view of words of somebody's table of channels."""
+        """Return a view of words of a rank's channel table."""
         return np.ndarray(count, np.uint64, self.ground, word * 8)
 
     def check(self, offset: int, nbytes: int) -> None:
-        """Raise InternalError where nobody was given these bytes, and that is checked."""
-        reason = "" if self.given is None else self.given.why_not(offset, nbytes)
+        """Raise InternalError if checks are on and nobody allocated these bytes."""
+        reason = "" if self.allocation_map is None else self.allocation_map.why_not(offset, nbytes)
         if reason:
-            raise InternalError(
-                f"local rank {self.local_rank} was going to use memory that is nobody's: {reason}"
-            )
+            raise InternalError(f"local rank {self.local_rank} uses unallocated memory: {reason}")
 
     # -- memory of our own -------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> int:
-        """Take memory in our region.
+        """Allocate zeroed memory in this rank's region; return its offset, a multiple of 64.
 
-        Returns:
-            Its offset, a multiple of 64; a cache line into a page where it is at least a page. The memory reads as zeros.
+        Blocks of a page or more begin one cache line into a page, see `allocator`.
 
-        Raises:
-            SharedMemoryFull: The region, the container or the machine has no room; nothing was taken.
-
-        Cost: at most a microsecond or two where freed memory is used again, else 0.2 ms for each MiB.
+        Cost: one or two microseconds for reused memory, else 0.2 ms for each MiB.
         """
         with self._alone():
             taken = self._take(nbytes)
@@ -313,24 +271,19 @@ class SharedSegment:
             return taken.offset
 
     def release(self, offset: int) -> None:
-        """Free what `allocate` has returned. Safe in any thread and in the middle of anything, as in `__del__`."""
-        if (
-            self._process == self._current_process()
-        ):  # a forked child has the same arrays, but not the memory
+        """Free what `allocate` returned. Safe in any thread and at any moment, as in `__del__`."""
+        if self._process == self._current_process():  # a forked child does not own the memory
             self._released.append(offset)
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return a new array in our region, with any content; its memory is freed with its last view.
+        """Return a new uninitialized array in this rank's region.
 
-        Raises:
-            SharedMemoryFull: There is no room for it.
-            ConfigError: Elements of this dtype are references, which mean nothing to another process.
+        Its last view frees the memory.
         """
         kind = np.dtype(dtype)
         if kind.hasobject:
-            raise ConfigError(
-                f"an array of {kind} cannot be shared between processes: its elements are references"
-            )
+            reason = "its elements are references"
+            raise ConfigError(f"an array of {kind} cannot be shared between processes: {reason}")
         nbytes = math.prod(shape if isinstance(shape, tuple) else (shape,)) * kind.itemsize
         with self._alone():
             offset = self._take(nbytes).offset
@@ -338,9 +291,11 @@ class SharedSegment:
         return np.ndarray(shape, kind, np.asarray(SegmentBlock(self, ground, offset, nbytes)))
 
     def locate(self, array: NDArray[Any]) -> int | None:
-        """Return the offset of an array made by `empty` here, or of a view of one; None where it is none.
+        """Return the offset of an array made by `empty`, or of a view of one.
 
-        Only what lies in one piece, in C order, is located.
+        None for any other array.
+
+        Only C-contiguous arrays are located.
         """
         base: Any = array.base
         if base is None:
@@ -354,21 +309,18 @@ class SharedSegment:
         ):
             return None
         if array.nbytes == base.nbytes:
-            return base.offset  # in one piece and as long as all of it: it begins where that begins
+            return base.offset  # contiguous and equally long: both begin at the same byte
         address: int = array.__array_interface__["data"][0]
         return address - self.address
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Make sure that there is memory behind a range, so that it can be touched.
-
-        Raises:
-            SharedMemoryFull: The container, the machine or the file system that holds shared memory has no room.
-        """
+        """Reserve the pages of a range, so that this process can touch it."""
         shortage = self._room.shortage(nbytes)
         if shortage is not None:
+            used, limit = bytes_in_words(shortage.used), bytes_in_words(shortage.limit)
             raise SharedMemoryFull(
-                f"{bytes_in_words(nbytes)} of shared memory asked for, but {bytes_in_words(shortage.used)} of "
-                f"{bytes_in_words(shortage.limit)} are in use: {_REMEDY.format(shortage.whose)}"
+                f"{bytes_in_words(nbytes)} of shared memory asked for, but {used} of {limit} "
+                f"are in use: {_REMEDY.format(shortage.whose)}"
             )
         try:
             for start in range(offset, offset + nbytes, _PIECE_BYTES):
@@ -380,40 +332,41 @@ class SharedSegment:
 
     @property
     def is_changing_here(self) -> bool:
-        """Whether a signal's handler has interrupted this thread while it takes memory: then it gets none."""
+        """Whether a signal handler has interrupted an allocation of this thread."""
         return self._changer == threading.get_ident()
 
     # -- ends --------------------------------------------------------------------------------------
 
     def quarantine(self) -> None:
-        """Free and reuse nothing from now on: the generation broke, and others may still write what they began. From anywhere."""
+        """Stop to free and reuse memory: after a failure other ranks may still write to it.
+
+        From any thread.
+        """
         self._is_quarantined = True
 
     def close(self) -> None:
-        """Let go of shared memory. Arrays stay as they are, and the last of them takes the mapping with it."""
+        """Unmap the segment. Arrays stay valid: the last one ends the mapping."""
         with self._alone():
             if self._fd < 0:
                 return
             os.close(self._fd)
             self._fd = -1
-            self.ground, self.given = np.empty(0, np.uint8), None
+            self.ground, self.allocation_map = np.empty(0, np.uint8), None
             self.words.release()
-            with contextlib.suppress(
-                BufferError
-            ):  # arrays are alive: the mapping ends with the last one
+            with contextlib.suppress(BufferError):  # live arrays end the mapping later
                 self.memory.close()
-            del self.memory  # whoever still holds us must not hold the mapping
+            del self.memory  # a reference to this object must not keep the mapping alive
 
     # -- inside ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let no other thread change what is taken, nor a handler that interrupts this one."""
+        """Exclude other threads and interrupting signal handlers from an allocation."""
         with self._lock:
             if self._changer:
                 raise UsageError(
-                    "a signal's handler asks for shared memory in the middle of another such call of its thread, which has to end first; let "
-                    "the handler set a flag, and make the array after that call"
+                    "a signal handler asks for shared memory while it interrupts an allocation of "
+                    "its own thread; let the handler set a flag, and make the array after that call"
                 )
             self._changer = threading.get_ident()
             try:
@@ -433,7 +386,7 @@ class SharedSegment:
             kept = self._extents.trim(0)
             if not kept:
                 raise
-            self._give_back(kept)  # what we hold for later may be what is missing now
+            self._give_back(kept)  # the reserve of free pages may be what is missing
             return self._take_populated(nbytes)
 
     def _take_populated(self, nbytes: int) -> Taken:
@@ -443,8 +396,8 @@ class SharedSegment:
         try:
             for start, stop in taken.missing:
                 self.populate(start, stop - start)
-            if self.given is not None:
-                self.given.add(taken.offset, taken.nbytes)
+            if self.allocation_map is not None:
+                self.allocation_map.add(taken.offset, taken.nbytes)
         except BaseException:
             self._give_back(self._extents.cancel(taken))
             self._give_back(taken.missing, are_clean=True)
@@ -455,8 +408,8 @@ class SharedSegment:
         ranges: list[Range] = []
         while self._released and not self._is_quarantined:
             offset = self._released.popleft()
-            if self.given is not None:
-                self.given.remove(offset)
+            if self.allocation_map is not None:
+                self.allocation_map.remove(offset)
             ranges += self._extents.free(offset)
         return ranges
 
@@ -465,78 +418,25 @@ class SharedSegment:
             try:
                 self.memory.madvise(mmap.MADV_REMOVE, start, stop - start)
             except OSError:
-                # This file system cannot give pages back. The next one to take them must still find zeros.
+                # This file system cannot give pages back, but the next allocation needs zeros.
                 if not are_clean:
                     self.ground[start:stop] = 0
 
     def _no_room(self, nbytes: int) -> str:
         start, stop = self.layout.arrays(self.local_rank)
+        used, region = bytes_in_words(self._extents.taken_bytes), bytes_in_words(stop - start)
+        total = bytes_in_words(self.shm_bytes)
         return (
-            f"{bytes_in_words(nbytes)} of shared memory asked for, but {bytes_in_words(self._extents.taken_bytes)} of the "
-            f"{bytes_in_words(stop - start)} of local rank {self.local_rank} are in use and no free piece is as large: "
-            f"{_REMEDY.format('shm_bytes')} ({bytes_in_words(self.shm_bytes)} for all ranks of the host), "
+            f"{bytes_in_words(nbytes)} of shared memory asked for, but {used} of the {region} of "
+            f"local rank {self.local_rank} are in use and no free piece is as large: "
+            f"{_REMEDY.format('shm_bytes')} ({total} for all ranks of the host), "
             f"for instance by SYNCVAR_SHM_BYTES={2 * self.shm_bytes}"
         )
 
     def _no_space(self, nbytes: int) -> str:
         held = os.fstat(self._fd).st_blocks * 512
         return (
-            f"{bytes_in_words(nbytes)} of shared memory asked for, but the system has no more room where shared memory is "
-            f"(the ranks of this host hold {bytes_in_words(held)} there): "
+            f"{bytes_in_words(nbytes)} of shared memory asked for, but the system has no more room "
+            f"for it (the ranks of this host hold {bytes_in_words(held)}): "
             f"{_REMEDY.format('the size of /dev/shm or the memory limit of the container')}"
         )
-
-
-def _check_machine() -> None:
-    reason = why_not_here(os.uname().machine)
-    if reason:
-        raise SharedMemoryUnavailable(reason)
-
-
-def _checked_size(fd: int) -> int:
-    size = os.fstat(fd).st_size
-    if size < segment_layout.HEADER_BYTES:
-        raise SharedMemoryUnavailable(
-            f"the descriptor handed over is no shared memory: it has {size} bytes"
-        )
-    if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
-        needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & needed != needed:
-            raise SharedMemoryUnavailable(
-                "shared memory's size is not sealed: another process could cut it short"
-            )
-    return size
-
-
-def _check_header(memory: mmap.mmap, size: int, local_rank: int) -> None:
-    with memoryview(memory) as whole, whole.cast("Q") as words:
-        if words[segment_layout.MAGIC] != segment_layout.MAGIC_VALUE:
-            raise SharedMemoryUnavailable(
-                "the descriptor handed over is no shared memory: it begins with other bytes"
-            )
-        if words[segment_layout.VERSION] != segment_layout.LAYOUT_VERSION:
-            raise SharedMemoryUnavailable(
-                f"the launcher's shared memory has layout {words[segment_layout.VERSION]}, this process reads {segment_layout.LAYOUT_VERSION}: "
-                "use the same version of syncvar for both"
-            )
-        if words[segment_layout.SHM_BYTES] != size:
-            raise SharedMemoryUnavailable(
-                f"shared memory has {size} bytes but says {words[segment_layout.SHM_BYTES]}"
-            )
-        if local_rank >= words[segment_layout.LOCAL_WORLD_SIZE]:
-            raise SharedMemoryUnavailable(
-                f"shared memory is for {words[segment_layout.LOCAL_WORLD_SIZE]} ranks, so there is no local rank {local_rank}"
-            )
-
-
-def _mapping_refused(size: int, error: Exception) -> str:
-    import resource  # only a refusal needs it
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    limit = (
-        ""
-        if soft == resource.RLIM_INFINITY
-        else f"; this process may map {bytes_in_words(soft)} (ulimit -v)"
-    )
-    why = error.strerror if isinstance(error, OSError) else str(error)
-    return f"mapping {bytes_in_words(size)} was refused: {why}{limit}; a smaller SYNCVAR_SHM_BYTES may fit"

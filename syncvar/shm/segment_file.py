@@ -1,7 +1,9 @@
-"""Makes the memory that the ranks of a host share. Run by the launcher, so it imports no NumPy.
+"""Creates the segment that the ranks of a host share, and checks one before its mapping.
 
-The memory has no name that anybody could open or forget: an anonymous file (memfd) where the system has it, else a file
-that is unlinked as soon as it is open. What is handed over is its descriptor.
+The launcher creates it, so it imports no NumPy.
+
+The segment has no name that a process could open or leave behind: it is a memfd, or a file unlinked
+at once. The launcher passes the descriptor to the workers.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import os
 import struct
 from typing import TYPE_CHECKING
 
+from syncvar.core.errors import SharedMemoryUnavailable
 from syncvar.shm import segment_layout
-from syncvar.shm.segment_layout import SegmentLayout
+from syncvar.shm.segment_layout import SegmentLayout, bytes_in_words
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Callable
-
-__all__ = ["CreatedSegment", "create", "why_not_here"]
 
 _SHARED_FOLDER = "/dev/shm"  # noqa: S108  (a random name, O_EXCL and O_NOFOLLOW, unlinked at once)
 _MFD_NOEXEC_SEAL = 8
@@ -27,13 +29,13 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class CreatedSegment:
-    """Shared memory as its maker holds it.
+    """The segment as its creator holds it.
 
     Args:
         fd: Its descriptor.
-        how: What it is, in words: "memfd", "a file in /dev/shm".
-        said: The sentence that tells the user why it is not a memfd; empty where it is one.
-        generation: Which membership it is for.
+        how: Its kind: "memfd", "a file in /dev/shm".
+        said: The sentence that tells the user why it is no memfd; empty for a memfd.
+        generation: Version of the membership.
     """
 
     __slots__ = ("fd", "generation", "how", "is_aborted", "said")
@@ -46,21 +48,24 @@ class CreatedSegment:
         self.is_aborted = False
 
     def abort(self) -> None:
-        """Set the word that everybody who waits looks at. Costs a microsecond and never raises."""
+        """Set the abort word, which all waiting ranks read.
+
+        Costs a microsecond and never raises.
+        """
         if not self.is_aborted and self.fd >= 0:
             self.is_aborted = True
             with contextlib.suppress(OSError):
                 os.pwrite(self.fd, struct.pack("=Q", 1), segment_layout.ABORT * 8)
 
     def close(self) -> None:
-        """Let go of it; the memory lives as long as somebody has it mapped. Idempotent."""
+        """Close the descriptor; mappings keep the memory alive. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def why_not_here(machine: str) -> str:
-    """Return why this kind of machine does not use shared memory, or an empty text.
+    """Return why this machine type cannot use shared memory, or an empty text.
 
     Example:
         >>> why_not_here("x86_64"), "aarch64" in why_not_here("aarch64")
@@ -68,7 +73,9 @@ def why_not_here(machine: str) -> str:
     """
     if machine in ("x86_64", "AMD64"):
         return ""
-    return f"{machine} may show stores to other cores in another order than they were made; only x86-64 is proven"
+    return (
+        f"other cores of {machine} may see stores out of order, so shared memory is for x86-64 only"
+    )
 
 
 def create(
@@ -79,18 +86,15 @@ def create(
     directory: str = "",
     host: int = 0,
 ) -> tuple[CreatedSegment | None, str]:
-    """Make shared memory.
+    """Create a segment; return (segment, "") or (None, reason).
 
     Args:
-        shm_bytes: Its virtual size; rounded up to whole pages.
-        local_world_size: How many ranks share it.
-        usable_cores: How many cores they may use together.
+        shm_bytes: Virtual size in bytes, rounded up to whole pages.
+        local_world_size: Number of ranks that share it.
+        usable_cores: Number of cores that these ranks may use together.
         generation: Version of the membership.
-        directory: A private folder to fall back to; empty for none.
+        directory: Private folder for a file if nothing else works; empty for none.
         host: Index of the host in the job.
-
-    Returns:
-        (shared memory, "") or (None, why it cannot be made).
 
     Raises:
         ConfigError: It is too small for so many ranks.
@@ -129,9 +133,7 @@ def create(
         try:
             os.ftruncate(fd, size)
             os.posix_fallocate(fd, 0, segment_layout.HEADER_BYTES)
-            for rank in range(
-                local_world_size
-            ):  # others read a rank's table before that rank has come
+            for rank in range(local_world_size):  # others may read a table before its rank starts
                 os.posix_fallocate(fd, plan.table(rank), segment_layout.PAGE_BYTES)
             os.pwrite(fd, header, 0)
             if how == "memfd":
@@ -150,7 +152,7 @@ def _open_memfd() -> int:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        # A system may refuse memory that could be made executable, and an old one does not know this flag.
+        # Some systems refuse a memfd that may become executable; old ones do not know this flag.
         return os.memfd_create("syncvar-shm", flags | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
@@ -167,3 +169,64 @@ def _open_unlinked(folder: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def check_machine() -> None:
+    """Raise SharedMemoryUnavailable if this machine cannot use shared memory."""
+    reason = why_not_here(os.uname().machine)
+    if reason:
+        raise SharedMemoryUnavailable(reason)
+
+
+def checked_size(fd: int) -> int:
+    """Return the size of the segment behind a descriptor, which must be unable to shrink."""
+    size = os.fstat(fd).st_size
+    if size < segment_layout.HEADER_BYTES:
+        raise SharedMemoryUnavailable(
+            f"the launcher's descriptor is no shared memory: it has {size} bytes"
+        )
+    if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
+        needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & needed != needed:
+            raise SharedMemoryUnavailable(
+                "the size of the shared memory is not sealed: another process could shrink it"
+            )
+    return size
+
+
+def check_header(memory: mmap.mmap, size: int, local_rank: int) -> None:
+    """Raise SharedMemoryUnavailable if the header does not belong to this process."""
+    with memoryview(memory) as whole, whole.cast("Q") as words:
+        if words[segment_layout.MAGIC] != segment_layout.MAGIC_VALUE:
+            raise SharedMemoryUnavailable(
+                "the launcher's descriptor is no shared memory: it begins with other bytes"
+            )
+        version = words[segment_layout.VERSION]
+        if version != segment_layout.LAYOUT_VERSION:
+            raise SharedMemoryUnavailable(
+                f"the launcher's shared memory has layout {version}, this process reads "
+                f"{segment_layout.LAYOUT_VERSION}: use the same version of syncvar for both"
+            )
+        if words[segment_layout.SHM_BYTES] != size:
+            raise SharedMemoryUnavailable(
+                f"the shared memory has {size} bytes, but its header says "
+                f"{words[segment_layout.SHM_BYTES]}"
+            )
+        ranks = words[segment_layout.LOCAL_WORLD_SIZE]
+        if local_rank >= ranks:
+            raise SharedMemoryUnavailable(
+                f"the shared memory is for {ranks} ranks, so there is no local rank {local_rank}"
+            )
+
+
+def mapping_refused(size: int, error: Exception) -> str:
+    """Return the error text for a failed mapping."""
+    import resource  # only a refusal needs it
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limit = ""
+    if soft != resource.RLIM_INFINITY:
+        limit = f"; this process may map {bytes_in_words(soft)} (ulimit -v)"
+    why = error.strerror if isinstance(error, OSError) else str(error)
+    failure = f"the system refused to map {bytes_in_words(size)}: {why}{limit}"
+    return f"{failure}; a smaller SYNCVAR_SHM_BYTES may fit"

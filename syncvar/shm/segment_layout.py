@@ -1,34 +1,12 @@
-"""Where everything is in shared memory: a header, then one region for each local rank.
+"""Layout of the segment: a header page, then one region for each local rank.
 
-The header is a page of 64-bit words (native order: all readers are on one host). The abort word has a line of the cache
-for itself, because everybody looks at it while waiting. A region begins with the rank's table of channels; the rest of
-it is for arrays.
+The header holds 64-bit words in native order. The abort word has a cache line of its own, because
+all waiting ranks read it. A region begins with the rank's channel table; the rest is for arrays.
 """
 
 from __future__ import annotations
 
 from syncvar.core.errors import ConfigError
-
-__all__ = [
-    "ABORT",
-    "GENERATION",
-    "HEADER_BYTES",
-    "HOST",
-    "HUGE_BYTES",
-    "LAYOUT_VERSION",
-    "LINE_BYTES",
-    "LOCAL_WORLD_SIZE",
-    "MAGIC",
-    "MAGIC_VALUE",
-    "PAGE_BYTES",
-    "SEGMENT_TOKEN",
-    "SHM_BYTES",
-    "TABLE_BYTES",
-    "USABLE_CORES",
-    "VERSION",
-    "SegmentLayout",
-    "bytes_in_words",
-]
 
 LINE_BYTES = 64
 PAGE_BYTES = 4096
@@ -37,9 +15,8 @@ HEADER_BYTES = 64 << 10
 TABLE_BYTES = 256 << 10
 
 # Indices of the header's words.
-MAGIC, VERSION, SHM_BYTES, LOCAL_WORLD_SIZE, USABLE_CORES, GENERATION, HOST, SEGMENT_TOKEN = range(
-    8
-)
+MAGIC, VERSION, SHM_BYTES, LOCAL_WORLD_SIZE = 0, 1, 2, 3
+USABLE_CORES, GENERATION, HOST, SEGMENT_TOKEN = 4, 5, 6, 7
 ABORT = LINE_BYTES // 8
 
 _MOST_BYTES = 1 << 46  # half of what a process can address
@@ -49,15 +26,15 @@ LAYOUT_VERSION = 2
 
 
 class SegmentLayout:
-    """The offsets of one shared memory, all in bytes from its beginning.
+    """The offsets of one segment, in bytes.
 
     Args:
-        shm_bytes: Size of the whole, a multiple of a page.
-        local_world_size: How many ranks share it.
+        shm_bytes: Size of the segment, a multiple of a page.
+        local_world_size: Number of ranks that share it.
 
     Raises:
-        ConfigError: There is no room for so many ranks, or more than a process can map; the message says how much there
-            must be, or may be.
+        ConfigError: The size is too small for so many ranks, or too large to map; the message has
+            the limit.
 
     Example:
         >>> layout = SegmentLayout(16 << 20, 2)
@@ -71,7 +48,8 @@ class SegmentLayout:
         least = HUGE_BYTES * (1 + local_world_size)
         if local_world_size < 1 or shm_bytes < least:
             raise ConfigError(
-                f"shm_bytes ({shm_bytes}) is too small for {local_world_size} ranks on a host: they need at least {least}"
+                f"shm_bytes ({shm_bytes}) is too small for {local_world_size} ranks on a host: "
+                f"they need at least {least}"
             )
         if shm_bytes > _MOST_BYTES:
             raise ConfigError(
@@ -86,26 +64,26 @@ class SegmentLayout:
         return (self.shm_bytes - HUGE_BYTES) // self.local_world_size // HUGE_BYTES * HUGE_BYTES
 
     def region(self, local_rank: int) -> tuple[int, int]:
-        """Return where a rank's region begins and ends."""
+        """Return start and end of a rank's region."""
         start = HUGE_BYTES + local_rank * self.region_bytes
         return start, start + self.region_bytes
 
     def table(self, local_rank: int) -> int:
-        """Return where a rank's table of channels begins; it has TABLE_BYTES."""
+        """Return the offset of a rank's channel table of TABLE_BYTES."""
         return self.region(local_rank)[0]
 
     def arrays(self, local_rank: int) -> tuple[int, int]:
-        """Return where the memory for a rank's arrays begins and ends."""
+        """Return start and end of the memory for a rank's arrays."""
         start, stop = self.region(local_rank)
         return start + TABLE_BYTES, stop
 
 
 def bytes_in_words(count: int) -> str:
-    """Return a size in the largest unit that fits, as messages show it.
+    """Return a size in the largest unit that fits.
 
     Example:
-        >>> bytes_in_words(1 << 40), bytes_in_words(3 << 19), bytes_in_words(100), bytes_in_words(1 << 20)
-        ('1 TiB', '1.5 MiB', '100 B', '1 MiB')
+        >>> bytes_in_words(1 << 40), bytes_in_words(3 << 19), bytes_in_words(100)
+        ('1 TiB', '1.5 MiB', '100 B')
     """
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if count >= 1 << power:

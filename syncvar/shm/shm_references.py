@@ -1,17 +1,14 @@
-"""References to shared memory that one process sends to another, and the check that a reader makes of them.
+"""References to shared memory in messages, and the check of their readers.
 
-An offset means the same bytes only to processes that map the same segment. A process that refers
-to shared memory in a message therefore sends a `SharedMemoryReference`, which names the segment.
-`Arena.resolve` compares that name with the segment that the reader has mapped. An offset that
-stands *in* a segment needs no name: its reader has that segment mapped.
+An offset means the same bytes only to processes that map the same segment. So a message carries a
+`SharedMemoryReference`, which names the segment, and `SharedSegment.resolve` compares the name. An
+offset inside a segment needs no name: its reader has that segment mapped.
 """
 
 from __future__ import annotations
 
 import struct
 from typing import NamedTuple
-
-__all__ = ["REFERENCE_NBYTES", "SegmentId", "SharedMemoryReference"]
 
 _ID = struct.Struct("<IIQ")
 _REFERENCE = struct.Struct("<16sqq")
@@ -21,12 +18,12 @@ REFERENCE_NBYTES = _REFERENCE.size
 
 
 class SegmentId(NamedTuple):
-    """Which segment of shared memory it is; no two segments have the same.
+    """The identity of a segment, unique in the job.
 
     Args:
         host: Index of the host in the job.
         generation: Version of the membership.
-        token: A random number, of 64 bits and never 0, that the maker of the segment draws.
+        token: Random 64-bit number, never 0.
 
     Example:
         >>> one = SegmentId(1, 0, 255)
@@ -39,12 +36,12 @@ class SegmentId(NamedTuple):
     token: int
 
     def pack(self) -> bytes:
-        """Return it as 16 bytes."""
+        """Return the identity as 16 bytes."""
         return _ID.pack(*self)
 
     @classmethod
     def unpack(cls, data: bytes) -> SegmentId:
-        """Return what 16 bytes hold."""
+        """Return the identity in 16 bytes."""
         return cls(*_ID.unpack(data))
 
     def __str__(self) -> str:
@@ -53,12 +50,12 @@ class SegmentId(NamedTuple):
 
 
 class SharedMemoryReference(NamedTuple):
-    """Where some bytes lie in a segment, as one process sends it to another.
+    """The location of some bytes, as one process sends it to another.
 
     Args:
-        segment: The segment that the sender has mapped.
-        offset: Where they begin, in bytes.
-        nbytes: How many they are.
+        segment: Segment of the sender.
+        offset: Offset of the bytes.
+        nbytes: Number of bytes.
     """
 
     segment: SegmentId
@@ -77,16 +74,12 @@ class SharedMemoryReference(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> SharedMemoryReference:
-        """Return what `REFERENCE_NBYTES` bytes hold."""
+        """Return the reference in `REFERENCE_NBYTES` bytes."""
         segment, offset, nbytes = _REFERENCE.unpack(data)
         return cls(SegmentId.unpack(segment), offset, nbytes)
 
     def refusal(self, mapped: SegmentId | None, segment_nbytes: int) -> str:
-        """Return why a reader must not follow it, or an empty text.
-
-        Args:
-            mapped: The segment that the reader has mapped; None for none.
-            segment_nbytes: Size of that segment.
+        """Return why the reader of segment `mapped` cannot follow the reference, or an empty text.
 
         Example:
             >>> here, there = SegmentId(0, 0, 1), SegmentId(1, 0, 2)
@@ -99,7 +92,8 @@ class SharedMemoryReference(NamedTuple):
             'it ends beyond the 4096 bytes of the segment'
         """
         if self.segment != mapped:
-            return f"it is in {self.segment}, and this process has mapped {mapped or 'no shared memory'}"
+            own = mapped or "no shared memory"
+            return f"it is in {self.segment}, and this process has mapped {own}"
         if self.offset < 0 or self.nbytes < 0:
             return "it begins before the segment, or has a negative length"
         if self.offset + self.nbytes > segment_nbytes:

@@ -1,9 +1,8 @@
-"""How a rank waits for a word of another: look, yield, sleep, by how many cores there are for the ranks.
+"""Spin waits: how a rank waits for a word of another rank.
 
-With a core for every rank a look costs 50 ns and the answer comes within a microsecond, so it is best to keep looking.
-Where ranks share cores the one that is waited for needs the core: yields, then the shortest sleeps. What does
-not come within `BUDGET_S` is left to the engine, which sleeps in proportion to the time it has waited already, hears the
-launcher and looks at deadlines.
+With a core for each rank the word changes within a microsecond, so the rank keeps looking. Ranks
+that share cores yield, then sleep briefly, because the other rank needs the core. After `BUDGET_S`
+the engine takes over: it sleeps longer and longer, listens to the launcher and checks deadlines.
 """
 
 from __future__ import annotations
@@ -17,24 +16,20 @@ if TYPE_CHECKING:
 
     Waiter = Callable[..., bool]
 
-__all__ = ["BUDGET_S", "PAUSE_MAX_S", "holding_waiter", "pause_after", "waiter"]
-
 BUDGET_S = 0.001
-HOLD_BUDGET_S = 0.02  # several turns of the threads that compute
+HOLD_BUDGET_S = 0.02  # several switch intervals of the interpreter
 PAUSE_MAX_S = 0.01
 _LOOKS = 400  # about 20 us
 _LOOKS_PER_YIELD = 4
 _LOOKS_SHARED = 10
 _TURNS_PER_CLOCK = 4
-_YIELDS_SHARED = (
-    200  # about 0.2 ms; shorter made a small call of 4 ranks on 2 cores 2-4 times slower (measured)
-)
+_YIELDS_SHARED = 200  # about 0.2 ms; fewer yields slow down small calls on shared cores
 _SLEEP_S = 1e-6
 _NEVER = 1 << 64  # above every word
 
 
 def pause_after(waited_s: float) -> float:
-    """Return how long to sleep after a wait of `waited_s` seconds: an eighth of it, at most PAUSE_MAX_S.
+    """Return how long to sleep after `waited_s` seconds of waiting: an eighth, at most PAUSE_MAX_S.
 
     Example:
         >>> pause_after(0.008), pause_after(10.0)
@@ -44,23 +39,27 @@ def pause_after(waited_s: float) -> float:
 
 
 def waiter(words: memoryview, abort: int, phase: int, done: int, *, has_own_core: bool) -> Waiter:
-    """Return a function that waits a short while until other ranks have come as far as this one needs.
+    """Return a function `wait(indices, need, limit)` that spins until others have published `need`.
+
+    It returns True when every indexed word is at least `need`, or every phase at least -`need`. A
+    rank whose word is at least `limit` has begun a later call: its DONE word counts then. It
+    returns False after BUDGET_S or an abort.
 
     Args:
-        words: Shared memory as 64-bit words.
+        words: The segment as 64-bit words.
         abort: Index of the abort word.
-        phase: How far behind a rank's word its phase is.
-        done: How far behind it the last phase of its call before is.
-        has_own_core: There are at least as many usable cores as ranks on this host.
-
-    Returns:
-        wait(indices, need, limit): True as soon as every indexed word is at least `need`; or, for a negative need, every
-        phase is at least -need, or the word at least `limit` and the last phase of the call before at least -need. False when that takes longer than BUDGET_S, or the abort
-        word is set.
+        phase: Distance from a rank's word to its phase.
+        done: Distance from a rank's word to its last phase of the call before.
+        has_own_core: Whether there are as many usable cores as ranks on this host.
     """
-    give_way, sleep, clock = os.sched_yield, time.sleep, time.perf_counter
+    make = _own_core_waiter if has_own_core else _shared_core_waiter
+    return make(words, abort, phase, done)
 
-    def alone(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
+
+def _own_core_waiter(words: memoryview, abort: int, phase: int, done: int) -> Waiter:
+    give_way, clock = os.sched_yield, time.perf_counter
+
+    def wait(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
         offset, need = (0, need) if need > 0 else (phase, -need)
         for index in indices:
             place = index + offset
@@ -81,7 +80,13 @@ def waiter(words: memoryview, abort: int, phase: int, done: int, *, has_own_core
                             return False
         return True
 
-    def shared(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
+    return wait
+
+
+def _shared_core_waiter(words: memoryview, abort: int, phase: int, done: int) -> Waiter:
+    give_way, sleep, clock = os.sched_yield, time.sleep, time.perf_counter
+
+    def wait(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:
         offset, need = (0, need) if need > 0 else (phase, -need)
         for index in indices:
             place = index + offset
@@ -107,11 +112,14 @@ def waiter(words: memoryview, abort: int, phase: int, done: int, *, has_own_core
                         return False
         return True
 
-    return alone if has_own_core else shared
+    return wait
 
 
 def holding_waiter(words: memoryview, abort: int, phase: int, done: int) -> Waiter:
-    """Return a function as of `waiter` that keeps the interpreter's lock: beside a busy thread, giving way takes long."""
+    """Return a `wait` as from `waiter` that keeps the interpreter lock.
+
+    Beside a thread that computes, getting the lock back takes long.
+    """
     clock = time.perf_counter
 
     def hold(indices: Sequence[int], need: int, limit: int = _NEVER) -> bool:

@@ -190,8 +190,7 @@ def test_nobody_there(tmp_path):
     fd, reason = fetch(str(tmp_path / "shm"), JOB, 0, 0, 5)
     assert fd is None
     assert (
-        reason
-        == f"the launcher hands over no shared memory ({tmp_path}/shm: No such file or directory)"
+        reason == f"the launcher sends no shared memory ({tmp_path}/shm: No such file or directory)"
     )
 
 
@@ -201,7 +200,7 @@ def test_a_launcher_that_does_not_answer(pytestconfig):
     try:
         assert fetch(path, JOB, 0, 0, 0.2) == (
             None,
-            "the launcher did not hand over shared memory within 0.2 s",
+            "the launcher did not send shared memory within 0.2 s",
         )
     finally:
         stuck.close()
@@ -308,7 +307,10 @@ def test_each_generation_has_its_own_and_old_ones_are_let_go(launcher):
     assert late.generation == 0
     last = fetched(launcher, 1, 0)
     assert sorted(one.handing._segments) == [1]
-    assert fetch(launcher.path, JOB, 0, 0, 5) == (None, "generation 0 is over, 1 is in force")
+    assert fetch(launcher.path, JOB, 0, 0, 5) == (
+        None,
+        "generation 0 has ended; the current one is 1",
+    )
     one.handing.abort(0)
     assert not last.is_aborted
     one.handing.abort(1)
@@ -325,7 +327,7 @@ def test_after_a_restart_nobody_gets_memory_of_an_earlier_generation(pytestconfi
         path, JOB, 2, lambda generation: (asked.append(generation), (None, "none"))[1], 2
     )
     try:
-        assert server._answer(_request(1)) == (-1, "generation 1 is over, 2 is in force")
+        assert server._answer(_request(1)) == (-1, "generation 1 has ended; the current one is 2")
         assert server._answer(_request(2)) == (-1, "none")
         assert asked == [2]
     finally:

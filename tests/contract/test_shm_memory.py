@@ -221,8 +221,8 @@ def header(
         (b"", 0, 6, "no shared memory: it has 0 bytes"),
         (b"", 16 * MIB, 6, "no shared memory: it begins with other bytes"),
         (header(version=99), 16 * MIB, 6, "layout 99, this process reads 2: use the same version"),
-        (header(size=32 * MIB), 16 * MIB, 6, "has 16777216 bytes but says 33554432"),
-        (header(), 16 * MIB, fcntl.F_SEAL_GROW, "not sealed: another process could cut it short"),
+        (header(size=32 * MIB), 16 * MIB, 6, "has 16777216 bytes, but its header says 33554432"),
+        (header(), 16 * MIB, fcntl.F_SEAL_GROW, "not sealed: another process could shrink it"),
         (header(ranks=1), 16 * MIB, 6, "for 1 ranks, so there is no local rank 1"),
     ],
 )
@@ -241,7 +241,7 @@ def test_another_processor_is_refused(host, monkeypatch):
     other = type("Uname", (), {"machine": "aarch64", "sysname": uname.sysname})
     monkeypatch.setattr(os, "uname", other)
     with pytest.raises(
-        SharedMemoryUnavailable, match="aarch64 may show stores to other cores in another order"
+        SharedMemoryUnavailable, match="other cores of aarch64 may see stores out of order"
     ):
         host.attach(made)
 
@@ -263,7 +263,7 @@ def test_an_address_space_that_is_too_small(host):
         check=True,
     )
     assert ended.stdout == (
-        "mapping 1 TiB was refused: Cannot allocate memory; this process may map 8 GiB (ulimit -v); "
+        "the system refused to map 1 TiB: Cannot allocate memory; this process may map 8 GiB (ulimit -v); "
         "a smaller SYNCVAR_SHM_BYTES may fit\n"
     )
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
@@ -527,7 +527,7 @@ def test_a_full_file_system_is_told(host, monkeypatch):
     with pytest.raises(SharedMemoryFull) as caught:
         shm.allocate(100 * MIB)
     assert str(caught.value).startswith(
-        "100 MiB of shared memory asked for, but the system has no more room where shared memory is"
+        "100 MiB of shared memory asked for, but the system has no more room for it"
     )
     assert str(caught.value).endswith(
         "ask for less, or raise the size of /dev/shm or the memory limit of the container"

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from collective_contracts import contract_of
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS, build, sums_by_the_tree
-from syncvar.algorithms.collective_contracts import contract_of
 from syncvar.algorithms.compile_messages import prepare
 from syncvar.algorithms.schedule import Buffer, Chunk, Recv, Reduce, Schedule, Send
 from syncvar.runtime.communicator import CollectiveSpec

@@ -69,7 +69,7 @@ def test_a_benchmark_starts_its_own_workers(syncvar, tmp_path, transport):
     assert re.search(r"^# Avg bus bandwidth    : [0-9.e-]+$", ended.stdout, re.MULTILINE)
     record = json.loads((tmp_path / "x.json").read_text())
     assert record["ranks"] == 2
-    assert record["transport"].startswith("zmq" if transport == "zmq" else "shm")
+    assert record["transport"].startswith("zmq" if transport == "zmq" else "shared memory")
     assert record["out_of_bounds"] == {"count": 0, "okay": True}
     assert [row["size"] for row in record["results"]] == sizes
     for row in record["results"]:
@@ -200,14 +200,14 @@ def test_the_proof_finds_a_call_that_takes_nowhere_for_a_place(launch):
     script = """
     import sys
     from syncvar.cli.selftest_worker import parsed, work
-    from syncvar.runtime.programs import reductions as shared_reduce
+    from syncvar.runtime.programs import shm_reduce as shared_reduce
     shared_reduce._are_known = lambda places: True
     sys.exit(work(parsed()))
     """
     job = launch(script, arguments=["all_reduce"], env={"SYNCVAR_CHECK_SHM": "on"})
     assert job.wait(120) != 0, str(job)
     assert "InternalError" in job.err
-    assert "is nobody's" in job.err
+    assert "unallocated memory" in job.err
 
 
 def test_a_rank_that_dies_fails_the_proof(syncvar, tmp_path):

@@ -76,7 +76,7 @@ def test_a_size_that_does_not_fit_is_a_wrong_setting(launch):
 SHARE = (
     FETCH
     + """
-shared memory = attached()
+shm = attached()
 probe.note("shm", cores=shm.usable_cores, ranks=shm.local_world_size, bytes=shm.shm_bytes)
 """
 )
@@ -93,7 +93,7 @@ def test_ranks_fetch_what_was_asked_for(launch):
 def test_there_is_none_where_sockets_are_asked_for(launch):
     job = launch(FETCH + "assert attached() is None", env={"SYNCVAR_TRANSPORT": "zmq"})
     assert job.wait() == 0, str(job)
-    assert all("hands over no shared memory" in event["reason"] for event in job.events("fetched"))
+    assert all("sends no shared memory" in event["reason"] for event in job.events("fetched"))
 
 
 def test_an_address_space_that_is_too_small_is_served_by_sockets(launch):
@@ -116,7 +116,7 @@ WATCH = (
     FETCH
     + """
 how = sys.argv[1]
-shared memory = attached()
+shm = attached()
 if me.rank == 1:
     probe.gate("ready")
     probe.note("inject")
@@ -156,7 +156,7 @@ def test_an_orderly_end_wakes_nobody(launch):
     script = (
         FETCH
         + """
-shared memory = attached()
+shm = attached()
 if me.rank == 1:
     raise SystemExit(0)
 time.sleep(0.5)
@@ -276,7 +276,7 @@ assert (variable.numpy() == 10).all()
 
 words = ""
 shm = attached()
-if shared memory is not None and "fill" in sys.argv:  # until there is nothing left, and everything is touched
+if shm is not None and "fill" in sys.argv:  # until there is nothing left, and everything is touched
     sv.barrier()
     if me.rank == 0:
         arrays = []
@@ -379,8 +379,7 @@ def test_f40_little_or_no_shared_memory(launch, tmp_path, way):
         (filled,) = job.events("filled")
         assert 10 < filled["count"] < 64, str(job)
         assert (
-            "the system has no more room where shared memory is (the ranks of this host hold 6"
-            in filled["words"]
+            "the system has no more room for it (the ranks of this host hold 6" in filled["words"]
         ), str(job)
         assert "raise the size of /dev/shm or the memory limit of the container" in filled["words"]
 

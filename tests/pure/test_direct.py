@@ -1,12 +1,12 @@
 """Direct algorithms: one exchange, the tree over ranks."""
 
 import pytest
+from collective_contracts import all_reduce_contract, contract_of
+from schedule_checker import verify
 
 from syncvar.algorithms.builders import build_all
-from syncvar.algorithms.collective_contracts import all_reduce_contract, contract_of
 from syncvar.algorithms.direct import direct_all_reduce
-from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Reduce, Send
-from syncvar.algorithms.schedule_checker import verify
+from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Reduce, ScheduleArgs, Send
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
@@ -29,7 +29,7 @@ def test_direct_all_reduce_sums_by_the_tree(world_size):
 
 @pytest.mark.parametrize("rank", range(5))
 def test_direct_all_reduce_makes_one_copy_and_a_reduction_per_peer(rank):
-    first, second = direct_all_reduce(rank, 5, 3)
+    first, second = direct_all_reduce(ScheduleArgs(rank, 5, 3))
     assert first == (Copy(Chunk(0, 3), Chunk(3 * rank, 3 * rank + 3, Buffer.SCRATCH)),)
     assert sum(isinstance(step, Reduce) for step in second) == 4
     assert sum(isinstance(step, Copy) for step in second) == (rank > 0)
@@ -39,7 +39,7 @@ def test_direct_all_reduce_never_sends_work():
     for rank in range(4):
         sends = [
             step
-            for steps in direct_all_reduce(rank, 4, 3)
+            for steps in direct_all_reduce(ScheduleArgs(rank, 4, 3))
             for step in steps
             if isinstance(step, Send)
         ]

@@ -3,11 +3,11 @@
 import itertools
 
 import pytest
+from collective_contracts import contract_of, tree_expression
+from schedule_checker import verify
 
-from syncvar.algorithms.collective_contracts import contract_of, tree_expression
 from syncvar.algorithms.hierarchical import COMPOSED, flattened, keeps_the_tree
 from syncvar.algorithms.schedule import Reduce, Schedule
-from syncvar.algorithms.schedule_checker import verify
 from syncvar.core.errors import PlanError
 
 HOSTS = [

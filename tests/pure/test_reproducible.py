@@ -1,15 +1,15 @@
 """The reproducible all-reduce and its tree."""
 
 import pytest
+from collective_contracts import contract_of, tree_expression
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_checker import verify
 
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.chunks import even_chunks
-from syncvar.algorithms.collective_contracts import contract_of, tree_expression
 from syncvar.algorithms.reproducible import reproducible_all_reduce, tree_order
-from syncvar.algorithms.schedule import Copy, Reduce, Send
-from syncvar.algorithms.schedule_checker import verify
+from syncvar.algorithms.schedule import Copy, Reduce, ScheduleArgs, Send
 from syncvar.algorithms.shard_tree import runs_of, split, whole_nodes
 
 
@@ -61,14 +61,16 @@ def test_it_moves_as_much_as_a_ring(world_size, count):
 
 def test_the_owner_reduces_once_per_peer_and_copies_nothing():
     for rank in range(7):
-        steps = [step for steps in reproducible_all_reduce(rank, 7, 20) for step in steps]
+        steps = [
+            step for steps in reproducible_all_reduce(ScheduleArgs(rank, 7, 20)) for step in steps
+        ]
         assert sum(isinstance(step, Reduce) for step in steps) == 6
         assert not any(isinstance(step, Copy) for step in steps)
 
 
 def test_contributions_travel_raw():
     # Until the reduce-scatter is over, a rank sends only what it held at the start: nothing wrote to WORK before.
-    rounds = list(reproducible_all_reduce(2, 5, 20))
+    rounds = list(reproducible_all_reduce(ScheduleArgs(2, 5, 20)))
     pieces = [step.chunk for steps in rounds[:4] for step in steps if isinstance(step, Send)]
     assert sorted(chunk.start for chunk in pieces) == [0, 4, 12, 16]
     assert [step.peer for steps in rounds[:4] for step in steps if isinstance(step, Send)] == [

@@ -1,13 +1,13 @@
 """The ring: its cost is that of its docstring, and its order is that of its docstring."""
 
 import pytest
+from collective_contracts import contract_of
+from schedule_checker import verify
 
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.chunks import even_chunks
-from syncvar.algorithms.collective_contracts import contract_of
 from syncvar.algorithms.ring import ring_all_gather, ring_all_reduce
-from syncvar.algorithms.schedule import Chunk, Recv, RecvReduce, Send
-from syncvar.algorithms.schedule_checker import verify
+from syncvar.algorithms.schedule import Chunk, Recv, RecvReduce, ScheduleArgs, Send
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 12])
@@ -42,13 +42,14 @@ def test_ring_all_gather_sends_all_blocks_but_the_neighbours(counts):
 
 
 def test_ring_talks_to_its_two_neighbours_only():
-    for rounds in (ring_all_reduce(2, 5, 10), ring_all_gather(2, 5, [2] * 5)):
+    args = ScheduleArgs(2, 5, 10, (2,) * 5)
+    for rounds in (ring_all_reduce(args), ring_all_gather(args)):
         for send, receive in rounds:
             assert (send.peer, receive.peer) == (3, 1)
 
 
 def test_ring_with_fewer_elements_than_ranks_sends_empty_chunks():
-    rounds = list(ring_all_reduce(0, 4, 1))
+    rounds = list(ring_all_reduce(ScheduleArgs(0, 4, 1)))
     assert rounds[0] == (Send(1, Chunk(0, 1)), RecvReduce(3, Chunk(1, 1), incoming_left=False))
     assert len(rounds) == 6
 
@@ -57,7 +58,7 @@ def test_only_rank_0_keeps_its_value_on_the_left():
     for rank in range(5):
         reductions = [
             step
-            for steps in ring_all_reduce(rank, 5, 10)
+            for steps in ring_all_reduce(ScheduleArgs(rank, 5, 10))
             for step in steps
             if isinstance(step, RecvReduce)
         ]
@@ -65,7 +66,7 @@ def test_only_rank_0_keeps_its_value_on_the_left():
 
 
 def test_second_half_of_the_ring_only_replaces():
-    rounds = list(ring_all_reduce(1, 3, 6))
+    rounds = list(ring_all_reduce(ScheduleArgs(1, 3, 6)))
     assert [type(step) for steps in rounds for step in steps] == [Send, RecvReduce] * 2 + [
         Send,
         Recv,

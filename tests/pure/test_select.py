@@ -1,12 +1,12 @@
 """The table: every row, its borders, its reasons, and wrong names."""
 
 import pytest
+from collective_contracts import contract_of
+from schedule_checker import verify
 
 from syncvar.algorithms.builders import ALGORITHMS, build, build_all, unsuited
-from syncvar.algorithms.collective_contracts import contract_of
-from syncvar.algorithms.schedule_checker import verify
-from syncvar.algorithms.schedule_cost import predicted_seconds
 from syncvar.algorithms.selection import choose, parse_forced
+from syncvar.cli.plan_cost import predicted_seconds
 from syncvar.core.errors import ConfigError
 
 KIB = 1024
@@ -166,7 +166,7 @@ def test_an_unknown_algorithm_is_answered_with_the_nearest_name_and_the_list():
         with pytest.raises(ConfigError) as caught:
             call()
         assert str(caught.value) == (
-            "there is no algorithm 'rign' for all_reduce (did you mean ring?). Known: direct, owners, tree, doubling, halving, ring, double_tree, reproducible"
+            "there is no algorithm 'rign' for all_reduce (did you mean ring?). Known: direct, owners, tree, doubling, halving, ring, reproducible"
         )
 
 

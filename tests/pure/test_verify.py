@@ -3,9 +3,7 @@
 from dataclasses import replace
 
 import pytest
-
-from syncvar.algorithms.builders import build_all
-from syncvar.algorithms.collective_contracts import (
+from collective_contracts import (
     Contract,
     ExpectedRange,
     all_gather_contract,
@@ -21,6 +19,10 @@ from syncvar.algorithms.collective_contracts import (
     scatter_contract,
     tree_expression,
 )
+from schedule_checker import verify
+from symbolic_values import Expressions
+
+from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.schedule import (
     Buffer,
     Chunk,
@@ -29,11 +31,11 @@ from syncvar.algorithms.schedule import (
     RecvReduce,
     Reduce,
     Schedule,
+    ScheduleArgs,
     Send,
 )
-from syncvar.algorithms.schedule_checker import TrafficReport, verify
-from syncvar.algorithms.symbolic_values import Expressions
 from syncvar.algorithms.tree import binomial_reduce
+from syncvar.cli.plan_cost import TrafficReport
 from syncvar.core.errors import InternalError, PlanError
 
 NOTHING = Chunk(0, 0)
@@ -377,7 +379,7 @@ def test_the_tree_of_the_contract_is_demanded():
 
 
 def test_a_reduction_to_rank_0_meets_its_own_contract():
-    rounds = [tuple(binomial_reduce(rank, 6, 2)) for rank in range(6)]
+    rounds = [tuple(binomial_reduce(ScheduleArgs(rank, 6, 2))) for rank in range(6)]
     work = Chunk(0, 2)
     wanted = ExpectedRange(work, tuple(range(6)), tree_expression(0, 6))
     contract = Contract("reduce", 6, (2,) * 6, (work,) * 6, ((wanted,), *((),) * 5), ((),) * 6)

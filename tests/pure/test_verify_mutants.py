@@ -6,11 +6,11 @@ same plan. Nothing else survives.
 """
 
 import pytest
+from collective_contracts import contract_of
+from schedule_checker import verify
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
-from syncvar.algorithms.collective_contracts import contract_of
 from syncvar.algorithms.schedule import Buffer, Chunk, Copy, Recv, RecvReduce, Reduce, Send
-from syncvar.algorithms.schedule_checker import verify
 from syncvar.core.errors import PlanError
 
 ROOTED = {"broadcast", "reduce", "gather", "scatter"}

@@ -4,11 +4,11 @@ A new row of the table is covered by being there.
 """
 
 import pytest
+from collective_contracts import contract_of
+from schedule_checker import verify
 
 from syncvar.algorithms.builders import ALGORITHMS, build_all, sums_by_the_tree, unsuited
-from syncvar.algorithms.collective_contracts import contract_of
 from syncvar.algorithms.schedule import Chunk, Copy
-from syncvar.algorithms.schedule_checker import verify
 from syncvar.algorithms.shm_rounds import publications
 from syncvar.core.errors import PlanError
 

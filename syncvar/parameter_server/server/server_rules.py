@@ -10,28 +10,32 @@ import numpy as np
 
 from syncvar.core.errors import ConfigError, SyncvarError
 from syncvar.core.reduce_ops import quiet
-from syncvar.optimizers import SGD, Adagrad, Adam, AdamW, Custom, Momentum, RMSProp
-from syncvar.optimizers.exact_math import BLOCK
-from syncvar.optimizers.slots import compute_dtype, is_half
+from syncvar.optimizers.hyperparameters import checked_number
+from syncvar.optimizers.rules.adam_rules import AdamRule, AdamWRule
+from syncvar.optimizers.rules.adaptive_rules import AdagradRule, RMSPropRule
+from syncvar.optimizers.rules.custom_rules import CustomRule
+from syncvar.optimizers.rules.exact_math import BLOCK
+from syncvar.optimizers.rules.gradient_descent import MomentumRule, SGDRule
+from syncvar.optimizers.rules.update_rule import compute_dtype, is_half
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
-    from syncvar.optimizers.update_rule import UpdateRule
+    from syncvar.optimizers.rules.update_rule import UpdateRule
 
 _REASON_MAX = 4000  # characters of a traceback
 
 _ELEMENTWISE: dict[str, Callable[..., UpdateRule]] = {
-    "SGD": SGD,
-    "Momentum": Momentum,
-    "Nesterov": Momentum,
-    "Adagrad": Adagrad,
-    "RMSProp": RMSProp,
-    "Adam": Adam,
-    "AdamW": AdamW,
-    "Custom": lambda rate, *, rule, **settings: Custom(rule, rate, **settings),
+    "SGD": SGDRule,
+    "Momentum": MomentumRule,
+    "Nesterov": MomentumRule,
+    "Adagrad": AdagradRule,
+    "RMSProp": RMSPropRule,
+    "Adam": AdamRule,
+    "AdamW": AdamWRule,
+    "Custom": CustomRule,
 }
 
 
@@ -63,7 +67,7 @@ class ServerRule:
         self._compute = compute_dtype(array.dtype)
         self._is_half = is_half(array.dtype)
         self._names = slot_names(rule, array.dtype)
-        initials = rule._initials()  # noqa: SLF001  (a rule as its variables see it)
+        initials = rule.initials()
         self._slots = [
             np.full(array.shape, initial, self._compute) for initial in initials.values()
         ]
@@ -128,10 +132,10 @@ class ServerRule:
         copy = np.array(gradient, self._compute)
         scratch = np.empty(copy.shape if copy.size <= BLOCK else BLOCK, self._compute)
         part = _Part(self._is_half, copy, scratch)
-        counter = [steps] if self._rule._counts_steps else []  # noqa: SLF001
+        counter = [steps] if self._rule.counts_steps else []
         try:
             with quiet():
-                self._rule._change(  # noqa: SLF001
+                self._rule.change(
                     [array, *slots, *counter], part, _Room(np.empty(0)), rate, int(steps), {}
                 )
         except SyncvarError:
@@ -144,7 +148,7 @@ class ServerRule:
 
 def is_users(name: str) -> bool:
     """Return whether a rule, by its class name, is code of the program."""
-    return name == Custom.__name__
+    return name == "Custom"
 
 
 def _error_text(error: BaseException) -> str:
@@ -160,7 +164,7 @@ def _error_text(error: BaseException) -> str:
 
 def slot_names(rule: UpdateRule, dtype: np.dtype[Any]) -> list[str]:
     """Return the names of a rule's slots of a variable, in the order of checkpoints."""
-    initials = rule._initials()  # noqa: SLF001  (a rule as its variables see it)
+    initials = rule.initials()
     return [*(["master"] if is_half(dtype) else []), *initials]
 
 
@@ -170,4 +174,14 @@ def rule_of(name: str, settings: dict[str, Any]) -> UpdateRule:
         raise ConfigError(
             f"servers make the steps of {', '.join(_ELEMENTWISE)}, not of {name!r:.60}"
         )
-    return _ELEMENTWISE[name](0.0, **settings)
+    numbers = dict(settings)
+    decay = numbers.pop("weight_decay", None)
+    try:
+        rule = _ELEMENTWISE[name](**numbers)
+    except TypeError as error:  # an unknown or missing setting
+        raise ConfigError(
+            f"settings {sorted(settings)} do not fit optimizer {name}: {error}"
+        ) from None
+    if decay is not None:
+        rule.decay = checked_number("weight_decay", decay)
+    return rule

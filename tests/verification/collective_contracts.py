@@ -16,24 +16,6 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = [
-    "Contract",
-    "ExpectedRange",
-    "Expression",
-    "all_gather_contract",
-    "all_reduce_contract",
-    "all_to_all_contract",
-    "barrier_contract",
-    "broadcast_contract",
-    "contract_of",
-    "gather_contract",
-    "reduce_contract",
-    "reduce_scatter_contract",
-    "scan_contract",
-    "scatter_contract",
-    "tree_expression",
-]
-
 Expression: TypeAlias = "int | tuple[Expression, Expression]"
 """A rank's contribution, or (left operand, right operand)."""
 

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 from syncvar.core.errors import PlanError
 
 if TYPE_CHECKING:
-    from syncvar.algorithms.collective_contracts import Expression
-
-__all__ = ["UNDEFINED", "Expressions"]
+    from collective_contracts import Expression
 
 UNDEFINED = -1
 """What memory holds before anything was written."""

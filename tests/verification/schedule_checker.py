@@ -13,33 +13,19 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from symbolic_values import UNDEFINED, Expressions
+
 from syncvar.algorithms.render import step_text
 from syncvar.algorithms.schedule import Buffer, Copy, Recv, RecvReduce, Reduce, Send
-from syncvar.algorithms.symbolic_values import UNDEFINED, Expressions
+from syncvar.cli.plan_cost import TrafficReport, traffic
 from syncvar.core.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.algorithms.collective_contracts import Contract
+    from collective_contracts import Contract
+
     from syncvar.algorithms.schedule import Chunk, Schedule, Step
-
-__all__ = ["TrafficReport", "traffic", "verify"]
-
-
-@dataclass(frozen=True, slots=True)
-class TrafficReport:
-    """What plans send.
-
-    Args:
-        rounds: Rounds in which some rank sends; purely local rounds are not counted.
-        messages: Messages sent by each rank.
-        elements: Elements sent by each rank.
-    """
-
-    rounds: int
-    messages: tuple[int, ...]
-    elements: tuple[int, ...]
 
 
 def verify(plans: Sequence[Schedule], contract: Contract) -> TrafficReport:
@@ -68,32 +54,6 @@ def verify(plans: Sequence[Schedule], contract: Contract) -> TrafficReport:
     run.to_the_end()
     run.check_contract(contract)
     return traffic(plans)
-
-
-def traffic(plans: Sequence[Schedule]) -> TrafficReport:
-    """Count what the plans of a group send, without proving anything.
-
-    Args:
-        plans: The plans of all ranks, in rank order.
-
-    Returns:
-        Counts of rounds, messages and elements.
-    """
-    sends = [
-        [step for steps in plan.rounds for step in steps if isinstance(step, Send)]
-        for plan in plans
-    ]
-    sending_rounds = {
-        number
-        for plan in plans
-        for number, steps in enumerate(plan.rounds)
-        if any(isinstance(step, Send) for step in steps)
-    }
-    return TrafficReport(
-        rounds=len(sending_rounds),
-        messages=tuple(len(steps) for steps in sends),
-        elements=tuple(sum(step.chunk.count for step in steps) for steps in sends),
-    )
 
 
 def _check_headings(plans: Sequence[Schedule], contract: Contract) -> None:
