@@ -256,12 +256,7 @@ class ReplicatedState:
             if shard.staleness == 0:
                 self._in_rounds.add(shard)
         elif kind in ("create", "restore"):
-            key, value = operation["key"], arrays[operation["value"]]
-            if key not in self.shards:
-                bound = operation["staleness"]
-                self.shards[key] = Shard(spec_of(operation), value, bound, self.room)
-            if kind == "restore":
-                self.shards[key].restore(value, slots_of(operation, arrays))
+            self._create(operation, arrays)
         elif kind == "staleness":
             self.shards[operation["key"]].set_staleness(operation["staleness"])
             self._report_failures(self.shards[operation["key"]])
@@ -277,6 +272,14 @@ class ReplicatedState:
             self.board.lose(rank)
         else:
             self.board.execute(rank, operation, arrays)
+
+    def _create(self, operation: dict[str, Any], arrays: Arrays) -> None:
+        key, value = operation["key"], arrays[operation["value"]]
+        if key not in self.shards:
+            bound = operation["staleness"]
+            self.shards[key] = Shard(spec_of(operation), value, bound, self.room)
+        if operation["do"] == "restore":
+            self.shards[key].restore(value, slots_of(operation, arrays))
 
     # -- checks ------------------------------------------------------------------------------------
 
