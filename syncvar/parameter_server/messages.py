@@ -193,5 +193,5 @@ def push_of(operation: dict[str, Any], arrays: Arrays) -> Push:
 
 def spec_of(operation: dict[str, Any]) -> Spec:
     """Return the spec in a `create`, `expect` or `restore`."""
-    spec = Spec(*(operation[name] for name in Spec._fields))
+    spec = Spec(**{name: operation[name] for name in Spec._fields if name in operation})
     return spec._replace(shape=tuple(spec.shape), whole=tuple(spec.whole))

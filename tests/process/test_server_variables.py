@@ -81,7 +81,7 @@ def test_the_embedding_converges_though_a_server_is_killed_half_way(launch):
     await_true(lambda: "epoch 10\n" in job.out, 60.0, "the half of the training")
     os.kill(servers_of(job)[1], signal.SIGKILL)
     assert job.wait(120) == 0, job
-    assert float(re.search(r"left out: (\S+) ", job.out).group(1)) < 0.13, job
+    assert float(re.search(r"held-out ratings: (\S+) ", job.out).group(1)) < 0.13, job
     assert "server 0 has copies of its variables and takes its place" in job.err, job
 
 
