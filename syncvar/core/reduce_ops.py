@@ -122,7 +122,7 @@ def register_op(
 
     Algorithms cut arrays into pieces of any length, so the function must work on each element by
     itself: `f(a, b)[i:j]` must equal `f(a[i:j], b[i:j])`. If one element of the op is an array,
-    such as a matrix for matrix multiplication, pass its shape: with `element_shape=(2, 2)` inputs
+    such as a matrix for matrix multiplication, pass its shape. With `element_shape=(2, 2)` inputs
     have the shape (..., 2, 2), and the function gets arrays of shape (count, 2, 2).
 
     Args:

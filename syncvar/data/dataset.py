@@ -265,8 +265,8 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
     def prefetch(self, size: int = 2) -> Dataset:
         """Return the same elements, read ahead in a thread while the program computes.
 
-        The thread ends with the iterator: at the end of the elements, when the iterator is closed
-        or dropped, and at an exception, which the program gets at that element.
+        The thread ends at the end of the elements, and when the iterator is closed or dropped. An
+        exception ends it too, and the program gets it at that element.
 
         Args:
             size: Number of elements to hold, at least 1; one more may be in progress.
