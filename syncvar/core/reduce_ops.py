@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from syncvar.core.array_arguments import word_of
 from syncvar.core.dtypes import dtype_index
-from syncvar.core.enum_arguments import word_of
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
