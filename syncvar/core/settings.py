@@ -7,6 +7,7 @@ environment variables. Docs, help and config files are generated from this table
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any, Self, dataclass_transform
 
@@ -444,3 +445,14 @@ def doubtful_variables(environ: Mapping[str, str]) -> list[str]:
             hint = close.replace("mean ", "mean " + PREFIX)
             sentences.append(f"{name} is no setting{hint}")
     return sentences
+
+
+def log_at(level: str) -> None:
+    """Write the log to standard error, unless the program configures it or `level` is "warning"."""
+    log = logging.getLogger("syncvar")
+    if level != "warning":
+        log.setLevel(level.upper())
+        if not log.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("syncvar %(levelname)s: %(message)s"))
+            log.addHandler(handler)
