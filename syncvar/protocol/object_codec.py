@@ -17,11 +17,13 @@ import msgpack
 from syncvar.core.array_interop import NAMED, library_of
 from syncvar.core.dtypes import dtype_from_index, dtype_index
 from syncvar.core.errors import ConfigError, WireError
-from syncvar.protocol.datetime_codec import MOMENTS, pack_moment, unpack_moment
 from syncvar.protocol.standard_type_codec import (
+    MOMENTS,
     STANDARD_CODES,
     is_standard,
+    pack_moment,
     pack_standard,
+    unpack_moment,
     unpack_standard,
 )
 
