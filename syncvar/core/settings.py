@@ -7,7 +7,6 @@ environment variables. Docs, help and config files are generated from this table
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import TYPE_CHECKING, Any, Self, dataclass_transform
 
@@ -449,6 +448,8 @@ def doubtful_variables(environ: Mapping[str, str]) -> list[str]:
 
 def log_at(level: str) -> None:
     """Write the log to standard error, unless the program configures it or `level` is "warning"."""
+    import logging  # the launcher does not need it
+
     log = logging.getLogger("syncvar")
     if level != "warning":
         log.setLevel(level.upper())

@@ -1,4 +1,4 @@
-"""Values of standard types as bytes and back: range, Path, Decimal, NumPy dtypes, dates and times."""
+"""Range, Path, Decimal, NumPy dtypes, dates and times as bytes and back."""
 
 from __future__ import annotations
 
