@@ -225,7 +225,7 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
 
         Args:
             fn: Function of one element, called in order. After `prefetch` it runs in a thread,
-                where it must not call collectives.
+                in which it must not call collectives.
 
         Returns:
             The dataset of results.
@@ -242,7 +242,7 @@ class Dataset(MigrationHintsMixin, metaclass=ClassWithHints):
         return self._next(StreamMap(inner, fn))
 
     def repeat(self, times: int | None = None) -> Dataset:
-        """Return the elements several times in a row, as one epoch; each pass is shuffled anew.
+        """Return the elements several times in a row, as one epoch; each pass has its own order.
 
         Args:
             times: Number of passes, at least 1. None repeats without end; then no later step may
