@@ -34,20 +34,7 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
         ConfigError: No array, a masked array, or a dtype that cannot be communicated.
     """
     if type(value) is not np.ndarray:
-        if value is None:
-            raise ConfigError(f"{what} must be an array or a number, not None: {_NO_INPUT}")
-        if isinstance(value, str | bytes):
-            wrong = f"{what} must be an array or a number, not {value!r:.200}"
-            raise ConfigError(f"{wrong}: sv.broadcast_object(x), for instance, sends texts")
-        if isinstance(value, dict | set):
-            raise ConfigError(f"{what} must be an array or a number, not {value!r}"[:300])
-        if type(value) is UnsupportedLibrary:
-            raise ConfigError(f"{what} {value.reason}")
-        if _is_masked(value):
-            raise ConfigError(
-                f"{what} is a masked array, and syncvar would lose its mask: pass x.filled(0), or "
-                f"another neutral value"
-            )
+        _refuse_other_types(value, what)
         try:
             library = library_of(value)
             value = np.asarray(value) if library is None else library.take(value)
@@ -62,6 +49,23 @@ def as_array(value: Any, what: str = "the value") -> NDArray[Any]:
     if not _travels(value.dtype):
         raise ConfigError(_dtype_error(value, what))
     return np.asarray(value)
+
+
+def _refuse_other_types(value: Any, what: str) -> None:
+    if value is None:
+        raise ConfigError(f"{what} must be an array or a number, not None: {_NO_INPUT}")
+    if isinstance(value, str | bytes):
+        wrong = f"{what} must be an array or a number, not {value!r:.200}"
+        raise ConfigError(f"{wrong}: sv.broadcast_object(x), for instance, sends texts")
+    if isinstance(value, dict | set):
+        raise ConfigError(f"{what} must be an array or a number, not {value!r}"[:300])
+    if type(value) is UnsupportedLibrary:
+        raise ConfigError(f"{what} {value.reason}")
+    if _is_masked(value):
+        raise ConfigError(
+            f"{what} is a masked array, and syncvar would lose its mask: pass x.filled(0), or "
+            f"another neutral value"
+        )
 
 
 _NO_INPUT = (
