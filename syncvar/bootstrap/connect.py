@@ -18,7 +18,7 @@ from syncvar.bootstrap.launch_env.detection import is_meant_alone, told_elsewher
 from syncvar.bootstrap.malloc_tuning import keep_freed_memory
 from syncvar.bootstrap.rank_process import environment_of
 from syncvar.core.errors import ConfigError, UsageError
-from syncvar.core.logs import log_at
+from syncvar.core.settings import log_at
 from syncvar.shm.segment import SharedSegment
 
 if TYPE_CHECKING:

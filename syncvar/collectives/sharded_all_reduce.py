@@ -23,8 +23,8 @@ from syncvar.collectives.groups import communicator_of
 from syncvar.collectives.stage_builders import gather_bytes, gather_flat
 from syncvar.collectives.tensors import given_back
 from syncvar.collectives.tree_sum import summed
+from syncvar.core.array_arguments import word_of
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index, dtype_index
-from syncvar.core.enum_arguments import word_of
 from syncvar.core.errors import ConfigError, MismatchError
 from syncvar.core.pytree import (
     TreeDef,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from syncvar.core.enum_arguments import word_of
+from syncvar.core.array_arguments import word_of
 from syncvar.core.errors import ConfigError
 from syncvar.core.settings import nearest
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from syncvar.core.enum_arguments import word_of
+from syncvar.core.array_arguments import word_of
 from syncvar.core.errors import ConfigError, NoAggregation, UsageError
 from syncvar.core.settings import nearest
 
