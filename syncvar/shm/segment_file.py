@@ -105,18 +105,11 @@ def create(
         ('memfd', '', None)
     """
     size = -(-shm_bytes // segment_layout.PAGE_BYTES) * segment_layout.PAGE_BYTES
-    plan = SegmentLayout(size, local_world_size)
-    header = struct.pack(
-        "=8Q",
-        segment_layout.MAGIC_VALUE,
-        segment_layout.LAYOUT_VERSION,
-        size,
-        local_world_size,
-        usable_cores,
-        generation,
-        host,
-        int.from_bytes(os.urandom(8), "little") or 1,
-    )
+    layout = SegmentLayout(size, local_world_size)
+    version = segment_layout.MAGIC_VALUE, segment_layout.LAYOUT_VERSION
+    token = int.from_bytes(os.urandom(8), "little") or 1
+    fields = (size, local_world_size, usable_cores, generation, host, token)
+    header = struct.pack("=8Q", *version, *fields)
     ways: list[tuple[str, Callable[[], int]]] = [
         ("memfd", _open_memfd),
         (f"a file in {_SHARED_FOLDER}", lambda: _open_unlinked(_SHARED_FOLDER)),
@@ -131,11 +124,7 @@ def create(
             failed.append(f"{how} ({error.strerror})")
             continue
         try:
-            os.ftruncate(fd, size)
-            os.posix_fallocate(fd, 0, segment_layout.HEADER_BYTES)
-            for rank in range(local_world_size):  # others may read a table before its rank starts
-                os.posix_fallocate(fd, plan.table(rank), segment_layout.PAGE_BYTES)
-            os.pwrite(fd, header, 0)
+            _initialize(fd, layout, header)
             if how == "memfd":
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
@@ -145,6 +134,14 @@ def create(
         said = f"shared memory: {how} instead of {' or '.join(failed)}" if failed else ""
         return CreatedSegment(fd, how, said, generation), ""
     return None, f"it cannot be made: {', '.join(failed)}"
+
+
+def _initialize(fd: int, layout: SegmentLayout, header: bytes) -> None:
+    os.ftruncate(fd, layout.shm_bytes)
+    os.posix_fallocate(fd, 0, segment_layout.HEADER_BYTES)
+    for rank in range(layout.local_world_size):  # others may read a table before its rank starts
+        os.posix_fallocate(fd, layout.table(rank), segment_layout.PAGE_BYTES)
+    os.pwrite(fd, header, 0)
 
 
 def _open_memfd() -> int:

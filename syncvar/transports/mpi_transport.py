@@ -29,6 +29,7 @@ from syncvar.protocol.frame import (
     parse_header,
 )
 from syncvar.transports.base import Arrival, BorrowedFrame, Frame, PeerDisconnected
+from syncvar.transports.frame_checks import check_length, check_sender
 from syncvar.transports.wakeup import Wakeup
 
 if TYPE_CHECKING:
@@ -416,15 +417,11 @@ class MpiTransport:
         if header is None:
             header = parse_header(bytes(payload[:HEADER_NBYTES]), self._nbytes_max)
             payload = payload[HEADER_NBYTES:]
-            if header.source != one.rank or header.generation != self._generation:
-                claim = f"rank {header.source}, generation {header.generation}"
-                raise WireError(f"a frame of rank {one.rank} claims {claim}")
+            check_sender(header, one.rank, self._generation)
             if header.kind in CARRIERS and header.nbytes > _JOINED_NBYTES_MAX and not payload:
                 one.header = header
                 return
-        if header.kind in CARRIERS and header.nbytes != len(payload):
-            sizes = f"announces {header.nbytes} bytes and has {len(payload)}"
-            raise WireError(f"a frame of rank {one.rank} {sizes}")
+        check_length(header, one.rank, len(payload))
         self._linked.add(one.rank)
         if header.kind != FrameType.BYE:
             self._ready.append(Frame(header, payload))
