@@ -110,15 +110,15 @@ def stages(
         Collective Operation Performance"), multilevel collectives; Jia et al. 2018 (section 3.3),
         the two-level all-reduce.
     """
-    made = _Stages(tuple(sizes), rank, itemsize)
+    composer = _Stages(tuple(sizes), rank, itemsize)
     if collective == "all_reduce":
-        return made.all_reduce(count, reproducible=reproducible)
+        return composer.all_reduce(count, reproducible=reproducible)
     if collective == "broadcast":
-        return made.broadcast(count, root)
+        return composer.broadcast(count, root)
     if collective == "barrier":
-        return made.barrier()
+        return composer.barrier()
     blocks = (count,) * sum(sizes) if counts is None else tuple(counts)
-    return made.all_gather(blocks)
+    return composer.all_gather(blocks)
 
 
 class _Stages:
@@ -282,8 +282,8 @@ def flattened(
     for number in range(len(everyone[0])):
         done = [_written_out(parts[number], scratch[rank]) for rank, parts in enumerate(everyone)]
         longest = max(map(len, done))
-        for rank, made in enumerate(done):
-            rounds[rank] += [*made, *((),) * (longest - len(made))]
+        for rank, part_rounds in enumerate(done):
+            rounds[rank] += [*part_rounds, *((),) * (longest - len(part_rounds))]
             plan = everyone[rank][number].plan
             scratch[rank] += plan.scratch_count if plan is not None else 0
     name = "hierarchical"

@@ -289,8 +289,8 @@ class Channel(ChannelState):
         found = []
         for rank, entry in enumerate(self._entries):
             side = self.side_of(rank)
-            told = self.words[entry + TARGET + side] if nbytes > WIDE_BYTES else 0
-            found.append(told or self.small_offset(rank, side))
+            offset = self.words[entry + TARGET + side] if nbytes > WIDE_BYTES else 0
+            found.append(offset or self.small_offset(rank, side))
         return tuple(found)
 
     # -- memory ------------------------------------------------------------------------------------
@@ -312,9 +312,9 @@ class Channel(ChannelState):
     def reserve_segments(self) -> None:
         """Allocate this rank's segments; call it before publishing the call that needs them."""
         if not self._segments[self.rank]:
-            made = self.shm.allocate(2 * (SEGMENT_BYTES + self._part_bytes))
-            self.words[self.entry + SEGMENTS] = made
-            self._segments[self.rank] = made
+            offset = self.shm.allocate(2 * (SEGMENT_BYTES + self._part_bytes))
+            self.words[self.entry + SEGMENTS] = offset
+            self._segments[self.rank] = offset
 
     def segment(self, rank: int, number: int, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a view of a rank's segment; 0 and 1 hold inputs, by side; 2 and 3 hold results."""

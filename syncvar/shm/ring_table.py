@@ -70,13 +70,13 @@ class Boxes:
                 else:
                     self._list = listed
                     words[table + _RINGS] = listed
-            made, ring_bytes = self._allocate()
+            start, ring_bytes = self._allocate()
         except SharedMemoryFull:
             words[self._list // 8 + place if self._list else table + _RINGS] = _NEVER
             return None
-        words[made // 8 + RING] = ring_bytes  # all else reads as zeros
-        words[self._list // 8 + place] = made
-        return RingWriter(shm, made)
+        words[start // 8 + RING] = ring_bytes  # all else reads as zeros
+        words[self._list // 8 + place] = start
+        return RingWriter(shm, start)
 
     def _allocate(self) -> tuple[int, int]:
         """Return the offset of a new ring, and its size."""
@@ -87,12 +87,12 @@ class Boxes:
     def inbox(self, source: int) -> RingReader | None:
         """Return the ring of messages from a world rank of this host; None while there is none."""
         found = self._word_of(source)
-        where = self._shm.words[found] if found else 0
-        if where in (0, _NEVER):
+        start = self._shm.words[found] if found else 0
+        if start in (0, _NEVER):
             return None
-        made = RingReader(self._shm, where)
-        self._shm.check(where, HEADER_WORDS * 8 + made.ring_bytes)
-        return made
+        reader = RingReader(self._shm, start)
+        self._shm.check(start, HEADER_WORDS * 8 + reader.ring_bytes)
+        return reader
 
     def has_none(self, source: int) -> bool:
         """Return whether a rank will never have a ring to this one."""
