@@ -265,11 +265,11 @@ def lag(arguments: argparse.Namespace) -> None:
         steps += 1
         asking = RequestBuilder()
         asking.push(0, "v", "assign_add", value)
-        asking.tick(0, steps)
+        asking.add(0, "tick", clock=steps)
         edge.wait(edge.request(asking.parts()), "a push", 60.0)
     lasted = time.perf_counter() - began
     asking = RequestBuilder()
-    asking.leave(0)
+    asking.add(0, "leave")
     edge.wait(edge.request(asking.parts()), "leaving", 60.0)
     edge.close()
     Path(f"{arguments.work}.{environment.rank}").write_text(json.dumps(steps / lasted))

@@ -87,19 +87,15 @@ if TYPE_CHECKING:
     from syncvar.strategies.central_storage import CentralStorageStrategy
     from syncvar.strategies.contexts import (
         ReplicaContext,
-        ValueContext,
         get_replica_context,
         get_strategy,
         has_strategy,
         in_cross_replica_context,
     )
-    from syncvar.strategies.distributed_dataset import (
-        DistributedDataset,
-        DistributedIterator,
-        InputContext,
-    )
+    from syncvar.strategies.distributed_dataset import DistributedDataset, DistributedIterator
     from syncvar.strategies.join_uneven import Uneven, uneven
     from syncvar.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
+    from syncvar.strategies.replica_group import InputContext, ValueContext
     from syncvar.strategies.value_reduction import ReduceOp
     from syncvar.variables import partitioners
     from syncvar.variables.assign_all import assign_add_all, assign_all, assign_sub_all
@@ -158,11 +154,12 @@ _HOMES = {
     "syncvar.strategies.base": ("Strategy",),
     "syncvar.strategies.central_storage": ("CentralStorageStrategy",),
     "syncvar.strategies.contexts": (
-        "ReplicaContext", "ValueContext", "get_replica_context", "get_strategy", "has_strategy",
+        "ReplicaContext", "get_replica_context", "get_strategy", "has_strategy",
         "in_cross_replica_context",
     ),
     "syncvar.parameter_server.task_coordinator": ("ClusterCoordinator", "RemoteValue"),
-    "syncvar.strategies.distributed_dataset": ("DistributedDataset", "DistributedIterator", "InputContext"),
+    "syncvar.strategies.distributed_dataset": ("DistributedDataset", "DistributedIterator"),
+    "syncvar.strategies.replica_group": ("InputContext", "ValueContext"),
     "syncvar.strategies.mirrored": ("MirroredStrategy", "MultiWorkerMirroredStrategy"),
     "syncvar.parameter_server.strategy": ("ParameterServerStrategy",),
     "syncvar.strategies.value_reduction": ("ReduceOp",),

@@ -1,4 +1,4 @@
-"""A save that goes on while the program does."""
+"""Saves that continue in a thread: `PendingSave`, the result of `save(…, async_op=True)`."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ if TYPE_CHECKING:
     from syncvar.checkpoint.chief_restore import SavedElsewhere
     from syncvar.checkpoint.save import Saving
 
-__all__ = ["PendingSave", "write_now"]
 
 _log = logging.getLogger("syncvar")
 
 
 def write_now(saving: Saving | SavedElsewhere) -> list[Any] | CheckpointError:
-    """Write this rank's part; return what the commit has to know. Raises nothing but what ends the program."""
+    """Write this rank's part; return its record, or an error as a CheckpointError."""
     try:
         return saving.write()
     except CheckpointError as error:
         return error
     except Exception as error:
-        made = CheckpointError(f"writing {saving.path} failed: {type(error).__name__}: {error}")
-        made.__cause__ = error
-        return made
+        failure = CheckpointError(f"writing {saving.path} failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
 
 
 class PendingSave:
-    """A save that was started with `async_op=True`: the values are taken, and a thread writes them.
+    """A save that continues in a thread; `save(…, async_op=True)` returns it.
 
-    The thread sends nothing. The commit needs all ranks, so it is made where they all are: in `wait`, in `should_stop` of a manager,
-    or at the beginning of the next save or restore of the same checkpoint. A save that is never committed does not exist: at the end of the program its
-    files are removed, with a warning.
+    The values have been copied, and the thread only writes them; it sends nothing. The commit needs
+    all ranks. It happens in `wait`, in `should_stop` of a manager, or at the start of the next save
+    or restore of the same checkpoint. A save without a commit does not exist: at the end of the
+    program its files are removed, with a warning.
 
     Example:
         >>> import syncvar as sv, tempfile
         >>> checkpoint = sv.Checkpoint(v=sv.Variable([1.0, 2.0]))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     pending = checkpoint.save(folder + "/a", async_op=True)
-        ...     checkpoint.v.assign([3.0, 4.0]).numpy()  # what is saved does not change any more
+        ...     checkpoint.v.assign([3.0, 4.0]).numpy()  # does not change the saved value
         ...     _ = pending.wait()
         ...     checkpoint.restore(folder + "/a")
         array([3., 4.], dtype=float32)
@@ -72,29 +72,32 @@ class PendingSave:
 
     @property
     def path(self) -> str:
-        """Where it will be."""
+        """Folder of the checkpoint."""
         return self._saving.path
 
     def wait(self, timeout: float | None = None) -> str:
-        """Finish writing and commit. Collective: every rank calls it at the same place. Returns the path.
+        """Finish writing and commit. Collective: every rank calls it at the same point.
 
         Args:
-            timeout: Seconds for this rank's writing, and for each of the two calls of the group; None means no limit, and
-                those of the save.
+            timeout: Seconds for this rank's writing, and for each of the two calls of the group.
+                None means no limit for writing, and the timeout of the save for the calls.
+
+        Returns:
+            The path.
 
         Raises:
             CheckpointError: On every rank, if one could not write; nothing was saved.
-            DeadlineExceeded: The disk was not done in time; call it again.
+            DeadlineExceeded: The disk was too slow; call it again.
 
-        Cost: two exchanges of a few hundred bytes.
+        Cost: Two exchanges of a few hundred bytes.
         """
         if not self._is_settled:
             began = time.monotonic()
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise DeadlineExceeded(
-                    f"this rank has been writing {self.path} for {time.monotonic() - began:.1f} s of wait(); call wait again, "
-                    f"with a longer timeout",
+                    f"this rank was still writing {self.path} after {time.monotonic() - began:.1f} "
+                    "s of wait(); call wait again, with a longer timeout",
                     (),
                     timeout or 0.0,
                 )
@@ -116,11 +119,11 @@ class PendingSave:
             self._after()
 
     def done(self) -> bool:
-        """Return whether this rank's part is written, so that `wait` will not wait for the disk here; sends nothing."""
+        """Return whether this rank has written its part, so that `wait` need not. Local."""
         return self._is_settled or not self._thread.is_alive()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Do as `wait`, and return its error, or None."""
+        """Call `wait`, and return its error or None."""
         try:
             self.wait(timeout)
         except Exception as error:
@@ -129,7 +132,7 @@ class PendingSave:
 
 
 def _give_up(saving: Saving | SavedElsewhere, thread: threading.Thread, process: int) -> None:
-    """Remove what nobody committed."""
+    """Remove the files of a save without a commit."""
     if os.getpid() != process:
         return
     thread.join()
@@ -137,13 +140,14 @@ def _give_up(saving: Saving | SavedElsewhere, thread: threading.Thread, process:
     if saving.failure is not None:
         if saving.is_speaker:
             _log.warning(
-                "the save of the checkpoint %s ended without a commit: %s. The checkpoints before it are whole",
+                "the save of the checkpoint %s ended without a commit: %s. "
+                "The checkpoints before it are complete",
                 saving.path,
                 saving.failure,
             )
         return
     _log.warning(
-        "the checkpoint %s was never committed, so it does not exist: call wait() on what save(…, async_op=True) returned, on "
-        "every rank, before the program ends",
+        "the checkpoint %s was never committed, so it does not exist: call wait() on the result of "
+        "save(…, async_op=True), on every rank, before the program ends",
         saving.path,
     )

@@ -1,4 +1,8 @@
-"""`Checkpoint`: objects under names, saved and restored together."""
+"""`sv.Checkpoint`: named objects that ranks save and restore together.
+
+`trackables`, `server_leaves` and `optimizer_state` describe the objects as leaves; `save` and
+`restore` move the leaves to and from files.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,6 @@ from syncvar.checkpoint.chief_restore import SavedElsewhere, restore_for_all
 from syncvar.checkpoint.file_names import checked_path
 from syncvar.checkpoint.manifest import Label
 from syncvar.checkpoint.optimizer_state import SlotLeaf
-from syncvar.checkpoint.participants import SoloGroup
 from syncvar.checkpoint.restore import (
     Found,
     check_arguments,
@@ -22,6 +25,7 @@ from syncvar.checkpoint.restore import (
 from syncvar.checkpoint.save import Saving
 from syncvar.checkpoint.server_leaves import ServerOptimizerLeaf, ServerVariableLeaf, sorted_out
 from syncvar.checkpoint.trackables import (
+    SoloGroup,
     VariableLeaf,
     checked_object,
     is_nested,
@@ -36,28 +40,19 @@ from syncvar.strategies.contexts import get_strategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from syncvar.checkpoint.participants import Together
     from syncvar.checkpoint.server_leaves import Collected, Walked
-    from syncvar.checkpoint.trackables import Leaf
+    from syncvar.checkpoint.trackables import Leaf, Together
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["Checkpoint"]
 
 _NAME = re.compile(r"[^\W_][^/\0]{0,127}")
 _log = logging.getLogger("syncvar")
 
 
 class _Waiting:
-    """Entries of a restored checkpoint that wait for their objects.
+    """Entries of a restored checkpoint whose objects do not exist yet.
 
-    Args:
-        path: Of the checkpoint.
-        identity: Which one it was.
-        policy: The restore policy.
-        timeout: Seconds.
-        keys: Of the entries; shared by nested checkpoints.
-        prefix: What the keys have before those of this checkpoint.
-        partial: As for `restore`.
+    `keys` is one set, shared by nested checkpoints; `prefix` precedes the keys of this one.
     """
 
     def __init__(
@@ -83,28 +78,33 @@ class _Waiting:
 
 
 class Checkpoint:
-    """Objects under names, saved and restored together.
+    """Named objects that ranks save and restore together.
 
-    It takes variables, optimizers, iterators and other objects with `state_dict()` and `load_state_dict(state)` (modules, optimizers
-    and schedulers of PyTorch), `numpy.random.Generator`, checkpoints, dicts, lists and tuples of these, and plain data (numbers,
-    texts, arrays, tensors, dates, lists, sets and dicts of them).
-    `checkpoint.name = object` adds one later. Plain data belong to the checkpoint itself: `checkpoint.epoch` is what was restored.
+    A checkpoint accepts variables, optimizers, iterators, `numpy.random.Generator`, nested
+    checkpoints and objects with `state_dict()` and `load_state_dict(state)`, such as PyTorch
+    modules. It also accepts dicts, lists and tuples of them, and plain data: numbers, texts,
+    arrays, tensors, dates, and lists, sets and dicts of plain data. `checkpoint.name = object` adds
+    an object later. The checkpoint owns its plain data: after a restore, `checkpoint.epoch` is the
+    restored value.
 
-    A checkpoint is a folder: a shard of each rank, in the safetensors format, and a manifest, which is written last and is the
-    commit. It is restored on any number of replicas, and into variables of any mode: an ON_WRITE value as it is; ON_READ by what
-    reading gives (a sum is split again, exactly); NONE, and ON_READ without aggregation, replica by replica. States and plain data
-    are saved once where all ranks have the same, else each rank's own. Nothing is pickled.
+    On disk a checkpoint is a folder with one safetensors file (shard) per rank and a manifest. Rank
+    0 writes the manifest last; that is the commit. Any number of replicas can restore it, into
+    variables of any mode. An ON_WRITE variable takes the value. An ON_READ variable takes the value
+    that a read returns; a sum is split again, exactly. NONE variables, and ON_READ variables
+    without aggregation, take it replica by replica. States and plain data are saved once if all
+    ranks have the same, else once per rank. No file contains pickled data.
 
-    The ranks that save are the replicas of its variables (without variables: those of the strategy in force). All must have the
-    same objects under the same names; NONE variables may exist on some only. Where all its variables are on servers, rank 0 saves
-    alone, from one version of all of them, while the others go on: their calls return at once. Rank 0 restores them, as one
-    transaction, and the others wait for that.
+    The replicas of the variables save together; without variables, those of the current strategy.
+    All must have the same objects under the same names; NONE variables may exist on some ranks
+    only. If all variables are server-side, rank 0 saves one version of them, and the calls of the
+    other workers return at once. Rank 0 restores them in one transaction, and the other workers
+    wait.
 
     Args:
-        objects: By name.
+        objects: Objects by name.
 
     Raises:
-        ConfigError: An object that cannot be saved, or a name that is taken by a method.
+        ConfigError: An object that cannot be saved, or the name of a method.
 
     Example:
         >>> import syncvar as sv, tempfile
@@ -140,12 +140,10 @@ class Checkpoint:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not _NAME.fullmatch(name) or hasattr(type(self), name):
-            why = (
-                "is a method of checkpoints"
-                if hasattr(type(self), name)
-                else "is no name: up to 128 characters, no / in it, none of _ first"
-            )
-            raise ConfigError(f"{name!r} {why}; give the object another name")
+            reason = "is not a name (1 to 128 characters, no / and no leading _)"
+            if hasattr(type(self), name):
+                reason = "is a method of checkpoints"
+            raise ConfigError(f"{name!r} {reason}; give the object another name")
         if not isinstance(value, Checkpoint) and not is_nested(value):
             checked_object(name, value)
         before = self._objects.copy()
@@ -178,23 +176,30 @@ class Checkpoint:
     def save(
         self, path: Any, *, async_op: bool = False, timeout: float | None = None
     ) -> str | PendingSave:
-        """Save everything. Collective, right in every context. Returns the path.
+        """Save all objects. Collective; allowed in every context.
 
-        Atomic: `path` holds the checkpoint that was there before until the new one is complete and on the medium, whatever
-        happens meanwhile. One job at a time writes a folder, which all ranks must see.
+        The save is atomic: until the new checkpoint is complete on disk, `path` holds the previous
+        one. One job at a time writes a folder, and all ranks must see that folder.
 
         Args:
-            path: The folder; made if need be.
-            async_op: Take the values now and return a `PendingSave`; a thread writes them, `wait` commits.
+            path: Checkpoint folder; created if missing.
+            async_op: Whether to copy the values now, write them in a thread, and return a
+                `PendingSave`. Its `wait` commits.
             timeout: Seconds that each call of the group waits; None means the job's default.
 
-        Raises:
-            ConfigError: Something cannot be saved (its name is given); the others raise MismatchError.
-            MismatchError: The ranks save different objects, or to different paths.
-            CheckpointError: On every rank: the disk is full or fails, or another job writes there. Nothing was saved.
+        Returns:
+            The path, or a `PendingSave` with `async_op=True`.
 
-        Cost: three exchanges of descriptions (some 100 bytes for each object and rank), one transfer for each ON_READ variable
-            that is combined. Each rank writes 1/N of the values, and its own copies; nothing is copied in memory.
+        Raises:
+            ConfigError: An object cannot be saved; the text names it. The other ranks raise
+                MismatchError.
+            MismatchError: The ranks save different objects, or to different paths.
+            CheckpointError: On every rank: the disk is full or fails, or another job writes the
+                folder. Nothing was saved.
+
+        Cost: Three exchanges of descriptions (some 100 bytes for each object and rank), and one
+            transfer for each ON_READ variable that is combined. Each rank writes 1/N of the shared
+            values, and its own copies; memory is not copied.
         """
         where, refused = _path_or_error(path)
         return self._save(where, Label(), timeout, async_op=async_op, refused=refused)
@@ -218,12 +223,14 @@ class Checkpoint:
             waiting = self._waiting
             if waiting is not None and waiting.is_news and waiting.keys and communicator.rank == 0:
                 waiting.is_news = False
+                keys = ", ".join(sorted(waiting.keys)[:8])
                 _log.warning(
-                    "%d entries of the checkpoint that was restored from %s wait for their objects, and are not part of %s: %s",
+                    "%d entries of the checkpoint restored from %s still wait for their objects. "
+                    "They are not part of %s: %s",
                     len(waiting.keys),
                     waiting.path,
                     path,
-                    ", ".join(sorted(waiting.keys)[:8]),
+                    keys,
                 )
             saving: Saving | SavedElsewhere
             if refused is None and isinstance(communicator, SoloGroup) and communicator.rank:
@@ -234,7 +241,7 @@ class Checkpoint:
                     try:
                         on_servers, pushes = there.taken(timeout)
                         leaves = sorted([*leaves, *on_servers], key=lambda leaf: leaf.key)
-                    except Exception as error:  # told to the other ranks where there are some
+                    except Exception as error:  # `Saving` reports it to the other ranks
                         refused = error
                 saving = Saving(leaves, refused, communicator, path, label, timeout, guard, pushes)
             if async_op:
@@ -243,9 +250,7 @@ class Checkpoint:
                 return pending
             try:
                 written = write_now(saving)
-            except (
-                BaseException
-            ):  # the program is being ended: what was written must not lie around, or be locked
+            except BaseException:  # the program ends: remove the written files and the lock
                 saving.discard()
                 raise
             saving.commit(written)
@@ -254,13 +259,13 @@ class Checkpoint:
             return path
 
     def _finish_pending(self) -> None:
-        """Commit the save that was started before, if nobody has waited for it; its error belongs to its handle."""
+        """Commit a started save that nobody has waited for. Its `PendingSave` keeps the error."""
         pending, self.__dict__["_pending"] = self._pending, None
         if pending is not None:
             error = pending.exception()
             if error is not None:
                 _log.warning(
-                    "the checkpoint %s, which nobody has waited for, failed: %s",
+                    "saving the checkpoint %s failed, and nobody called its wait(): %s",
                     pending.path,
                     error,
                 )
@@ -275,29 +280,30 @@ class Checkpoint:
         partial: bool = False,
         timeout: float | None = None,
     ) -> None:
-        """Restore everything, or nothing. Collective, right in every context.
+        """Restore all objects or none. Collective; allowed in every context.
 
         An entry without an object waits until `checkpoint.name = object` adds one; the log names
-        it. State of an optimizer needs no such wait: the optimizer keeps it until its first step.
+        the entry. Optimizer state needs no such wait: the optimizer keeps it until its first step.
         State belongs to the variable that has the same name in the checkpoint.
 
         Args:
-            path: The folder of the checkpoint.
-            restore_policy: What replica r takes of what was saved replica by replica: "same_rank_or_initial": entry r, or
-                it keeps what it has; "cycle": entry r modulo the number saved; "error": the numbers must be equal.
-            partial: Objects without an entry stay as they are, state of an optimizer without a
-                variable or slot is left out, and so is state of another kind of optimizer. Without
-                it these three are errors.
+            path: Checkpoint folder.
+            restore_policy: What replica r takes from an entry that was saved per replica.
+                "same_rank_or_initial": copy r, or its current value if there is none; "cycle": copy
+                r modulo the number of copies; "error": the numbers of replicas must be equal.
+            partial: Whether to skip what does not fit: objects without an entry, optimizer state
+                without its variable or slot, and state of another kind of optimizer. These are
+                errors by default.
             timeout: Seconds that each call of the group waits; None means the job's default.
 
         Raises:
-            ConfigError: A wrong argument; the others raise MismatchError.
-            NotFound: There is no checkpoint; on every rank, as the next two.
-            Corrupt: Bytes are not those that were saved.
-            CheckpointError: An object has another shape, dtype or kind than its entry, or no entry;
-                or the state of an optimizer has no owner.
+            ConfigError: A wrong argument; the other ranks raise MismatchError.
+            NotFound: On every rank: there is no checkpoint.
+            Corrupt: On every rank: bytes differ from those that were saved.
+            CheckpointError: On every rank: an object has no entry, or differs from it in shape,
+                dtype or type; or optimizer state has no owner.
 
-        Cost: every rank reads all values, and of the copies its own; two exchanges of some bytes.
+        Cost: Every rank reads all shared values and its own copies. Two exchanges of some bytes.
         """
         where, refused = _path_or_error(path)
         self._restore(where, None, restore_policy, timeout, partial=partial, refused=refused)
@@ -312,7 +318,7 @@ class Checkpoint:
         partial: bool,
         refused: Exception | None = None,
     ) -> str | None:
-        """Restore from a path, or, where one worker restores for all, from what `find` finds there; returns the path."""
+        """Restore from `path`, or from the path that `find` returns on rank 0; return that path."""
         collected = self._collect()
         with outside():
             self._finish_pending()
@@ -333,14 +339,14 @@ class Checkpoint:
         self.__dict__["_waiting"] = waiting
         if waiting.keys and not partial and collected.group.rank == 0:
             shown = sorted(waiting.keys)
+            keys = ", ".join(shown[:8]) + ", …" * (len(shown) > 8)
             _log.warning(
-                "%d entries of the checkpoint %s have no object in this program and are not restored: "
-                "%s%s. Add the object, checkpoint.name = object, or say that this is meant: "
+                "%d entries of the checkpoint %s have no object in this program and are not "
+                "restored: %s. Add the object with checkpoint.name = object, or confirm with "
                 "restore(…, partial=True)",
                 len(shown),
                 found_at,
-                ", ".join(shown[:8]),
-                ", …" * (len(shown) > 8),
+                keys,
             )
         for name, value in list(self._objects.items()):
             self._follow(name, value)
@@ -359,11 +365,10 @@ class Checkpoint:
         identity: str | None = None,
         prefix: str = "",
     ) -> tuple[str | None, Found]:
-        """Restore objects, by the group that they belong to."""
         leaves, _, refused, there, _unsaved = collected
         everything = leaves if there is None else [*leaves, *there.leaves()]
         if isinstance(group, SoloGroup):
-            assert there is not None, "whoever restores alone does so for what is on servers"
+            assert there is not None, "only server-side variables are restored by one worker"
             check_arguments(policy, partial)
             if refused is not None:
                 raise refused
@@ -373,17 +378,11 @@ class Checkpoint:
                     everything, group, where, policy, identity, prefix, partial=partial
                 )
 
+            finder = find or (lambda: path)
             return restore_for_all(
-                everything,
-                there,
-                group,
-                path,
-                find or (lambda: path),
-                stage,
-                timeout,
-                partial=partial,
+                everything, there, group, path, finder, stage, timeout, partial=partial
             )
-        assert path is not None, "ranks that restore together agree on the path before"
+        assert path is not None, "ranks that restore together have agreed on the path"
         last = None if there is None else there.restored_by_all(path, timeout)
         found = restore_leaves(
             everything,
@@ -400,7 +399,7 @@ class Checkpoint:
         return path, found
 
     def _restore_late(self) -> None:
-        """Restore objects that came after `restore`, from the entries that wait for them."""
+        """Restore objects that were added after `restore`."""
         waiting = self._waiting
         if waiting is None or not waiting.keys:
             return
@@ -425,7 +424,6 @@ class Checkpoint:
         waiting.keys.difference_update(waiting.prefix + leaf.key for leaf in taken)
 
     def _follow(self, key: str, value: Any) -> None:
-        """Let nested checkpoints have the entries that wait for their objects."""
         waiting = self._waiting
         if waiting is None:
             return
@@ -440,7 +438,6 @@ class Checkpoint:
     # -- what it holds -----------------------------------------------------------------------------
 
     def _collect(self) -> Collected:
-        """Return everything it holds."""
         leaves: list[Walked] = []
         refused: Exception | None = None
         for name, value in self._objects.items():
@@ -453,7 +450,6 @@ class Checkpoint:
     def _walk(
         self, key: str, value: Any, above: tuple[int, ...] = (), replace: Any = None
     ) -> Iterator[Walked]:
-        """Yield the leaves of an object under a key."""
         if id(value) in above:
             raise ConfigError(f"{key!r} holds itself: a checkpoint must not be nested in itself")
         above = (*above, id(value), id(self))
@@ -482,26 +478,20 @@ class Checkpoint:
 
 
 def _path_or_error(path: Any) -> tuple[str, Exception | None]:
-    """Return a path, or why it is none, for the other ranks to be told."""
     try:
         return checked_path(
             path,
-            "checkpoint.save('folder/name'), or, to begin with nothing, manager.restore_latest()",
+            "checkpoint.save('folder/name'), or manager.restore_latest() to start without one",
         ), None
     except ConfigError as error:
         return "", error
 
 
 def _refuse(_state: Any) -> None:
-    """Stand for: plain data here cannot be replaced."""
+    pass
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:
-    """Return the items of a dict, list or tuple by name.
-
-    Raises:
-        ConfigError: A dict with keys that are no names.
-    """
     if not isinstance(value, dict):
         return [(str(index), item) for index, item in enumerate(value)]
     for key in value:

@@ -1,4 +1,4 @@
-"""Names of files and folders of checkpoints: made here, and recognised here; nothing else is ever opened or removed."""
+"""Names of files and folders of checkpoints. No file of another name is ever opened or removed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,6 @@ import re
 from typing import Any
 
 from syncvar.core.errors import ConfigError
-
-__all__ = [
-    "LOCK",
-    "MANIFEST",
-    "checked_path",
-    "is_left_over",
-    "is_shard",
-    "shard_name",
-    "step_name",
-    "step_of",
-    "temporary_name",
-]
 
 MANIFEST = "manifest.json"
 LOCK = "lock.json"
@@ -29,60 +17,33 @@ _STEP_MAX = 10**19 - 1
 
 
 def checked_path(path: Any, instead: str = "checkpoint.save('folder/name')") -> str:
-    """Return a path as text.
-
-    Args:
-        path: As the caller gave it.
-        instead: What to write, for the error.
-
-    Raises:
-        ConfigError: It is no path.
-    """
+    """Return a path as a str; raise ConfigError, which suggests `instead`, if it is not one."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"path must be a text or a Path, not {path!r:.80}: write {instead}")
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise ConfigError(f"path must be a text that is not empty and has no NUL, not {text!r:.80}")
+        raise ConfigError(f"path must be a text, not empty and without NUL, not {text!r:.80}")
     return text
 
 
 def shard_name(identity: str, rank: int, count: int) -> str:
-    """Return the name of the file that a rank writes.
-
-    Example:
-        >>> shard_name("00112233aabbccdd", 2, 4)
-        'shard-00112233aabbccdd-00002-of-00004.safetensors'
-    """
+    """Return the name of the file that a rank writes."""
     return f"shard-{identity}-{rank:05d}-of-{count:05d}.safetensors"
 
 
 def is_shard(name: str, identity: str | None = None) -> bool:
-    """Return whether a name is that of a shard (of one checkpoint, if its identity is given).
-
-    Example:
-        >>> is_shard("../shard-00112233aabbccdd-00002-of-00004.safetensors")
-        False
-    """
+    """Return whether a name is that of a shard (of one checkpoint, with `identity`)."""
     found = _SHARD.fullmatch(name)
     return found is not None and (identity is None or found[1] == identity)
 
 
 def temporary_name(name: str, nonce: str) -> str:
-    """Return the name under which a file is written before it is renamed."""
+    """Return the name of a file until it is renamed."""
     return f"{name}.tmp-{nonce}"
 
 
 def is_left_over(name: str, identity: str | None) -> bool:
-    """Return whether a file of a checkpoint's folder belongs to a save that did not finish, or to an older one.
-
-    Args:
-        name: Of the file.
-        identity: Of the checkpoint that is committed in the folder; None where there is none.
-
-    Example:
-        >>> is_left_over("manifest.json.tmp-00112233aabbccdd", None), is_left_over("notes.txt", None)
-        (True, False)
-    """
+    """Return whether a file belongs to an unfinished save or to an older checkpoint."""
     temporary = _TEMPORARY.fullmatch(name)
     if temporary is not None:
         return temporary["name"] == MANIFEST or is_shard(temporary["name"])
@@ -90,15 +51,7 @@ def is_left_over(name: str, identity: str | None) -> bool:
 
 
 def step_name(step: int) -> str:
-    """Return the name of a step's folder; names sort as steps do.
-
-    Raises:
-        ConfigError: It is no step.
-
-    Example:
-        >>> step_name(1200)
-        'step-0000001200'
-    """
+    """Return the folder name of a step, ordered like the steps; raise ConfigError otherwise."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _STEP_MAX:
         raise ConfigError(
             f"step must be an integer of at least 0, not {step!r}: write manager.save(step=100)"
@@ -107,11 +60,6 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that a folder's name stands for, or None if it is not of that form.
-
-    Example:
-        >>> step_of("step-0000001200"), step_of("step-1/..")
-        (1200, None)
-    """
+    """Return the step of a folder name, or None."""
     found = _STEP.fullmatch(name)
     return None if found is None else int(found[1])

@@ -1,8 +1,8 @@
-"""Files of a checkpoint: written so that a name is either absent or whole, read without trust.
+"""Files of a checkpoint: a name is either absent or complete, and reads trust nothing.
 
-A file is written under a temporary name in the same folder (created exclusively; the umask decides who may read it),
-synced, closed, renamed, and the folder is synced. A sync that fails is final: the kernel may have dropped the pages, and a second sync would report success, so the
-file is thrown away instead.
+`write` uses a temporary name in the same folder, syncs, closes and renames the file, and syncs the
+folder. After a failed sync the file is removed and never synced again: the operating system may
+have dropped the pages, and a second sync would report success.
 
 Source: Rebello et al., "Can Applications Recover from fsync Failures?", USENIX ATC 2020.
 """
@@ -22,27 +22,26 @@ from syncvar.core.private_files import REQUESTED, create_file, refuse_foreign_li
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["CheckpointFolder", "Disk", "make_folder", "read_into"]
 
-_SLACK = 1.1  # of what will be written: headers, and what the file system keeps for itself
+_SLACK = 1.1  # factor for headers and the needs of the file system
 
 
 class Disk:
-    """The operations of which writing a file consists, one method for each, so that a test can make each of them fail."""
+    """The operations of a file write, one method each, so that tests can make each of them fail."""
 
     @staticmethod
     def create(folder: int, name: str) -> int:
-        """Create a file that is not there yet, and return its descriptor."""
+        """Create a new file; return its descriptor."""
         return create_file(name, REQUESTED, folder)
 
     @staticmethod
     def write(descriptor: int, data: memoryview) -> int:
-        """Write some of the bytes and return how many."""
+        """Write some of the bytes; return their number."""
         return os.write(descriptor, data)
 
     @staticmethod
     def sync(descriptor: int) -> None:
-        """Wait until the file's bytes are on the medium."""
+        """Wait until the bytes of the file are on disk."""
         os.fsync(descriptor)
 
     @staticmethod
@@ -52,12 +51,12 @@ class Disk:
 
     @staticmethod
     def rename(folder: int, source: str, target: str) -> None:
-        """Give a file its name; what had the name is gone in the same moment."""
+        """Rename a file, and atomically replace the file of that name."""
         os.rename(source, target, src_dir_fd=folder, dst_dir_fd=folder)
 
     @staticmethod
     def sync_folder(folder: int) -> None:
-        """Wait until the names of the folder are on the medium."""
+        """Wait until the names in the folder are on disk."""
         os.fsync(folder)
 
     @staticmethod
@@ -67,20 +66,18 @@ class Disk:
 
     @staticmethod
     def free_bytes(folder: int) -> int:
-        """Return how much may still be written."""
+        """Return the free space in bytes."""
         room = os.fstatvfs(folder)
         return room.f_bavail * room.f_frsize
 
 
 class CheckpointFolder:
-    """An open folder; a context manager. Its files are reached relative to its descriptor, links are not followed.
+    """An open folder; a context manager.
+
+    It opens files relative to its descriptor and follows no links.
 
     Args:
-        path: Of the folder.
-
-    Raises:
-        NotFound: There is none.
-        CheckpointError: It cannot be opened.
+        path: Path of the folder.
     """
 
     def __init__(self, path: str) -> None:
@@ -101,23 +98,13 @@ class CheckpointFolder:
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the folder."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def write(self, name: str, parts: Iterable[memoryview], nonce: str) -> int:
-        """Write a file so that it is there whole or not at all; return its length.
-
-        Args:
-            name: Of the file; one of that name is replaced.
-            parts: Its bytes.
-            nonce: 16 hexadecimal digits, for the temporary name.
-
-        Raises:
-            CheckpointError: The system refused; the temporary file is gone, a file of that name is as it was (unless only
-                syncing the folder failed: then the new one is there, but may not survive a power cut).
-        """
+        """Write a complete file, or none; return its length."""
         temporary = temporary_name(name, nonce)
         descriptor, renamed, nbytes, doing = -1, False, 0, "create"
         try:
@@ -131,17 +118,14 @@ class CheckpointFolder:
             doing = "sync"
             Disk.sync(descriptor)
             doing = "close"
-            closing, descriptor = (
-                descriptor,
-                -1,
-            )  # whatever close says, the number is no longer ours
+            closing, descriptor = descriptor, -1  # a failed close releases the number too
             Disk.close(closing)
             doing = "rename"
             Disk.rename(self._descriptor, temporary, name)
             renamed, doing = True, "sync the folder of"
             Disk.sync_folder(self._descriptor)
         except OSError as error:
-            note = "; it is there, but may not survive a power cut" if renamed else ""
+            note = "; it exists, but may not survive a power cut" if renamed else ""
             raise CheckpointError(
                 f"cannot {doing} {self.path}/{name}: {error.strerror or error}{note}"
             ) from error
@@ -155,40 +139,32 @@ class CheckpointFolder:
         return nbytes
 
     def require_room(self, nbytes: int) -> None:
-        """Look whether so many bytes can be written.
-
-        Raises:
-            CheckpointError: There is less room.
-        """
+        """Raise CheckpointError unless so many bytes can be written."""
         try:
             free = Disk.free_bytes(self._descriptor)
         except OSError as error:
             raise CheckpointError(
-                f"cannot ask for the free space of {self.path}: {error.strerror}"
+                f"cannot read the free space of {self.path}: {error.strerror}"
             ) from error
         if free < nbytes * _SLACK:
             raise CheckpointError(
-                f"{self.path} has room for {free} bytes, the checkpoint takes {nbytes}: free some space, or keep fewer "
-                f"checkpoints (CheckpointManager(…, keep=N))"
+                f"{self.path} has room for {free} bytes, the checkpoint takes {nbytes}: free some "
+                f"space, or keep fewer checkpoints (CheckpointManager(…, keep=N))"
             )
 
     def names(self) -> list[str]:
-        """Return the names in the folder.
-
-        Raises:
-            CheckpointError: The system refused.
-        """
+        """Return the names in the folder, sorted."""
         try:
             return sorted(os.listdir(self._descriptor))
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be listed: {error.strerror}") from error
 
     def has(self, name: str) -> bool:
-        """Return whether there is something of this name."""
+        """Return whether a file of this name exists."""
         return os.access(name, os.F_OK, dir_fd=self._descriptor, follow_symlinks=False)
 
     def nbytes_of(self, name: str) -> int | None:
-        """Return the length of a file, None where there is no ordinary file of this name."""
+        """Return the length of a file, None if there is no regular file of this name."""
         try:
             about = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
         except OSError:
@@ -197,18 +173,10 @@ class CheckpointFolder:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[tuple[int, int]]:
-        """Open a file to read; gives its descriptor and length.
-
-        Raises:
-            NotFound: There is none.
-            CheckpointError: It is no ordinary file, or cannot be read.
-        """
+        """Open a file for reading; yields (descriptor, length)."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            descriptor = os.open(
-                name,
-                os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK,
-                dir_fd=self._descriptor,
-            )
+            descriptor = os.open(name, flags, dir_fd=self._descriptor)
         except FileNotFoundError:
             raise NotFound(f"{self.path} has no {name}") from None
         except OSError as error:
@@ -228,54 +196,37 @@ class CheckpointFolder:
             os.close(descriptor)
 
     def read(self, name: str, limit_nbytes: int) -> bytes:
-        """Return a whole file.
-
-        Raises:
-            NotFound: There is none.
-            CheckpointError: It is longer than the limit, or cannot be read.
-        """
+        """Return the bytes of a file."""
         with self.reading(name) as (descriptor, nbytes):
             if nbytes > limit_nbytes:
                 raise CheckpointError(
                     f"{self.path}/{name} has {nbytes} bytes, more than {limit_nbytes}"
                 )
-            made = bytearray(nbytes)
-            read_into(descriptor, memoryview(made), 0, name)
-            return bytes(made)
+            data = bytearray(nbytes)
+            read_into(descriptor, memoryview(data), 0, name)
+            return bytes(data)
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there and the system lets us."""
+        """Remove a file if it exists; ignore errors."""
         with contextlib.suppress(OSError):
             Disk.remove(self._descriptor, name)
 
     def sync(self) -> None:
-        """Wait until the folder's names are on the medium.
-
-        Raises:
-            CheckpointError: The system refused.
-        """
+        """Wait until the names in the folder are on disk."""
         try:
             Disk.sync_folder(self._descriptor)
         except OSError as error:
             raise CheckpointError(f"cannot sync {self.path}: {error.strerror}") from error
 
     def sweep(self, identity: str | None) -> None:
-        """Remove what saves that did not finish left behind, and the shards of older checkpoints.
-
-        Args:
-            identity: Of the checkpoint whose manifest is in the folder; None where there is none.
-        """
+        """Remove unfinished files and shards of other checkpoints than the committed `identity`."""
         for name in self.names():
             if is_left_over(name, identity):
                 self.remove(name)
 
 
 def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> None:
-    """Fill `target` with the bytes of a file from `offset` on.
-
-    Raises:
-        CheckpointError: The file ends before.
-    """
+    """Fill `target` from byte `offset` of a file; raise CheckpointError if that is too short."""
     done = 0
     while done < target.nbytes:
         count = os.preadv(descriptor, [target[done : done + (1 << 30)]], offset + done)
@@ -285,11 +236,7 @@ def read_into(descriptor: int, target: memoryview, offset: int, name: str) -> No
 
 
 def make_folder(path: str) -> CheckpointFolder:
-    """Open a folder to write to, after making it if need be.
-
-    Raises:
-        CheckpointError: The system refused, or the path leads over a link of another user.
-    """
+    """Open a folder for writing; create it and its parents if missing."""
     try:
         refuse_foreign_links(path)
         missing, at = [], os.path.abspath(path)

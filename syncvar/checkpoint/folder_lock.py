@@ -1,7 +1,8 @@
-"""One job at a time: the lock of a folder that checkpoints are written to.
+"""The lock of a checkpoint folder: one job at a time writes there.
 
-The lock is the system's (flock), which ends with the process that holds it, however it ends; the file's content only says who
-that is. So a lock whose holder is gone is never in the way: whoever comes next gets it, and says whose it was.
+The lock is an flock, which ends with its process, however that ends; the file only names the
+process. So a dead holder never blocks anyone: the next process takes the lock, and logs whose it
+was.
 """
 
 from __future__ import annotations
@@ -20,21 +21,16 @@ from syncvar.checkpoint.file_names import LOCK
 from syncvar.core.errors import CheckpointError
 from syncvar.core.private_files import REQUESTED
 
-__all__ = ["Lock"]
-
 _log = logging.getLogger("syncvar")
 _TEXT_MAX = 4096
 
 
 class Lock:
-    """The lock of a folder, held from the making on.
+    """The lock of a folder, held from its construction.
 
     Args:
-        folder: Path of the folder, which exists.
-        what: What is done there, in words.
-
-    Raises:
-        CheckpointError: Another process holds it; says which.
+        folder: Path of an existing folder.
+        what: What the holder does there, for the error of other processes.
     """
 
     def __init__(self, folder: str, what: str) -> None:
@@ -44,23 +40,20 @@ class Lock:
             before = _read(descriptor)
             if before:
                 _log.warning(
-                    "%s was left locked by %s, which is gone (it was killed, or its machine was): the lock is taken over, "
-                    "what it did not commit is not used",
+                    "%s was left locked by %s, which no longer exists (it was killed, or its host "
+                    "failed). This process takes the lock and ignores what was not committed",
                     folder,
                     before,
                 )
-            text = json.dumps(
-                {
-                    "host": socket.gethostname(),
-                    "pid": os.getpid(),
-                    "started": _start_of(os.getpid()),
-                    "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-                    "job": os.environ.get("SYNCVAR_JOB_ID", ""),
-                },
-                sort_keys=True,
-            )
+            holder = {
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "started": _start_of(os.getpid()),
+                "since": _timestamp(),
+                "job": os.environ.get("SYNCVAR_JOB_ID", ""),
+            }
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, text.encode(), 0)
+            os.pwrite(descriptor, json.dumps(holder, sort_keys=True).encode(), 0)
         except OSError as error:
             os.close(descriptor)
             raise CheckpointError(f"cannot lock {folder}: {error.strerror}") from error
@@ -72,12 +65,11 @@ class Lock:
         return self._finalizer.alive
 
     def release(self) -> None:
-        """Give the lock back and remove its file. Idempotent."""
+        """Release the lock and remove its file. Idempotent."""
         self._finalizer()
 
 
 def _locked(path: str, what: str) -> int:
-    """Return the descriptor of the lock's file, locked."""
     while True:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -88,30 +80,31 @@ def _locked(path: str, what: str) -> int:
             ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever held it may have removed the file between our open and our lock: then it is not the folder's any more.
+            # The holder may have removed the file between our open and our lock: try again.
             if _is_same(path, descriptor):
                 return descriptor
         except OSError as error:
-            holder = _read(descriptor) or "a process that has not said who it is"
+            holder = _read(descriptor) or "an unknown process"
             os.close(descriptor)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise CheckpointError(
-                    f"{os.path.dirname(path)} is in use: {holder} {what} there. Two jobs cannot write the same folder; "
-                    f"wait for that one to end, or give this one another folder"
+                    f"{os.path.dirname(path)} is in use: {holder} {what} there. Two jobs cannot "
+                    "write the same folder; wait for that one to end, or give this one another "
+                    "folder"
                 ) from None
             raise CheckpointError(
-                f"cannot lock {os.path.dirname(path)}: {error.strerror}; checkpoints need a file system with locks"
+                f"cannot lock {os.path.dirname(path)}: {error.strerror}; checkpoints need a file "
+                "system with locks"
             ) from error
         os.close(descriptor)
 
 
 def _is_same(path: str, descriptor: int) -> bool:
     try:
-        there = os.stat(path, follow_symlinks=False)
+        current = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    here = os.fstat(descriptor)
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+    return os.path.samestat(current, os.fstat(descriptor))
 
 
 def _let_go(descriptor: int, path: str, process: int) -> None:
@@ -122,19 +115,19 @@ def _let_go(descriptor: int, path: str, process: int) -> None:
 
 
 def _read(descriptor: int) -> str:
-    """Return in words who says to hold the lock, or an empty text."""
     try:
-        said = json.loads(os.pread(descriptor, _TEXT_MAX, 0))
-        host, pid = str(said["host"]), int(said["pid"])
-        words = f"process {pid} on {host!r:.80}, started {str(said['started'])!r:.40}, holding it since {str(said['since'])!r:.40}"
-        job = str(said.get("job", ""))
+        holder = json.loads(os.pread(descriptor, _TEXT_MAX, 0))
+        host, pid, started = str(holder["host"]), int(holder["pid"]), str(holder["started"])
+        words = f"process {pid} on {host!r:.80}, started {started!r:.40}"
+        words += f", holding it since {str(holder['since'])!r:.40}"
+        job = str(holder.get("job", ""))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ""
     return words + (f", job {job!r:.60}" if job else "")
 
 
 def _start_of(pid: int) -> str:
-    """Return when a process started, in words; numbers of processes are used again, these times are not."""
+    """Return the start time of a process, since process ids are reused."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
@@ -142,6 +135,8 @@ def _start_of(pid: int) -> str:
             booted = next(int(line.split()[1]) for line in file if line.startswith("btime "))
     except (OSError, ValueError, IndexError, StopIteration):
         return "unknown"
-    return time.strftime(
-        "%Y-%m-%dT%H:%M:%SZ", time.gmtime(booted + ticks / os.sysconf("SC_CLK_TCK"))
-    )
+    return _timestamp(booted + ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _timestamp(seconds: float | None = None) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

@@ -1,4 +1,7 @@
-"""`CheckpointManager`: the checkpoints of a run, one folder for each step; which stay, which is the latest and the best."""
+"""`sv.CheckpointManager`: one checkpoint folder per step, and which of them to keep and restore.
+
+It also turns SIGTERM into an agreement of all ranks to save and stop.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,21 @@ from syncvar.checkpoint.file_names import LOCK, MANIFEST, checked_path, step_nam
 from syncvar.checkpoint.folder import CheckpointFolder, make_folder
 from syncvar.checkpoint.folder_lock import Lock
 from syncvar.checkpoint.manifest import Label
-from syncvar.checkpoint.participants import SoloGroup, gathered
 from syncvar.checkpoint.preemption import EXIT_CODE, Notice
 from syncvar.checkpoint.retention import best_of, superfluous
 from syncvar.checkpoint.save import checked_metric
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.step_folders import StepFolders
-from syncvar.checkpoint.trackables import outside
+from syncvar.checkpoint.trackables import SoloGroup, gathered, outside
 from syncvar.collectives.all_reduce import reduce_request
 from syncvar.core.errors import CheckpointError, ConfigError, MismatchError
 from syncvar.core.lazy_import import MigrationHintsMixin, unexpected
 
 if TYPE_CHECKING:
     from syncvar.checkpoint.async_save import PendingSave
-    from syncvar.checkpoint.participants import Together
+    from syncvar.checkpoint.trackables import Together
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("syncvar")
 _BEST = ("min", "max")
@@ -40,20 +41,22 @@ _KEPT = 5
 
 
 class CheckpointManager(MigrationHintsMixin):
-    """The checkpoints of a run, in folders `step-…` of one directory.
+    """Checkpoints of a run, in the folders `step-…` of one directory.
 
-    From its first save on rank 0 holds the directory's lock: a second job that saves there is refused, jobs that only restore are not.
-    Old checkpoints are removed after a new one is committed. Their order is that of saving, whatever
-    their steps are: after a return to step 50, its save is the latest. It is a context manager;
-    `close` gives the lock back.
+    After its first save, rank 0 holds the lock of the directory. A second job that saves there
+    raises CheckpointError; jobs that only restore do not. The manager removes old checkpoints after
+    it has committed a new one. Checkpoints are ordered by time of saving, whatever their steps are:
+    after a return to step 50, the save of step 50 is the latest. The manager is a context manager;
+    `close` releases the lock.
 
     Args:
-        checkpoint: What is saved.
-        directory: Where; made at the first save. All ranks must see it.
-        keep: So many of the latest saves stay; None: all. `max_to_keep=`, as tf.train writes it, is taken as well.
-        best: "min" or "max": the checkpoint with the smallest or largest `metric` stays too.
-        on_preemption: Take SIGTERM for a notice that this process will be ended soon; see `should_stop`.
-        check_every: Ranks ask each other at every so many calls of `should_stop`.
+        checkpoint: Checkpoint to save.
+        directory: Directory of the folders; created at the first save. All ranks must see it.
+        keep: Number of latest saves to keep; None keeps all. `max_to_keep=`, the name in tf.train,
+            is an alias.
+        best: "min" or "max": also keep the checkpoint with the smallest or largest `metric`.
+        on_preemption: Whether SIGTERM announces the end of this process; see `should_stop`.
+        check_every: Number of calls of `should_stop` between two exchanges of the ranks.
 
     Raises:
         ConfigError: A wrong argument.
@@ -62,10 +65,14 @@ class CheckpointManager(MigrationHintsMixin):
     Example:
         >>> import syncvar as sv, tempfile
         >>> v = sv.Variable(0.0)
-        >>> with tempfile.TemporaryDirectory() as folder, sv.CheckpointManager(sv.Checkpoint(v=v), folder, keep=2) as manager:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     manager = sv.CheckpointManager(sv.Checkpoint(v=v), folder, keep=2)
         ...     for step in range(5):
         ...         _ = manager.save(step) if v.assign(step) is v else None
-        ...     [path[-6:] for path in manager.checkpoints], manager.restore_latest() == manager.latest
+        ...     names = [path[-6:] for path in manager.checkpoints]
+        ...     is_latest = manager.restore_latest() == manager.latest
+        ...     manager.close()
+        >>> names, is_latest
         (['000003', '000004'], True)
     """
 
@@ -83,21 +90,22 @@ class CheckpointManager(MigrationHintsMixin):
         if "max_to_keep" in _foreign:
             if keep != _KEPT:
                 raise ConfigError(
-                    f"keep={keep!r:.60} and max_to_keep={_foreign['max_to_keep']!r:.60} are two words for one thing: give keep"
+                    f"keep={keep!r:.60} and max_to_keep={_foreign['max_to_keep']!r:.60} are "
+                    f"aliases: pass only keep"
                 )
             keep = _foreign.pop("max_to_keep")
         if _foreign:
             raise unexpected(CheckpointManager, _foreign)
         if not isinstance(checkpoint, Checkpoint):
             raise ConfigError(
-                f"checkpoint must be a sv.Checkpoint, not a {type(checkpoint).__name__}: sv.Checkpoint(model=…)"
+                f"checkpoint must be a sv.Checkpoint, not a {type(checkpoint).__name__}: "
+                f"write sv.Checkpoint(model=…)"
             )
         for name, number in (("keep", keep), ("check_every", check_every)):
             is_count = isinstance(number, int) and not isinstance(number, bool) and number >= 1
             if not is_count and not (name == "keep" and number is None):
-                raise ConfigError(
-                    f"{name} must be an integer of at least 1{' or None' * (name == 'keep')}, not {number!r:.60}"
-                )
+                allowed = "an integer of at least 1" + " or None" * (name == "keep")
+                raise ConfigError(f"{name} must be {allowed}, not {number!r:.60}")
         if best is not None and best not in _BEST:
             raise ConfigError(f"best must be 'min', 'max' or None, not {best!r:.60}")
         if not isinstance(on_preemption, bool):
@@ -108,9 +116,8 @@ class CheckpointManager(MigrationHintsMixin):
         self._check_every, self._asked = check_every, 0
         self._must_stop = False
         self._lock: Lock | None = None
-        self._saved: tuple[int, float | None, object] | None = (
-            None  # step, metric, restore before it
-        )
+        # (step, metric, the restore before it)
+        self._saved: tuple[int, float | None, object] | None = None
         self._warned_of_going_back = False
         self._notice = Notice(listens=on_preemption)
         weakref.finalize(self, self._notice.close)
@@ -121,45 +128,45 @@ class CheckpointManager(MigrationHintsMixin):
 
     def __exit__(self, *error: object) -> None:
         try:
-            if (
-                error[0] is None
-            ):  # all ranks leave here together, and a save that nobody has waited for is worth its files
+            if error[0] is None:  # all ranks leave the block together, so the commit can be made
                 self._checkpoint._finish_pending()  # noqa: SLF001
         finally:
             self.close()
 
     def close(self) -> None:
-        """Give back the directory's lock, and SIGTERM. Idempotent.
+        """Release the lock of the directory and the SIGTERM handler. Idempotent.
 
-        A save that is pending stays to be waited for; the end of a `with` block that no exception leaves commits it first.
+        A pending save stays pending. A `with` block that ends without an exception commits it
+        first.
         """
         if self._lock is not None:
             self._lock.release()
         self._notice.close()
 
-    # -- what there is -----------------------------------------------------------------------------
+    # -- existing checkpoints ----------------------------------------------------------------------
 
     @property
     def directory(self) -> str:
-        """Where the checkpoints are."""
+        """Absolute path of the directory."""
         return self._folders.directory
 
     @property
     def checkpoints(self) -> list[str]:
-        """Paths of the committed checkpoints, the oldest save first; sends nothing.
+        """Paths of the committed checkpoints, the oldest save first. Local.
 
-        Checkpoints of earlier versions, whose order of saving is not known, come first, by steps.
+        Checkpoints of earlier versions have no number of their save: they come first, ordered by
+        step.
         """
         return [self._folders.path(kept.step) for kept in self._folders.committed()]
 
     @property
     def latest(self) -> str | None:
-        """Path of the latest save whose files are there, or None; sends nothing."""
+        """Path of the latest save whose files exist, or None. Local."""
         return self._folders.latest()[0]
 
     @property
     def best(self) -> str | None:
-        """Path of the one with the best metric, or None (also where the manager was not told what is best)."""
+        """Path of the checkpoint with the best metric, or None. Always None without `best=`."""
         winner = best_of(self._folders.committed(), self._best)
         return None if winner is None else self._folders.path(winner.step)
 
@@ -193,27 +200,33 @@ class CheckpointManager(MigrationHintsMixin):
         async_op: bool = False,
         timeout: float | None = None,
     ) -> str | PendingSave:
-        """Save as a step, then remove what need not stay. Collective, right in every context. Returns the path.
+        """Save as a step, then remove old checkpoints. Collective; allowed in every context.
 
         Args:
-            step: Of the program, at least 0; None means one more than that of the latest save. A
-                step that is there is replaced. One below a step that is there is saved after a
-                warning: it is the latest from then on, and the higher ones are removed before it.
-            metric: How good it is, the same on all ranks; NaN is never the best.
-            async_op: As `Checkpoint.save`; old checkpoints are removed in `wait`.
+            step: Step of the program, at least 0; None means one more than that of the latest save.
+                An existing step is replaced. A step below an existing one logs a warning: it
+                becomes the latest save, and higher steps are removed before it.
+            metric: Quality of the checkpoint, the same on all ranks; NaN is never the best.
+            async_op: As for `Checkpoint.save`; `wait` removes old checkpoints.
             timeout: Seconds that each call of the group waits; None means the job's default.
 
-        Raises:
-            ConfigError: A wrong argument, or something cannot be saved; the others raise MismatchError.
-            MismatchError: The ranks pass different steps, metrics or directories.
-            CheckpointError: On every rank: the disk is full or fails, or another job saves here. Nothing was saved.
+        Returns:
+            The path, or a `PendingSave` with `async_op=True`.
 
-        Cost: as `Checkpoint.save`, and one exchange more.
+        Raises:
+            ConfigError: A wrong argument, or an object cannot be saved. The other ranks raise
+                MismatchError.
+            MismatchError: The ranks pass different steps, metrics or directories.
+            CheckpointError: On every rank: the disk is full or fails, or another job saves here.
+                Nothing was saved.
+
+        Cost: As `Checkpoint.save`, and one more exchange.
         """
-        communicator = self._checkpoint._collect().group  # noqa: SLF001  (the manager is the checkpoint's other half)
+        communicator = self._checkpoint._collect().group  # noqa: SLF001
         if isinstance(communicator, SoloGroup) and communicator.rank and step is None:
             raise ConfigError(
-                "rank 0 saves what is on servers, and other workers do not know how often it has: say the step, manager.save(step)"
+                "only rank 0 saves server-side variables, so this worker does not know the next "
+                "step: pass it, manager.save(step)"
             )
         self._finish_pending()
 
@@ -230,15 +243,14 @@ class CheckpointManager(MigrationHintsMixin):
         )
         everyone = gathered(communicator, "checkpoint step", bring, timeout)
         if any(one[:3] != everyone[0][:3] for one in everyone):
+            saves = zip(communicator.members, everyone, strict=True)
             table = {
-                communicator.members[
-                    rank
-                ]: f"step {one[1]}, metric {one[2]}, directory {one[0]!r:.200}"
-                for rank, one in enumerate(everyone)
+                rank: f"step {one[1]}, metric {one[2]}, directory {one[0]!r:.200}"
+                for rank, one in saves
             }
             raise MismatchError(
-                "the ranks do not make the same save; nothing was written. A metric must be the same everywhere: "
-                "strategy.reduce('MEAN', metric, axis=None)",
+                "the ranks do not make the same save; nothing was written. A metric must be equal "
+                "on all ranks: strategy.reduce('MEAN', metric, axis=None)",
                 table,
             )
         agreed = everyone[0][3] if step is None else step
@@ -260,7 +272,6 @@ class CheckpointManager(MigrationHintsMixin):
         )
 
     def _finish_pending(self) -> None:
-        """Commit a save that nobody has waited for; it is before what comes now."""
         with outside():
             self._checkpoint._finish_pending()  # noqa: SLF001
 
@@ -269,19 +280,19 @@ class CheckpointManager(MigrationHintsMixin):
         if highest <= step or self._warned_of_going_back:
             return
         self._warned_of_going_back = True
-        stays = "" if self._keep is None else f", and keep={self._keep} counts saves, not steps"
+        note = "" if self._keep is None else f", and keep={self._keep} counts saves, not steps"
         _log.warning(
-            "step %d is saved in %s, which has step %d already. Checkpoints go by the order of "
-            "saving: step %d is now the latest%s. If this is a new run, give it a directory of its own",
+            "step %d is saved in %s, which already has step %d. Checkpoints are ordered by time of "
+            "saving: step %d is now the latest%s. Give a new run its own directory",
             step,
             self.directory,
             highest,
             step,
-            stays,
+            note,
         )
 
     def _hold(self) -> None:
-        """Take the directory's lock, on rank 0; remove what unfinished saves and removals left."""
+        """On rank 0: lock the directory and remove the files of unfinished saves and removals."""
         with make_folder(self.directory) as folder:
             if self._lock is None or not self._lock.is_held:
                 self._lock = Lock(self.directory, "saves checkpoints")
@@ -296,7 +307,7 @@ class CheckpointManager(MigrationHintsMixin):
             self._remove(kept.step)
 
     def _remove(self, step: int) -> None:
-        """Remove a checkpoint: its manifest first, so that it is never there in part. Other files in the folder stay."""
+        """Remove a checkpoint, its manifest first, so that no one sees a part. Other files stay."""
         path = self._folders.path(step)
         try:
             with CheckpointFolder(path) as folder:
@@ -304,7 +315,7 @@ class CheckpointManager(MigrationHintsMixin):
                     folder.remove(MANIFEST)
                     folder.sync()
                 folder.sweep(None)
-                if folder.has(LOCK):  # of a process that was killed, else this is refused
+                if folder.has(LOCK):  # left by a killed process; else `Lock` raises
                     Lock(path, "saves a checkpoint").release()
             with contextlib.suppress(OSError):
                 os.rmdir(path)
@@ -320,19 +331,22 @@ class CheckpointManager(MigrationHintsMixin):
         partial: bool = False,
         timeout: float | None = None,
     ) -> str | None:
-        """Restore the latest save that is whole. Collective. Returns its path, None if there is none.
+        """Restore the latest save that is complete. Collective.
 
-        Rank 0 looks for it, and all ranks restore that one. It warns of later ones that it cannot
-        use: their manifest cannot be read, or a file is missing or has another length.
+        Rank 0 finds it, and all ranks restore that one. It logs a warning for each later one that
+        it cannot use: the manifest cannot be read, or a file is missing or has another length.
 
         Args:
-            restore_policy: As `Checkpoint.restore`.
-            partial: As `Checkpoint.restore`.
+            restore_policy: As for `Checkpoint.restore`.
+            partial: As for `Checkpoint.restore`.
             timeout: Seconds that each call of the group waits; None means the job's default.
 
+        Returns:
+            Path of the restored checkpoint; None if there is none.
+
         Raises:
-            CheckpointError: As `Checkpoint.restore`, and where there are only checkpoints that
-                cannot be used. `checkpoints` lists the others.
+            CheckpointError: As for `Checkpoint.restore`; or no existing checkpoint is complete.
+                `checkpoints` lists the others.
         """
         communicator = self._checkpoint._collect().group  # noqa: SLF001
         if isinstance(communicator, SoloGroup):
@@ -361,25 +375,18 @@ class CheckpointManager(MigrationHintsMixin):
         return found
 
     def _latest_whole(self) -> str | None:
-        """Return the latest save that is whole, None if there is no checkpoint; warn of later ones.
-
-        Raises:
-            CheckpointError: None of them is whole.
-        """
         path, faults = self._folders.latest()
         if path is None and faults:
             raise CheckpointError(
-                f"{self.directory} has no checkpoint that can be restored: {'; '.join(faults[:8])}. "
+                f"no checkpoint in {self.directory} can be restored: {'; '.join(faults[:8])}. "
                 f"Repair one, or remove their folders and start from the beginning"
             )
         for fault in faults:
-            _log.warning(
-                "restore_latest takes %s and passes over one that is damaged: %s", path, fault
-            )
+            _log.warning("restore_latest uses %s; another one is damaged: %s", path, fault)
         return path
 
     def _communicator(self) -> Together:
-        """Return the group of the checkpoint, which is looked for again only where something has changed."""
+        """Return the group of the checkpoint, cached until a shutdown or a new object."""
         state = joined(), len(self._checkpoint._objects)  # noqa: SLF001
         if self._group is None or self._group[0] != state:
             self._group = state, self._checkpoint._collect().group  # noqa: SLF001
@@ -388,13 +395,14 @@ class CheckpointManager(MigrationHintsMixin):
     # -- stopping ----------------------------------------------------------------------------------
 
     def request_stop(self) -> None:
-        """Ask for a stop from this rank, as SIGTERM does; for notices that come another way. Sends nothing."""
+        """Ask for a stop from this rank, as SIGTERM does; for notices of another kind. Local."""
         self._notice.is_given = True
 
     def should_stop(self, timeout: float | None = None) -> bool:
-        """Return whether a rank has been asked to stop: the same answer on all ranks, at the same call. Collective.
+        """Return whether any rank has received a stop request. Collective.
 
-        It also commits a save that was started with `async_op=True`, once all ranks have written theirs. Call it once in every step, on every rank:
+        All ranks return the same at the same call. It also commits a save with `async_op=True` once
+        all ranks have written their parts. Call it once in every step, on every rank:
 
             for step in range(first, last):
                 train()
@@ -404,7 +412,7 @@ class CheckpointManager(MigrationHintsMixin):
         Args:
             timeout: Seconds; None means the job's default.
 
-        Cost: one all-reduce of two bytes at every `check_every`-th call.
+        Cost: One all-reduce of two bytes at every `check_every`-th call.
         """
         communicator = self._communicator()
         self._asked += 1
@@ -424,17 +432,17 @@ class CheckpointManager(MigrationHintsMixin):
     def stop(
         self, step: int | None = None, metric: Any = None, timeout: float | None = None
     ) -> NoReturn:
-        """Save, leave the job in order and end the process with exit code 75: "run me again". Collective.
+        """Save, leave the job and exit with code 75, which means "run me again". Collective.
 
         A step that has just been saved is not saved again, unless something was restored since.
 
         Args:
-            step: As `save`.
-            metric: As `save`.
+            step: As for `save`.
+            metric: As for `save`.
             timeout: Seconds that each call of the group waits; None means the job's default.
 
         Raises:
-            SystemExit: Always, with code 75; unless saving fails.
+            SystemExit: Always, with code 75, unless the save fails.
         """
         self._finish_pending()
         if step is None or not self._is_saved(step, metric):
@@ -446,11 +454,10 @@ class CheckpointManager(MigrationHintsMixin):
         self.close()
         shutdown()
         if rank == 0:
-            _log.warning("stopped as asked; %s has all that is needed to go on", path)
+            _log.warning("stopped as requested; restore %s to continue", path)
         raise SystemExit(EXIT_CODE)
 
     def _is_saved(self, step: int, metric: Any) -> bool:
-        """Return whether this was the last save, and nothing was restored since."""
         if self._saved is None:
             return False
         *saved, restored = self._saved
@@ -459,7 +466,7 @@ class CheckpointManager(MigrationHintsMixin):
 
 
 def _most(communicator: Communicator, mine: list[int], timeout: float | None) -> list[int]:
-    """Return for each place whether a rank has something there."""
+    """Return the element-wise maximum over the ranks."""
     flags = np.array(mine, np.uint8)
     made: list[int] = communicator.perform(
         "should_stop",

@@ -1,7 +1,7 @@
-"""What a checkpoint holds: the manifest as data, its bytes, and the checks on bytes that may come from anywhere.
+"""The manifest of a checkpoint as data, its bytes, and the checks on untrusted bytes. Pure.
 
-Its presence is the commit. It names every shard, and for each entry where the parts lie and what their digests are; names in
-it are compared, never opened: a shard is found by the checkpoint's identity and a rank's number.
+Its presence is the commit. It lists every shard and, for each entry, the location and digest of its
+pieces. Names in it are compared, never opened: identity and rank give the file name of a shard.
 """
 
 from __future__ import annotations
@@ -17,19 +17,6 @@ from syncvar.checkpoint.file_names import shard_name
 from syncvar.checkpoint.safetensors_header import CODES, itemsize_of, strict_json
 from syncvar.core.errors import CheckpointError, Corrupt
 
-__all__ = [
-    "DIGEST_BYTES",
-    "FORMAT",
-    "MANIFEST_BYTES_MAX",
-    "Label",
-    "Manifest",
-    "ManifestEntry",
-    "Piece",
-    "ShardFile",
-    "Stored",
-    "digest_of",
-]
-
 FORMAT = "syncvar.checkpoint"
 VERSION = 1
 MANIFEST_BYTES_MAX = 64 << 20
@@ -40,12 +27,12 @@ _HEX = re.compile(r"[0-9a-f]+")
 
 
 def digest_of(data: Any) -> str:
-    """Return the digest of bytes, as text."""
+    """Return the digest of bytes in hexadecimal."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
 class Piece(NamedTuple):
-    """A range of a value's elements, in C order, and where it lies: the tensor of the entry's key in that shard."""
+    """Elements start to stop (in C order) of a value: the tensor of its key in that shard."""
 
     shard: int
     start: int
@@ -62,17 +49,17 @@ class Stored(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Its dtype and shape in words."""
+        """Dtype and shape for texts."""
         return f"{self.dtype}{list(self.shape)}"
 
 
 class Label(NamedTuple):
-    """What the saver calls a checkpoint.
+    """Name of a checkpoint in its run.
 
     Args:
-        step: The program's step, or None.
-        metric: How good it is, or None.
-        number: Of the save, counted in the directory of a manager; 0 outside one.
+        step: Step of the program, or None.
+        metric: Quality, or None.
+        number: Sequence number of the save in a manager's directory; 0 outside one.
     """
 
     step: int | None = None
@@ -81,7 +68,7 @@ class Label(NamedTuple):
 
 
 class ShardFile(NamedTuple):
-    """One file: its length and the digest of its beginning, by the rank that wrote it."""
+    """Length and header digest of one file."""
 
     nbytes: int
     header_digest: str
@@ -89,14 +76,14 @@ class ShardFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ManifestEntry:
-    """What is saved under one key.
+    """The data saved under one key.
 
     Args:
         kind: "variable", "generator", "state" or "value".
-        mode: Synchronization and aggregation of a variable, in words; else an empty text.
-        replicas: How many replicas it had.
-        value: The one value, or None.
-        copies: Or each replica's own, by its number.
+        mode: Synchronization and aggregation of a variable; "" otherwise.
+        replicas: Number of replicas at the save.
+        value: The shared value, or None.
+        copies: Replica -> its own value, if there is no shared one.
     """
 
     kind: str
@@ -107,59 +94,40 @@ class ManifestEntry:
 
     @property
     def stored(self) -> list[Stored]:
-        """Every array of it."""
+        """All its arrays."""
         return [*([] if self.value is None else [self.value]), *self.copies.values()]
 
     def choose(
         self, key: str, replica: int, replicas: int, policy: str, *, own: bool
     ) -> Stored | None:
-        """Return what a replica takes, None if it keeps what it has.
-
-        Args:
-            key: Of this entry, for messages.
-            replica: Which one, of those that restore.
-            replicas: How many these are.
-            policy: "same_rank_or_initial", "cycle" or "error".
-            own: Each replica has its own there; else all have one value.
-
-        Raises:
-            CheckpointError: The policy refuses, or there is nothing that all could take.
-
-        Example:
-            >>> copies = {number: Stored("bool", (number,), ()) for number in range(2)}
-            >>> entry = ManifestEntry("variable", "NONE NONE", 2, None, copies)
-            >>> [entry.choose("v", replica, 3, "cycle", own=True) is copies[replica % 2] for replica in range(3)]
-            [True, True, True]
-            >>> entry.choose("v", 2, 3, "same_rank_or_initial", own=True) is None
-            True
-        """
+        """Return the array that a replica restores, None if it keeps its value."""
         if self.value is not None:
             return self.value
         if not own:
             if 0 not in self.copies:
                 raise CheckpointError(
-                    f"{key!r}: the checkpoint has no copy of replica 0, which all would take"
+                    f"{key!r}: the checkpoint has no copy of replica 0, which all would restore"
                 )
             return self.copies[0]
         if policy == "error" and replicas != self.replicas:
             raise CheckpointError(
-                f"{key!r} was saved by {self.replicas} replicas, each its own, and is restored by {replicas}; "
-                f"restore_policy='same_rank_or_initial' or 'cycle' says what the others take"
+                f"{key!r} was saved by {self.replicas} replicas, each its own value, and is "
+                f"restored by {replicas}; pass restore_policy='same_rank_or_initial' or 'cycle'"
             )
         return self.copies.get(replica % self.replicas if policy == "cycle" else replica)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A whole checkpoint.
+    """A complete checkpoint.
 
     Args:
         identity: 16 hexadecimal digits, new for every save.
-        ranks: How many ranks saved it.
-        label: Its step, metric and number.
-        shards: By the rank that wrote them.
-        entries: By key.
-        pushes: Rank -> how many of its pushes are in the variables on servers; empty where there are none.
+        ranks: Number of ranks that saved it.
+        label: Step, metric and number.
+        shards: Shard files by rank.
+        entries: Entries by key.
+        pushes: Rank -> number of its pushes that the server-side variables include.
     """
 
     identity: str
@@ -170,17 +138,11 @@ class Manifest:
     pushes: dict[int, int] = field(default_factory=dict)
 
     def shard_file(self, rank: int) -> str:
-        """Return the name of the file that a rank wrote."""
+        """Return the file name of a rank's shard."""
         return shard_name(self.identity, rank, self.ranks)
 
     def to_bytes(self) -> bytes:
-        """Return the file's content.
-
-        Example:
-            >>> manifest = Manifest("00112233aabbccdd", 1, Label(step=7))
-            >>> Manifest.from_bytes(manifest.to_bytes()) == manifest
-            True
-        """
+        """Return the content of the file."""
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -189,11 +151,7 @@ class Manifest:
             "step": self.label.step,
             "metric": None if self.label.metric is None else repr(float(self.label.metric)),
             "shards": {
-                str(rank): {
-                    "file": self.shard_file(rank),
-                    "nbytes": one.nbytes,
-                    "header_digest": one.header_digest,
-                }
+                str(rank): {"file": self.shard_file(rank), **one._asdict()}
                 for rank, one in self.shards.items()
             },
             "entries": {key: _entry_body(entry) for key, entry in self.entries.items()},
@@ -207,25 +165,21 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Read a file's content.
-
-        Raises:
-            Corrupt: It is damaged.
-            CheckpointError: It is none, or of a newer version.
-        """
+        """Parse the content of a file."""
         body = strict_json(data, "the manifest")
         if body.get("format") != FORMAT:
             raise CheckpointError(f"the manifest is not of the format {FORMAT}")
         if body.get("version") != VERSION:
             raise CheckpointError(
-                f"the manifest has version {body.get('version')!r:.20}; this syncvar reads version {VERSION}: update it"
+                f"the manifest has version {body.get('version')!r:.20}, and this syncvar reads "
+                f"version {VERSION}: update syncvar"
             )
-        said = body.pop("digest", None)
+        expected = body.pop("digest", None)
         actual = _own_digest(body)
-        if said != actual:
-            raise Corrupt("the manifest", str(said)[:64], actual)
+        if expected != actual:
+            raise Corrupt("the manifest", str(expected)[:64], actual)
         try:
-            made = cls(
+            manifest = cls(
                 _text(body["identity"], 16),
                 _number(body["world_size"], 1, _REPLICAS_MAX),
                 _label(body),
@@ -240,15 +194,11 @@ class Manifest:
             raise CheckpointError(
                 f"the manifest is not of the right form: {type(error).__name__}: {str(error)[:200]}"
             ) from None
-        made.check()
-        return made
+        manifest.check()
+        return manifest
 
     def check(self) -> None:
-        """Look whether the parts fit together, before anything is opened or allocated.
-
-        Raises:
-            CheckpointError: They do not.
-        """
+        """Check that the parts fit together, before anything is opened or allocated."""
         if any(rank >= self.ranks for rank in self.shards):
             raise CheckpointError(f"the manifest has shards of more than {self.ranks} ranks")
         for key, entry in self.entries.items():
@@ -263,20 +213,20 @@ class Manifest:
 
 
 def _check_stored(key: str, stored: Stored, shards: dict[int, ShardFile]) -> None:
-    count, at = math.prod(stored.shape), 0
+    count, end = math.prod(stored.shape), 0
     for piece in stored.pieces:
-        if piece.start != at or piece.stop <= at:
+        if piece.start != end or piece.stop <= end:
             raise CheckpointError(
-                f"the pieces of entry {key!r:.80} have a hole or an overlap at element {at}"
+                f"the pieces of entry {key!r:.80} have a hole or an overlap at element {end}"
             )
-        at = piece.stop
+        end = piece.stop
         shard = shards.get(piece.shard)
         if shard is None or (piece.stop - piece.start) * itemsize_of(stored.dtype) > shard.nbytes:
             raise CheckpointError(
                 f"a piece of entry {key!r:.80} does not fit into the shard of rank {piece.shard}"
             )
-    if at != count:
-        raise CheckpointError(f"the pieces of entry {key!r:.80} end at element {at} of {count}")
+    if end != count:
+        raise CheckpointError(f"the pieces of entry {key!r:.80} end at element {end} of {count}")
 
 
 def _own_digest(body: dict[str, Any]) -> str:
@@ -349,7 +299,7 @@ def _shard(body: Any) -> ShardFile:
 
 def _is(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise TypeError(f"{value!r:.60} is no {kind.__name__}")
+        raise TypeError(f"{value!r:.60} is not of type {kind.__name__}")
     return value
 
 
@@ -362,7 +312,7 @@ def _number(value: Any, low: int, high: int) -> int:
 
 def _index(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or len(text) > 7 or str(int(text)) != text:
-        raise ValueError(f"{text!r:.40} is no rank")
+        raise ValueError(f"{text!r:.40} is not a rank")
     return int(text)
 
 

@@ -1,8 +1,8 @@
 """The state of optimizers as entries of a checkpoint.
 
 The key of a slot consists of the checkpoint's own keys: "<optimizer>/<variable>/<slot>", such as
-"optimizer/w/momentum". The names of variables play no part, because they depend on the order in
-which a program makes its variables. The entry "<optimizer>/rule" says which slots the optimizer has.
+"optimizer/w/momentum". It does not use names of variables, because they depend on the order in
+which a program creates its variables. The entry "<optimizer>/rule" lists the optimizer's slots.
 """
 
 from __future__ import annotations
@@ -18,27 +18,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import ManifestEntry, Stored
-    from syncvar.checkpoint.participants import Together
-    from syncvar.checkpoint.trackables import Leaf
+    from syncvar.checkpoint.trackables import Leaf, Together
     from syncvar.optimizers import Optimizer
     from syncvar.optimizers.slots import SavedSlot
     from syncvar.variables.variable import Variable
 
-__all__ = [
-    "RuleLeaf",
-    "SlotLeaf",
-    "local_leaves",
-    "ownerless_keys",
-    "refuse_ownerless",
-    "require_saved_variables",
-]
-
 
 class StagedSlot(NamedTuple):
-    """What a slot becomes.
+    """New state of a slot.
 
     Args:
-        value: This replica's copy; None for the value with which slots begin.
+        value: This replica's copy; None for the initial value of the slot.
         is_apart: Whether the optimizer steps NONE variables only.
     """
 
@@ -47,30 +37,30 @@ class StagedSlot(NamedTuple):
 
 
 class SlotLeaf(VariableLeaf):
-    """A slot of an optimizer, whether its variable exists yet or not.
+    """A slot of an optimizer, whether or not its variable exists yet.
 
     Args:
         key: Its key.
         slot: The slot.
-        owners: Keys that a checkpoint has if it has the state of this optimizer and variable; the
+        owners: Keys that a checkpoint has if it has the state of this optimizer and variable. The
             key of the rule comes first.
     """
 
     is_optional = True
 
     def __init__(self, key: str, slot: SavedSlot, owners: tuple[str, ...]) -> None:
-        super().__init__(key, slot)  # type: ignore[arg-type]  # has what the leaf reads of a variable
+        super().__init__(key, slot)  # type: ignore[arg-type]  # has the attributes that it reads
         self.slot, self.are_parts = slot, slot.are_parts
         self._owners = owners
 
     @property
     def rule_key(self) -> str:
-        """Key of the entry that says which slots the optimizer has."""
+        """Key of the entry that lists the optimizer's slots."""
         return self._owners[0]
 
     @property
     def is_present(self) -> bool:
-        """Whether a checkpoint must keep it."""
+        """Whether a checkpoint must save it."""
         return self.slot.is_present
 
     def stage(
@@ -88,28 +78,23 @@ class SlotLeaf(VariableLeaf):
         return StagedSlot(value, is_apart) if value is not KEEP else value
 
     def stage_absent(self, saved: Collection[str], prefix: str) -> Any:
-        """Return what `put` takes where a checkpoint has no entry for the slot, or KEEP."""
+        """Return what `put` takes if the checkpoint has no entry for the slot, or KEEP."""
         if all(prefix + owner in saved for owner in self._owners):
             return StagedSlot(None, self.slot.is_apart)
         return KEEP
 
     def now(self) -> Any:
-        """Return what `put` takes to make the slot what it is now."""
+        """Return what `put` takes to restore the current state."""
         value = self.slot.local_value() if self.slot.has_value else None
         return StagedSlot(value, self.slot.is_apart)
 
     def put(self, staged: Any) -> None:
-        """Make it what was staged; sends nothing."""
+        """Set the staged state; sends nothing."""
         self.slot.replace(staged.value, is_apart=staged.is_apart)
 
 
 class RuleLeaf(PlainLeaf):
-    """Which slots an optimizer has: a checkpoint of another rule must not be restored into it.
-
-    Args:
-        key: Of the optimizer.
-        optimizer: The optimizer.
-    """
+    """The list of an optimizer's slots, which must be equal in program and checkpoint."""
 
     def __init__(self, key: str, optimizer: Optimizer) -> None:
         super().__init__(f"{key}/rule", "state", self._describe, self._ignore, self._check_rule)
@@ -128,10 +113,11 @@ class RuleLeaf(PlainLeaf):
         if not isinstance(state, dict) or state.get("slots") != mine["slots"]:
             saved = state if isinstance(state, dict) else {}
             raise CheckpointError(
-                f"{self._optimizer_key!r}: the checkpoint has the state of {saved.get('rule')!s:.40} "
-                f"({_listed(saved.get('slots') or [])}), and this program has {mine['rule']} "
-                f"({_listed(mine['slots'])}), which cannot use it. Make the optimizer that was saved, "
-                f"or leave this one as it is: restore(…, partial=True)"
+                f"{self._optimizer_key!r}: the checkpoint has the state of "
+                f"{saved.get('rule')!s:.40} ({_listed(saved.get('slots') or [])}), and this "
+                f"program has {mine['rule']} ({_listed(mine['slots'])}), which cannot use it. Make "
+                "the optimizer that was saved, or leave this one unchanged: restore(…, "
+                "partial=True)"
             )
 
 
@@ -142,14 +128,7 @@ def _listed(slots: list[str]) -> str:
 def local_leaves(
     key: str, optimizer: Optimizer, variables: Mapping[str, Variable], *, has_own: bool
 ) -> Iterator[Leaf]:
-    """Yield the leaves of an optimizer, for variables that are not on servers.
-
-    Args:
-        key: Of the optimizer.
-        optimizer: The optimizer.
-        variables: All variables of the checkpoint that are not on servers, by key.
-        has_own: Whether to yield the variables of the optimizer itself, such as its count of steps.
-    """
+    """Yield the leaves of an optimizer for variables that are not server-side."""
     slots, rule = optimizer.slots, f"{key}/rule"
     for below, variable in variables.items():
         for name, slot in slots.saved_slots(variable).items():
@@ -163,31 +142,20 @@ def local_leaves(
 def require_saved_variables(
     optimizers: Iterable[tuple[str, Optimizer]], saved: Collection[int]
 ) -> None:
-    """Raise ConfigError where an optimizer keeps state of a variable that is not saved with it.
-
-    Args:
-        optimizers: With their keys.
-        saved: Identities of the variables that are saved.
-    """
+    """Raise ConfigError if an optimizer has state for a variable that is not saved with it."""
     for key, optimizer in optimizers:
         left_out = [one for one in optimizer.slots.stepped if id(one) not in saved]
         if left_out:
             name = left_out[0].name
             raise ConfigError(
-                f"{key!r} has state of the variable {name!r}, and the checkpoint does not hold that "
-                f"variable. A restore finds state by the key of its variable: add the variable, "
+                f"{key!r} has state of the variable {name!r}, which is not part of the checkpoint. "
+                "A restore finds state by the key of its variable: add the variable, "
                 f"sv.Checkpoint(…, {key}={key}, name=variable)"
             )
 
 
 def ownerless_keys(leaves: Iterable[Leaf], saved: Collection[str], prefix: str) -> list[str]:
-    """Return the keys of saved state that no optimizer of this program takes.
-
-    Args:
-        leaves: Everything that is restored.
-        saved: The keys in the checkpoint.
-        prefix: What the keys in the checkpoint have before those of the leaves.
-    """
+    """Return the keys of saved state that no optimizer of this program uses."""
     leaves = list(leaves)
     below = tuple(prefix + leaf.below for leaf in leaves if isinstance(leaf, RuleLeaf))
     taken = {prefix + leaf.key for leaf in leaves}
@@ -195,12 +163,12 @@ def ownerless_keys(leaves: Iterable[Leaf], saved: Collection[str], prefix: str) 
 
 
 def refuse_ownerless(path: str, ownerless: list[str]) -> None:
-    """Raise CheckpointError about state that no optimizer of this program takes."""
+    """Raise CheckpointError about state that no optimizer of this program uses."""
     if ownerless:
         raise CheckpointError(
             f"the checkpoint at {path} has state for which this program has no variable or slot: "
             f"{', '.join(map(repr, ownerless[:8]))}{', …' if len(ownerless) > 8 else ''}. State is "
-            f"found by the names that sv.Checkpoint(name=variable, …) had when it was saved. Give the "
-            f"same names; add variables before their optimizer; or leave this state out: "
-            f"restore(…, partial=True)"
+            "found by the names that sv.Checkpoint(name=variable, …) had when it was saved. Give "
+            "the same names; add variables before their optimizer; or leave this state out: "
+            "restore(…, partial=True)"
         )

@@ -1,4 +1,4 @@
-"""SIGTERM as a notice that this process will be ended: noted, and acted on where all ranks are."""
+"""SIGTERM as a stop request: noted at once, acted on when all ranks have agreed (`should_stop`)."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from syncvar.core.status_pipe import tell
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["EXIT_CODE", "Notice"]
 
-EXIT_CODE = 75  # of the sysexits: temporary failure, run me again
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: "run me again"
 _ECHO_S = 1.0
 
 
 class Notice:
-    """Whether this rank has been asked to stop.
+    """Whether this rank has received a stop request.
+
+    The first SIGTERM is the request. A later one, or one in a job with a failed rank, runs the
+    previous handler. Two within a second count as one: a scheduler that signals every process also
+    signals the launcher, which passes the signal on.
 
     Args:
-        listens: Take SIGTERM for it. The second SIGTERM, and one that comes when the job is broken, does what it did before;
-            but two within a second are one notice: a scheduler that signals every process also signals the launcher, which
-            passes it on.
-
-    Raises:
-        UsageError: Signals can be taken in the main thread only.
+        listens: Whether to handle SIGTERM.
     """
 
     def __init__(self, *, listens: bool) -> None:
@@ -41,8 +39,8 @@ class Notice:
         if listens:
             if threading.current_thread() is not threading.main_thread():
                 raise UsageError(
-                    "on_preemption=True takes SIGTERM, which only the main thread can: make the manager there, or call "
-                    "manager.request_stop() where you learn of it"
+                    "on_preemption=True handles SIGTERM, which only the main thread can: make the "
+                    "manager there, or call manager.request_stop() when you learn of the stop"
                 )
             self._before = handle_signal(signal.SIGTERM, self._signalled)
             tell("takes_notice", on=1)
@@ -63,18 +61,16 @@ class Notice:
         self.is_given = True
 
     def close(self) -> None:
-        """Give SIGTERM back, in the main thread. Idempotent."""
+        """Restore the previous SIGTERM handler, in the main thread. Idempotent."""
         if self._listens and threading.current_thread() is threading.main_thread():
             self._listens = False
             if signal.getsignal(signal.SIGTERM) == self._signalled:
                 release_signal(signal.SIGTERM, self._signalled)
-                tell(
-                    "takes_notice",
-                    on=int(isinstance(getattr(self._before, "__self__", None), Notice)),
-                )
+                outer = getattr(self._before, "__self__", None)
+                tell("takes_notice", on=int(isinstance(outer, Notice)))
 
     def end(self) -> None:
-        """Give SIGTERM back for good: what it asks for is done, and the process is about to end with that exit code."""
+        """Ignore SIGTERM from now on: the process is about to exit with the agreed code."""
         listened = self._listens
         self.close()
         if listened and not self._listens:

@@ -1,9 +1,8 @@
-"""Restoring, all or nothing: every rank reads and checks, all agree, and only then anything changes.
+"""Restore, all or nothing: every rank reads and checks, all agree, and only then objects change.
 
-Another job may save there meanwhile. Then some ranks may have read the old checkpoint and some the new one: all see it, and
-all read again.
-
-What changes is kept until all ranks say that it went well; an object that refuses its state takes everything back.
+If another job saves meanwhile, some ranks may have read the old checkpoint and some the new one.
+The exchanged identities show that, and all ranks read again. Previous values are kept until all
+ranks have succeeded. If one object raises on its state, all ranks restore the previous values.
 """
 
 from __future__ import annotations
@@ -18,36 +17,33 @@ from syncvar.checkpoint.optimizer_state import (
     ownerless_keys,
     refuse_ownerless,
 )
-from syncvar.checkpoint.participants import gathered
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
 from syncvar.checkpoint.shard_reader import Source
-from syncvar.checkpoint.trackables import KEEP, VariableLeaf
+from syncvar.checkpoint.trackables import KEEP, VariableLeaf, gathered
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, NotFound
 from syncvar.variables.policy import VariableSynchronization
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from syncvar.checkpoint.participants import Together
-    from syncvar.checkpoint.trackables import Leaf
+    from syncvar.checkpoint.trackables import Leaf, Together
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["POLICIES", "Found", "check_arguments", "is_local", "restore_leaves", "stage_leaves"]
 
 POLICIES = ("same_rank_or_initial", "cycle", "error")
 _TRIES = 3  # of one rank
-_ROUNDS = 10  # of all: one saved meanwhile makes some ranks see the old one, and some the new one
+_ROUNDS = 10  # of all ranks: a save meanwhile lets some see the old checkpoint, some the new one
 _NOTHING = "nothing was restored"
 _log = logging.getLogger("syncvar")
 
 
 class Found(NamedTuple):
-    """A checkpoint that has been read.
+    """Description of a checkpoint that has been read.
 
     Args:
-        identity: Which.
-        left: Its keys that no object has taken.
-        pushes: Rank -> how many of its pushes to servers are in it.
+        identity: Its identity.
+        left: Its keys that no object has used.
+        pushes: Rank -> number of its pushes to servers that the values include.
     """
 
     identity: str = ""
@@ -56,7 +52,7 @@ class Found(NamedTuple):
 
 
 def check_arguments(policy: Any, partial: Any) -> None:
-    """Raise ConfigError about arguments of a restore."""
+    """Raise ConfigError for wrong arguments of a restore."""
     if policy not in POLICIES:
         raise ConfigError(
             f"restore_policy must be one of {', '.join(POLICIES)}, not {policy!r:.60}"
@@ -78,27 +74,7 @@ def restore_leaves(
     refused: Exception | None = None,
     last: Callable[[], None] | None = None,
 ) -> Found:
-    """Restore objects from a checkpoint. Collective, unless there is no group.
-
-    Args:
-        leaves: What is restored, on this rank.
-        communicator: Of the ranks that restore; None: this rank alone (variables that never send).
-        path: The checkpoint's folder.
-        policy: What replicas take that have no copy there.
-        timeout: Seconds that a call of the group waits.
-        partial: Objects without an entry stay as they are; else that is an error.
-        identity: The checkpoint must be this one; None for any.
-        prefix: What the keys in the checkpoint have before those of the leaves.
-        refused: Why an object cannot be restored, for the others to be told; or None.
-        last: What the first rank does when all others have theirs: restores what is on servers.
-
-    Returns:
-        What was found.
-
-    Raises:
-        ConfigError: A wrong policy.
-        CheckpointError: On every rank. Nothing was restored.
-    """
+    """Restore leaves from a checkpoint. Collective, unless there is no group."""
     staged: list[tuple[Leaf, Any]] = []
     mine: CheckpointError | None = None
     found = Found()
@@ -129,24 +105,22 @@ def restore_leaves(
     before: list[str] = []
     for _ in range(_ROUNDS):
         everyone = gathered(communicator, "checkpoint restore", stage, timeout)
-        raise_failures(
-            {members[rank]: one[0] for rank, one in enumerate(everyone) if one[0] is not None},
-            mine,
-            _NOTHING,
-        )
+        results = zip(members, everyone, strict=True)
+        failures = {rank: one[0] for rank, one in results if one[0] is not None}
+        raise_failures(failures, mine, _NOTHING)
         seen = [one[1] for one in everyone]
         if len(set(seen)) == 1:
             _put(staged, communicator, timeout, last)
             return found
-        if seen == before:  # nothing is replaced, each rank has another one for good
+        if seen == before:  # nobody replaces it: the ranks read different folders
             raise CheckpointError(
-                f"the ranks see different checkpoints at {path}, {_NOTHING}: the hosts do not share this folder, or the ranks "
-                f"do not name the same one"
+                f"the ranks see different checkpoints at {path}, {_NOTHING}: the hosts do not "
+                "share this folder, or the ranks pass different paths"
             )
         before = seen
     raise CheckpointError(
-        f"the checkpoint at {path} was replaced again and again while the ranks read it, {_NOTHING}: save less often, or "
-        f"restore from a CheckpointManager, which keeps several"
+        f"the checkpoint at {path} was replaced {_ROUNDS} times while the ranks read it, "
+        f"{_NOTHING}: save less often, or restore from a CheckpointManager, which keeps several"
     )
 
 
@@ -160,14 +134,15 @@ def stage_leaves(
     *,
     partial: bool,
 ) -> tuple[list[tuple[Leaf, Any]], Found]:
-    """Read everything; once more if the checkpoint is replaced while it is read."""
+    """Read the new value of every leaf; read again if the checkpoint is replaced meanwhile."""
     for left in reversed(range(_TRIES)):
         with Source(path) as source:
             manifest = source.manifest
             if identity is not None and manifest.identity != identity:
                 raise NotFound(
-                    f"the checkpoint at {path} that was restored has been replaced, so objects that were added since cannot be "
-                    f"restored from it: add them (or run one step) before the next save"
+                    f"the restored checkpoint at {path} has been replaced, so objects that were "
+                    f"added later cannot be restored from it: add them (or run one step) before "
+                    f"the next save"
                 )
             try:
                 skipped = (
@@ -179,18 +154,15 @@ def stage_leaves(
                 for leaf in leaves:
                     if skipped and leaf.key.startswith(skipped):
                         continue
-                    if (
-                        isinstance(leaf, SlotLeaf)
-                        and prefix + leaf.rule_key not in manifest.entries
-                    ):
-                        missing.append(
-                            leaf.rule_key
-                        )  # earlier versions saved state by names of variables
+                    has_rule = prefix + getattr(leaf, "rule_key", "") in manifest.entries
+                    if isinstance(leaf, SlotLeaf) and not has_rule:
+                        # Earlier versions saved state by names of variables.
+                        missing.append(leaf.rule_key)
                         continue
                     entry = manifest.entries.get(prefix + leaf.key)
                     if entry is not None:
                         read = functools.partial(source.array, prefix + leaf.key)
-                        value = leaf.stage(entry, read, policy, communicator or _alone(leaf))
+                        value = leaf.stage(entry, read, policy, communicator or _group_of(leaf))
                     elif isinstance(leaf, SlotLeaf):
                         value = leaf.stage_absent(manifest.entries, prefix)
                     else:
@@ -199,10 +171,11 @@ def stage_leaves(
                     if value is not KEEP:
                         found.append((leaf, value))
                 if missing and not partial:
+                    absent = ", ".join(map(repr, [*dict.fromkeys(missing)][:8]))
+                    present = ", ".join(map(repr, sorted(manifest.entries)[:16])) or "nothing"
                     raise CheckpointError(
-                        f"the checkpoint at {path} has nothing for {', '.join(map(repr, [*dict.fromkeys(missing)][:8]))}; it has "
-                        f"{', '.join(map(repr, sorted(manifest.entries)[:16])) or 'nothing'}. restore(…, partial=True) leaves "
-                        f"such objects as they are"
+                        f"the checkpoint at {path} has nothing for {absent}; it has {present}. "
+                        f"restore(…, partial=True) leaves such objects unchanged"
                     )
                 if not partial:
                     refuse_ownerless(path, ownerless_keys(leaves, manifest.entries, prefix))
@@ -210,24 +183,23 @@ def stage_leaves(
                 if left and source.was_replaced():
                     continue
                 raise
-            taken = {prefix + leaf.key for leaf in leaves}
-            taken |= {
-                key
-                for key in manifest.entries
-                if key.startswith(tuple(prefix + one for one in skipped))
-            }
-            return found, Found(
-                manifest.identity, frozenset(manifest.entries.keys() - taken), manifest.pushes
-            )
-    raise CheckpointError(
-        f"the checkpoint at {path} was replaced again and again while it was read"
-    )
+            below = tuple(prefix + one for one in skipped)
+            used = {prefix + leaf.key for leaf in leaves}
+            used |= {key for key in manifest.entries if key.startswith(below)}
+            left_keys = frozenset(manifest.entries.keys() - used)
+            return found, Found(manifest.identity, left_keys, manifest.pushes)
+    raise CheckpointError(f"the checkpoint at {path} was replaced {_TRIES} times during the read")
+
+
+def refused_state(key: str, error: Exception) -> str:
+    """Describe an object of the program that raised an error when it got its state."""
+    return f"{key!r} refused its state: {type(error).__name__}: {error}"[:500]
 
 
 def _skipped_prefixes(
     leaves: list[Leaf], communicator: Together | None, source: Source, policy: str, prefix: str
 ) -> tuple[str, ...]:
-    """Return the beginnings of the keys of optimizers that cannot use what the checkpoint has."""
+    """Return the key prefixes of optimizers that cannot use the saved state."""
     skipped = []
     for leaf in leaves:
         if not isinstance(leaf, RuleLeaf):
@@ -237,19 +209,18 @@ def _skipped_prefixes(
             skipped.append(leaf.below)
             continue
         assert communicator is not None, "optimizers are restored by a group"
+        read = functools.partial(source.array, prefix + leaf.key)
         try:
-            leaf.stage(
-                entry, functools.partial(source.array, prefix + leaf.key), policy, communicator
-            )
+            leaf.stage(entry, read, policy, communicator)
         except Corrupt:
             raise
         except CheckpointError as error:
-            _log.warning("%s. This optimizer stays as it is", error)
+            _log.warning("%s. This optimizer stays unchanged", error)
             skipped.append(leaf.below)
     return tuple(skipped)
 
 
-def _alone(leaf: Leaf) -> Communicator:
+def _group_of(leaf: Leaf) -> Communicator:
     assert isinstance(leaf, VariableLeaf)
     communicator: Communicator = leaf.variable.strategy.communicator
     return communicator
@@ -261,7 +232,7 @@ def _put(
     timeout: float | None,
     last: Callable[[], None] | None,
 ) -> None:
-    """Change everything; take it back on all ranks if an object of one refuses."""
+    """Change all objects; change them back on all ranks if an object of one rank raises."""
     before: list[tuple[Leaf, Any]] = []
     key = ""
     failure: Exception | None = None
@@ -270,46 +241,35 @@ def _put(
             key = leaf.key
             before.append((leaf, leaf.now()))
             leaf.put(value)
-    except Exception as error:  # of the program's own object
+    except Exception as error:  # raised by an object of the program
         failure = error
 
-    def told() -> str | None:
-        return (
-            None
-            if failure is None
-            else f"{key!r} refused its state: {type(failure).__name__}: {failure}"[:500]
-        )
+    def result() -> str | None:
+        return None if failure is None else refused_state(key, failure)
 
-    everyone = gathered(communicator, "checkpoint restored", told, timeout)
+    everyone = gathered(communicator, "checkpoint restored", result, timeout)
     if last is not None and not any(everyone):
         try:
             if communicator.member_rank == 0:
-                key = "what is on servers"
+                key = "server-side variables"
                 last()
         except Exception as error:
             failure = error
-        everyone = gathered(communicator, "servers restored", told, timeout)
-    refused = {
-        communicator.members[rank]: ["CheckpointError", one]
-        for rank, one in enumerate(everyone)
-        if one is not None
-    }
+        everyone = gathered(communicator, "servers restored", result, timeout)
+    results = zip(communicator.members, everyone, strict=True)
+    refused = {rank: ["CheckpointError", one] for rank, one in results if one is not None}
     if not refused:
         return
-    _take_back(before)
-    mine = None if failure is None else CheckpointError(f"{told()}; {_NOTHING}")
+    for leaf, value in reversed(before):
+        leaf.put(value)
+    mine = None if failure is None else CheckpointError(f"{result()}; {_NOTHING}")
     if mine is not None:
         mine.__cause__ = failure
     raise_failures(refused, mine, _NOTHING)
 
 
-def _take_back(before: list[tuple[Leaf, Any]]) -> None:
-    for leaf, value in reversed(before):
-        leaf.put(value)
-
-
 def is_local(leaves: list[Leaf]) -> bool:
-    """Return whether objects are restored without the others: variables of which each rank has its own."""
+    """Return whether a restore needs no other rank: all leaves are NONE variables."""
     return bool(leaves) and all(
         isinstance(leaf, VariableLeaf)
         and leaf.variable.synchronization is VariableSynchronization.NONE

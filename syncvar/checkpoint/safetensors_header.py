@@ -1,7 +1,7 @@
-"""The header of a safetensors file: data in, bytes out, and back. Nothing here opens a file.
+"""Reader and writer of safetensors headers. Pure: bytes in, data out, and back.
 
-A file is 8 bytes (length of the header, little endian), the header (JSON), and the tensors side by side. Complex numbers,
-which not every reader knows, are stored as real ones with a last axis of 2.
+A file is 8 bytes (length of the header, little endian), the header (JSON), and the tensors side by
+side. Not every reader knows complex numbers: they are stored as real ones with a last axis of 2.
 
 Source: the format's description, github.com/huggingface/safetensors.
 """
@@ -13,17 +13,6 @@ import math
 from typing import Any, NamedTuple
 
 from syncvar.core.errors import CheckpointError
-
-__all__ = [
-    "CODES",
-    "HEADER_BYTES_MAX",
-    "Tensor",
-    "header_bytes",
-    "header_length",
-    "itemsize_of",
-    "parse_header",
-    "strict_json",
-]
 
 HEADER_BYTES_MAX = 16 << 20
 _NDIM_MAX = 65
@@ -68,7 +57,7 @@ class Tensor(NamedTuple):
     Args:
         name: Its key.
         dtype: Code of the format.
-        shape: Of the stored numbers.
+        shape: Shape of the stored numbers.
         start: First byte, counted from the end of the header.
         stop: Byte after the last.
     """
@@ -81,7 +70,7 @@ class Tensor(NamedTuple):
 
 
 def itemsize_of(dtype: str) -> int:
-    """Return the bytes of an element of a dtype, named as in NumPy."""
+    """Return the bytes of an element of a NumPy dtype."""
     return _CODE_BYTES[CODES[dtype]] * (2 if dtype.startswith("complex") else 1)
 
 
@@ -93,25 +82,11 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 def header_bytes(
     arrays: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]
 ) -> tuple[bytes, list[Tensor]]:
-    """Return the beginning of a file and where its tensors lie, in the order given.
-
-    Args:
-        arrays: (name, dtype as in NumPy, shape) of each.
-        metadata: Texts for the header.
-
-    Raises:
-        CheckpointError: The header would be longer than readers accept.
-
-    Example:
-        >>> header, tensors = header_bytes([("w", "float32", (2, 3))], {})
-        >>> len(header) % 8, tensors[0]
-        (0, Tensor(name='w', dtype='F32', shape=(2, 3), start=0, stop=24))
-    """
-    tensors, at = [], 0
+    """Return the header of a file and its tensors, in the order of `arrays`."""
+    tensors, end = [], 0
     for name, dtype, shape in arrays:
-        stop = at + math.prod(shape) * itemsize_of(dtype)
-        tensors.append(Tensor(name, CODES[dtype], stored_shape(dtype, shape), at, stop))
-        at = stop
+        start, end = end, end + math.prod(shape) * itemsize_of(dtype)
+        tensors.append(Tensor(name, CODES[dtype], stored_shape(dtype, shape), start, end))
     head: dict[str, Any] = {"__metadata__": metadata}
     head |= {
         t.name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.start, t.stop]}
@@ -121,17 +96,14 @@ def header_bytes(
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_BYTES_MAX:
         raise CheckpointError(
-            f"a shard's header takes {len(text)} bytes, more than {HEADER_BYTES_MAX}: save fewer variables"
+            f"a shard's header takes {len(text)} bytes, more than {HEADER_BYTES_MAX}: save fewer "
+            f"variables"
         )
     return len(text).to_bytes(_PREFIX, "little") + text, tensors
 
 
 def header_length(prefix: bytes, file_nbytes: int) -> int:
-    """Return how many bytes the beginning of a file takes, its first 8 included.
-
-    Raises:
-        CheckpointError: No such file begins so.
-    """
+    """Return the length of prefix and header."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) != _PREFIX or length > min(HEADER_BYTES_MAX, file_nbytes - _PREFIX):
         raise CheckpointError(f"its header claims {length} bytes of a file of {file_nbytes}")
@@ -139,42 +111,30 @@ def header_length(prefix: bytes, file_nbytes: int) -> int:
 
 
 def parse_header(data: bytes, file_nbytes: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a file.
-
-    Args:
-        data: Its beginning, as long as `header_length` says.
-        file_nbytes: Length of the whole file.
-
-    Raises:
-        CheckpointError: The header is not of the form, or does not describe the file to the last byte.
-    """
+    """Return the tensors and the metadata of a file."""
     head = strict_json(data[_PREFIX:], "the header")
     metadata = head.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
+    if not isinstance(metadata, dict) or any(type(text) is not str for text in metadata.values()):
         raise CheckpointError("the header's metadata are not texts")
-    tensors = {name: _tensor(name, given) for name, given in head.items()}
-    at = 0
+    tensors = {name: _tensor(name, fields) for name, fields in head.items()}
+    end = 0
     for tensor in sorted(tensors.values(), key=lambda one: (one.start, one.stop)):
-        if tensor.start != at:
+        if tensor.start != end:
             raise CheckpointError(
-                f"tensor {tensor.name!r} begins at {tensor.start}, not at {at}: a hole or an overlap"
+                f"tensor {tensor.name!r} begins at {tensor.start}, not at {end}: a hole or an "
+                "overlap"
             )
-        at = tensor.stop
-    if len(data) + at != file_nbytes:
-        raise CheckpointError(
-            f"the tensors end at byte {len(data) + at} of a file of {file_nbytes}"
-        )
+        end = tensor.stop
+    end += len(data)
+    if end != file_nbytes:
+        raise CheckpointError(f"the tensors end at byte {end} of a file of {file_nbytes}")
     return tensors, metadata
 
 
-def _tensor(name: str, given: Any) -> Tensor:
-    if not isinstance(given, dict) or set(given) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(
-            f"tensor {name!r:.80} is not described by dtype, shape and data_offsets"
-        )
-    dtype, shape, offsets = given["dtype"], given["shape"], given["data_offsets"]
+def _tensor(name: str, fields: Any) -> Tensor:
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"tensor {name!r:.80} has not dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     sizes_are_right = (
         isinstance(shape, list)
         and len(shape) <= _NDIM_MAX
@@ -187,31 +147,28 @@ def _tensor(name: str, given: Any) -> Tensor:
     start, stop = offsets
     if stop - start != math.prod(shape) * _CODE_BYTES[dtype]:
         raise CheckpointError(
-            f"tensor {name!r:.80} of shape {shape} and dtype {dtype} does not take {stop - start} bytes"
+            f"tensor {name!r:.80} of shape {shape} and dtype {dtype} does not take {stop - start} "
+            f"bytes"
         )
     return Tensor(name, dtype, tuple(shape), start, stop)
 
 
 def strict_json(data: bytes, what: str) -> dict[str, Any]:
-    """Return a JSON object; refuse doubled keys, numbers that are none, and anything else at the top.
-
-    Raises:
-        CheckpointError: The bytes are something else.
-    """
+    """Parse a JSON object; reject duplicate keys, NaN and infinities."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
+        found = dict(pairs)
+        if len(found) != len(pairs):
             raise CheckpointError(f"{what} has a key twice")
-        return made
+        return found
 
     def refuse(name: str) -> Any:
         raise CheckpointError(f"{what} has the number {name}")
 
     try:
-        made = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is no JSON: {str(error)[:200]}") from None
-    if not isinstance(made, dict):
-        raise CheckpointError(f"{what} is no JSON object")
-    return made
+        raise CheckpointError(f"{what} is not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} is not a JSON object")
+    return value

@@ -1,15 +1,16 @@
-"""One save, from the agreement on what is saved to the commit.
+"""One save, from the agreement of the ranks to the commit.
 
-1. All ranks compare what they bring; rank 0 makes the folder, locks it, and says the checkpoint's identity.
-2. Each takes its values: arrays that never change, so that the program can go on.
-3. Each writes its shard (`write`, which may run in a thread: it sends nothing).
-4. All tell each other how that went. If all went well, rank 0 writes the manifest: that is the commit (`commit`).
+1. All ranks compare their leaves. Rank 0 creates and locks the folder and chooses the identity.
+2. Each rank takes snapshots, arrays that never change, so the program can continue.
+3. Each rank writes its shard. `write` sends nothing and may run in a thread.
+4. All ranks exchange their results in `commit`. If all succeeded, rank 0 writes the manifest.
 
 Every rank makes the same number of calls, whatever happens to its files.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import math
@@ -20,8 +21,7 @@ from syncvar.bootstrap.process import current
 from syncvar.checkpoint.file_names import LOCK, MANIFEST, shard_name
 from syncvar.checkpoint.folder import CheckpointFolder, make_folder
 from syncvar.checkpoint.folder_lock import Lock
-from syncvar.checkpoint.manifest import DIGEST_BYTES, Manifest, digest_of
-from syncvar.checkpoint.participants import SoloGroup, gathered
+from syncvar.checkpoint.manifest import DIGEST_BYTES, FORMAT, Manifest, digest_of
 from syncvar.checkpoint.safetensors_header import header_bytes, itemsize_of
 from syncvar.checkpoint.save_plan import (
     LeafHeader,
@@ -33,6 +33,7 @@ from syncvar.checkpoint.save_plan import (
     shard_of,
 )
 from syncvar.checkpoint.shard_reader import bytes_of, read_manifest
+from syncvar.checkpoint.trackables import SoloGroup, gathered
 from syncvar.core.errors import (
     CheckpointError,
     ConfigError,
@@ -48,32 +49,25 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import Label
-    from syncvar.checkpoint.participants import Together
-    from syncvar.checkpoint.trackables import Leaf
+    from syncvar.checkpoint.trackables import Leaf, Together
 
-__all__ = ["Saving"]
 
-_CHUNK = 1 << 20  # written and digested while it is in the cache
-_NOTHING = "nothing was saved, and what was there before is as it was"
+_CHUNK = 1 << 20  # bytes that are digested and written while they are in the cache
+_NOTHING = "nothing was saved, and the previous checkpoint is unchanged"
 
 
 class Saving:
-    """A save that has been agreed on.
+    """A save on which the ranks have agreed; `Checkpoint` and `PendingSave` drive it.
 
     Args:
-        leaves: What is saved, on this rank.
-        refused: Why something that should be saved cannot be, for the others to be told; or None.
-        communicator: Of the ranks that save.
-        path: The folder.
-        label: What the saver calls it; ranks agree on step and metric, rank 0 has the number.
+        leaves: Leaves of this rank.
+        refused: Error of an object that cannot be saved, reported to the other ranks; or None.
+        communicator: Group of the ranks that save.
+        path: Checkpoint folder.
+        label: Step, metric and number. Ranks agree on step and metric; rank 0 has the number.
         timeout: Seconds that a call of the group waits.
-        pushes: Rank -> how many of its pushes to servers are in what is saved; on rank 0.
-        guard: Called on rank 0 before anything is touched; raises CheckpointError.
-
-    Raises:
-        ConfigError: Something cannot be saved.
-        MismatchError: The ranks save different things.
-        CheckpointError: The folder cannot be written to; on every rank.
+        pushes: Rank -> number of its pushes to servers that the values include; on rank 0.
+        guard: Called on rank 0 before any file changes; may raise CheckpointError.
     """
 
     def __init__(
@@ -93,9 +87,8 @@ class Saving:
         self.path = path
         self._label = label
         self._pushes = pushes or {}
-        self._context = (
-            None if isinstance(communicator, SoloGroup) else current()
-        )  # who saves alone need not have joined
+        # A worker that saves alone need not be initialized.
+        self._context = None if isinstance(communicator, SoloGroup) else current()
         self._communicator = communicator
         self._rank = communicator.member_rank
         self._timeout = timeout
@@ -112,7 +105,7 @@ class Saving:
             raise
 
     def let_go(self) -> None:
-        """Give back the lock and the values; nothing is committed from now on."""
+        """Release the lock and the values; no commit is possible afterwards."""
         self._arrays.clear()
         if self._lock is not None:
             self._lock.release()
@@ -123,41 +116,31 @@ class Saving:
         communicator = self._communicator
         mine: CheckpointError | None = None
 
-        def bring() -> list[Any]:
+        def describe() -> list[Any]:
             nonlocal mine
             if refused is not None:
                 raise refused
-            brought = {leaf.key: leaf.bring(communicator) for leaf in leaves}
-            if len(brought) != len(leaves):
-                twice = sorted(
-                    {
-                        leaf.key
-                        for leaf in leaves
-                        if sum(leaf.key == other.key for other in leaves) > 1
-                    }
-                )
+            headers = {leaf.key: leaf.bring(communicator) for leaf in leaves}
+            if len(headers) != len(leaves):
+                counts = collections.Counter(leaf.key for leaf in leaves)
+                twice = min(key for key, count in counts.items() if count > 1)
                 raise ConfigError(
-                    f"two objects of a checkpoint have the same key {twice[0]!r}: give one of them another name"
+                    f"two objects of a checkpoint have the same key {twice!r}: rename one of them"
                 )
-            said: list[Any] = ["", None]
+            folder: list[Any] = ["", None]  # (identity, failure) of rank 0
             if self._rank == 0:
                 try:
                     if guard is not None:
                         guard()
-                    said = [self._prepare_folder(_estimate(brought, communicator.size)), None]
+                    folder[0] = self._prepare_folder(_estimate(headers, communicator.size))
                 except CheckpointError as error:
                     mine = error
-                    said = ["", failure_of(error)]
+                    folder[1] = failure_of(error)
             step, metric, _ = self._label
-            return [
-                self.path,
-                step,
-                None if metric is None else repr(metric),
-                {key: [*one] for key, one in brought.items()},
-                said,
-            ]
+            rated = None if metric is None else repr(metric)
+            return [self.path, step, rated, {key: [*one] for key, one in headers.items()}, folder]
 
-        everyone = gathered(communicator, "checkpoint save", bring, self._timeout)
+        everyone = gathered(communicator, "checkpoint save", describe, self._timeout)
         self._identity, failure = everyone[0][4]
         if failure is not None:
             raise_failures({communicator.members[0]: failure}, mine, _NOTHING)
@@ -168,7 +151,7 @@ class Saving:
         )
 
     def _prepare_folder(self, nbytes: int) -> str:
-        """Make the folder, lock it, remove what an unfinished save left there; return a new identity."""
+        """Create and lock the folder, remove an unfinished save, and return a new identity."""
         with make_folder(self.path) as folder:
             self._lock = Lock(self.path, "saves a checkpoint")
             try:
@@ -176,28 +159,23 @@ class Saving:
             except NotFound:
                 folder.sweep(None)
             except CheckpointError:
-                pass  # somebody may want to look at what is damaged; it is replaced by the commit
+                pass  # keep a damaged checkpoint for inspection; the commit replaces it
             folder.require_room(nbytes)
         return secrets.token_hex(8)
 
     def _require_same(self, saves: list[Any]) -> None:
         if any(one != saves[0] for one in saves):
+            members = self._communicator.members
             table = {
-                self._communicator.members[
-                    rank
-                ]: f"path {path!r:.200}, step {step}, metric {metric}"
-                for rank, (path, step, metric) in enumerate(saves)
+                rank: f"path {path!r:.200}, step {step}, metric {metric}"
+                for rank, (path, step, metric) in zip(members, saves, strict=True)
             }
             raise MismatchError("the ranks do not make the same save; nothing was written", table)
 
     # -- writing: no calls of the group ------------------------------------------------------------
 
     def write(self) -> list[Any]:
-        """Write this rank's shard; return what the others have to know.
-
-        Raises:
-            CheckpointError: It cannot be written; nothing of it is left.
-        """
+        """Write this rank's shard; return the record that `commit` needs."""
         layout, rank = self._layout, self._rank
         parts = [(part.key, part.start, part.stop) for part in layout.parts if part.rank == rank]
         own = [key for key in self._arrays if key in layout.own and self._arrays[key].size]
@@ -221,14 +199,9 @@ class Saving:
             array = self._arrays[key]
             flat = array.reshape(-1)[start:stop]
             arrays.append(flat)
-            described.append(
-                (key, array.dtype.name, array.shape if flat.size == array.size else flat.shape)
-            )
-        about = {
-            "format": "syncvar.checkpoint",
-            "identity": self._identity,
-            "rank": str(self._rank),
-        }
+            shape = array.shape if flat.size == array.size else flat.shape
+            described.append((key, array.dtype.name, shape))
+        about = {"format": FORMAT, "identity": self._identity, "rank": str(self._rank)}
         header = header_bytes(described, about)[0]
         digests: dict[str, str] = {}
 
@@ -247,35 +220,28 @@ class Saving:
         try:
             nbytes = folder.write(name, stream(), self._identity)
         except BaseException:
-            folder.remove(name)  # renamed, but the folder could not be synced: it is thrown away
+            folder.remove(name)  # it exists if only the sync of the folder failed
             raise
         self._is_written = True
         return [[nbytes, digest_of(header)], digests]
 
     def _unseen(self) -> CheckpointError:
         return CheckpointError(
-            f"{self.path} on this host is not the folder that rank {self._communicator.members[0]} has locked: a checkpoint "
-            f"needs a folder that all its ranks share; give an absolute path on a shared file system"
+            f"{self.path} on this host is not the folder that rank {self._communicator.members[0]} "
+            "has locked: all ranks of a checkpoint must share its folder. Pass an absolute path on "
+            "a shared file system"
         )
 
     # -- committing --------------------------------------------------------------------------------
 
     def commit(self, written: list[Any] | CheckpointError, timeout: float | None = None) -> str:
-        """Tell the others how writing went, and commit if all went well. Collective. Returns the path.
-
-        Args:
-            written: What `write` returned or raised.
-            timeout: Seconds; None means those of the save.
-
-        Raises:
-            CheckpointError: On every rank, if one could not write. What was there before is as it was.
-            UsageError: This process has left the job; nothing was saved.
-        """
+        """Exchange the results of `write`, and commit if all ranks succeeded. Collective."""
         if self._context is not None and self._context.is_closed:
             self.discard()
             raise UsageError(
-                f"this process left the job (sv.shutdown) before the checkpoint {self.path} was committed, so it does not exist: "
-                f"call wait() on what save(…, async_op=True) returned before that"
+                f"this process left the job (sv.shutdown) before it committed the checkpoint "
+                f"{self.path}, so the checkpoint does not exist: call wait() on the result of "
+                f"save(…, async_op=True) before sv.shutdown()"
             )
         communicator = self._communicator
         communicator.require_all(
@@ -283,20 +249,15 @@ class Saving:
         )
         timeout = self._timeout if timeout is None else timeout
         mine = written if isinstance(written, CheckpointError) else None
-        told = (
-            [failure_of(written), None] if isinstance(written, CheckpointError) else [None, written]
-        )
+        result = [None, written] if mine is None else [failure_of(mine), None]
         try:
-            everyone = gathered(communicator, "checkpoint written", lambda: told, timeout)
-            failures = {
-                communicator.members[rank]: one[0]
-                for rank, one in enumerate(everyone)
-                if one[0] is not None
-            }
+            everyone = gathered(communicator, "checkpoint written", lambda: result, timeout)
+            results = zip(communicator.members, everyone, strict=True)
+            failures = {rank: one[0] for rank, one in results if one[0] is not None}
             if failures:
                 self._discard()
                 raise_failures(failures, mine, _NOTHING)
-            # From here on the shard may be part of a committed checkpoint: it is not removed, whatever happens to this rank.
+            # From here on the shard may be part of a committed checkpoint: never remove it.
             mine = None
 
             def seal() -> Any:
@@ -315,42 +276,37 @@ class Saving:
                 failure, is_visible = sealed
                 if not is_visible:
                     self._discard()
-                raise_failures(
-                    {communicator.members[0]: failure},
-                    mine,
-                    "it may not be there" if is_visible else _NOTHING,
-                )
+                state = "it may be missing after a power cut" if is_visible else _NOTHING
+                raise_failures({communicator.members[0]: failure}, mine, state)
         finally:
             self.let_go()
         return self.path
 
     @property
     def failure(self) -> TransportError | None:
-        """Why the ranks can make no more calls, such as the loss of one; None as long as they can."""
+        """Error that ended all calls of the group, such as a failed rank; None without one."""
         engine = None if self._context is None else self._context.engine
         failure = None if engine is None else engine.failure
         return failure if isinstance(failure, TransportError) else None
 
     @property
     def is_speaker(self) -> bool:
-        """Whether this is the first rank of those that save and are not lost."""
+        """Whether this is the first surviving rank of the save, which writes the log line."""
         lost = getattr(self.failure, "rank", None)
         left = [rank for rank in self._communicator.members if rank != lost]
         return left[:1] == [self._communicator.members[self._rank]]
 
     def discard(self) -> None:
-        """Give up a save that nobody committed. Sends nothing."""
+        """Abandon a save that was not committed. Sends nothing."""
         self._discard()
         self.let_go()
 
     def _discard(self) -> None:
         if self._is_written:
             self._is_written = False
-            with (
-                contextlib.suppress(CheckpointError),
-                CheckpointFolder(self.path) as folder,
-            ):  # else it is gone, and the shard with it
-                folder.remove(shard_name(self._identity, self._rank, self._communicator.size))
+            name = shard_name(self._identity, self._rank, self._communicator.size)
+            with contextlib.suppress(CheckpointError), CheckpointFolder(self.path) as folder:
+                folder.remove(name)
 
     def _write_manifest(self, written: list[Any]) -> None:
         shards = {
@@ -364,12 +320,10 @@ class Saving:
         with CheckpointFolder(self.path) as folder:
             folder.write(MANIFEST, [memoryview(manifest.to_bytes())], self._identity)
             with contextlib.suppress(CheckpointError):
-                folder.sweep(
-                    self._identity
-                )  # the shards of the checkpoint before: the new one is on the medium
+                folder.sweep(self._identity)  # remove the shards of the previous checkpoint
 
     def _is_visible(self) -> bool:
-        """Return whether the manifest is there although writing it failed: only syncing the folder did."""
+        """Return whether the manifest exists although `write` failed: only the folder sync did."""
         try:
             with CheckpointFolder(self.path) as folder:
                 return read_manifest(folder).identity == self._identity
@@ -377,26 +331,19 @@ class Saving:
             return False
 
 
-def _estimate(brought: dict[str, LeafHeader], count: int) -> int:
-    """Return about how many bytes all ranks will write, judged by what this one has."""
-    sizes = {key: math.prod(one.shape) * itemsize_of(one.dtype) for key, one in brought.items()}
-    return sum(size * (count if brought[key].own else 1) for key, size in sizes.items())
+def _estimate(headers: dict[str, LeafHeader], ranks: int) -> int:
+    """Estimate the bytes that all ranks will write from the leaves of this rank."""
+    sizes = {key: math.prod(one.shape) * itemsize_of(one.dtype) for key, one in headers.items()}
+    return sum(size * (ranks if headers[key].own else 1) for key, size in sizes.items())
 
 
 def checked_metric(metric: Any) -> float | None:
-    """Return a metric as a float, or None.
-
-    Raises:
-        ConfigError: It is no number.
-    """
+    """Return a metric as a float, or None."""
     if metric is None:
         return None
     try:
-        made = float(metric)
+        return float(metric)
     except (TypeError, ValueError):
-        made = math.nan
-        if not isinstance(metric, float):
-            raise ConfigError(
-                f"metric must be a number, not {metric!r:.60}: write manager.save(metric=float(loss))"
-            ) from None
-    return made
+        raise ConfigError(
+            f"metric must be a number, not {metric!r:.60}: write manager.save(metric=float(loss))"
+        ) from None

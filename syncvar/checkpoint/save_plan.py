@@ -1,30 +1,33 @@
-"""What all ranks bring to a save, compared; and who writes what. Data in, data out."""
+"""The save plan: compares the leaves of all ranks and decides which rank writes which elements.
+
+It also turns the failure of one rank into the errors of all. Pure: data in, data out.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from syncvar.checkpoint.manifest import ManifestEntry, Piece, ShardFile, Stored
 from syncvar.checkpoint.safetensors_header import itemsize_of
-from syncvar.checkpoint.write_shares import ElementRange, shares
 from syncvar.core.errors import CheckpointError, Corrupt, MismatchError, NotFound, SyncvarError
 
-__all__ = ["LeafHeader", "SaveLayout", "entries_of", "failure_of", "lay_out", "raise_failures"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class LeafHeader(NamedTuple):
-    """What a rank has under one key.
+    """Description of one leaf on one rank, exchanged before a save.
 
     Args:
         kind: "variable", "generator", "state" or "value".
-        mode: Synchronization and aggregation of a variable, else an empty text.
-        dtype: As in NumPy.
-        shape: Of the value.
-        replica: This rank's number among those that have it.
-        members: Ranks of the save that have it.
-        own: Each replica keeps its own; None where that depends on whether all are equal.
-        digest: Of the bytes, where `own` is None; else an empty text.
+        mode: Synchronization and aggregation of a variable; "" otherwise.
+        dtype: NumPy name.
+        shape: Shape of the value.
+        replica: Number of this rank among the ranks that have the leaf.
+        members: Ranks of the save that have the leaf.
+        own: Whether each replica saves its own value; None: only if the values differ.
+        digest: Digest of the bytes if `own` is None; "" otherwise.
     """
 
     kind: str
@@ -38,18 +41,27 @@ class LeafHeader(NamedTuple):
 
     @property
     def words(self) -> str:
-        """In words, for tables."""
+        """Type, mode, dtype and shape, for tables of errors."""
         mode = f" {self.mode}" if self.mode else ""
         return f"{self.kind}{mode} {self.dtype}{list(self.shape)}"
 
 
+class ElementRange(NamedTuple):
+    """A range of a value's elements in C order, and the rank that writes it."""
+
+    key: str
+    rank: int
+    start: int
+    stop: int
+
+
 class SaveLayout(NamedTuple):
-    """Who writes what.
+    """Assignment of elements to ranks.
 
     Args:
-        brought: Under each key, what each rank has.
-        own: Keys of which each replica keeps its own.
-        parts: Of the values that all have.
+        brought: Key -> rank -> header.
+        own: Keys whose values each replica saves for itself.
+        parts: Ranges of the shared values.
     """
 
     brought: dict[str, dict[int, LeafHeader]]
@@ -57,16 +69,23 @@ class SaveLayout(NamedTuple):
     parts: tuple[ElementRange, ...]
 
 
+def shares(values: Sequence[tuple[str, int, int]], ranks: Sequence[int]) -> list[ElementRange]:
+    """Split values, laid side by side, into one byte range for each rank, rounded to elements."""
+    total = sum(count * itemsize for _, count, itemsize in values)
+    bounds = [total * index // len(ranks) for index in range(len(ranks) + 1)]
+    ranges, offset = [], 0
+    for key, count, itemsize in values:
+        cuts = [min(max(-(-(bound - offset) // itemsize), 0), count) for bound in bounds]
+        cuts[-1] = count
+        for rank, start, stop in zip(ranks, cuts, cuts[1:], strict=False):
+            if start < stop:
+                ranges.append(ElementRange(key, rank, start, stop))
+        offset += count * itemsize
+    return ranges
+
+
 def lay_out(everyone: list[dict[str, LeafHeader]], table_ranks: tuple[int, ...]) -> SaveLayout:
-    """Compare what the ranks bring, and say who writes what.
-
-    Args:
-        everyone: By rank of the save, what it brings under each key.
-        table_ranks: Their ranks in the world, for messages.
-
-    Raises:
-        MismatchError: They bring different things where they must be the same.
-    """
+    """Compare the headers of all ranks and assign elements to ranks."""
     brought: dict[str, dict[int, LeafHeader]] = {}
     for rank, mine in enumerate(everyone):
         for key, one in mine.items():
@@ -75,20 +94,20 @@ def lay_out(everyone: list[dict[str, LeafHeader]], table_ranks: tuple[int, ...])
     values: dict[tuple[int, ...], list[tuple[str, LeafHeader]]] = {}
     for key, by_rank in sorted(brought.items()):
         first = next(iter(by_rank.values()))
-        is_own = (
-            len({one.digest for one in by_rank.values()}) > 1 if first.own is None else first.own
-        )
+        digests = {one.digest for one in by_rank.values()}
+        is_own = len(digests) > 1 if first.own is None else first.own
         same = {_alike(one, is_own=is_own) for one in by_rank.values()}
         complete = first.own is True or set(by_rank) == set(first.members)
         if len(same) > 1 or not complete:
+            table = {
+                world: by_rank[rank].words if rank in by_rank else "has no object of this name"
+                for rank, world in enumerate(table_ranks)
+                if rank in by_rank or rank in first.members
+            }
             raise MismatchError(
-                f"the ranks do not save the same under {key!r}; nothing was written. Every rank has to make the same "
-                f"sv.Checkpoint(…)",
-                {
-                    world: by_rank[rank].words if rank in by_rank else "has nothing of this name"
-                    for rank, world in enumerate(table_ranks)
-                    if rank in by_rank or rank in first.members
-                },
+                f"the ranks do not save the same under {key!r}; nothing was written. Every rank "
+                f"must make the same sv.Checkpoint(…)",
+                table,
             )
         if is_own:
             own.add(key)
@@ -96,70 +115,53 @@ def lay_out(everyone: list[dict[str, LeafHeader]], table_ranks: tuple[int, ...])
             values.setdefault(tuple(sorted(by_rank)), []).append((key, first))
     parts: list[ElementRange] = []
     for ranks, group in values.items():
-        parts += shares(
-            [(key, math.prod(one.shape), itemsize_of(one.dtype)) for key, one in group], ranks
-        )
+        sizes = [(key, math.prod(one.shape), itemsize_of(one.dtype)) for key, one in group]
+        parts += shares(sizes, ranks)
     return SaveLayout(brought, frozenset(own), tuple(parts))
 
 
 def _alike(one: LeafHeader, *, is_own: bool) -> tuple[Any, ...]:
-    """Return what must be the same on all ranks: of a replica's own things neither shape nor dtype."""
-    return (
-        (one.kind, one.own)
-        if is_own
-        else (one.kind, one.mode, one.own, one.dtype, one.shape, one.members, one.digest)
-    )
+    """Return what must be equal on all ranks; own values may differ in shape and dtype."""
+    if is_own:
+        return one.kind, one.own
+    return one.kind, one.mode, one.own, one.dtype, one.shape, one.members, one.digest
 
 
 def entries_of(layout: SaveLayout, digests: list[dict[str, str]]) -> dict[str, ManifestEntry]:
-    """Return the entries of the manifest.
-
-    Args:
-        layout: Who wrote what.
-        digests: By rank, the digest of what it wrote under each key.
-    """
+    """Return the manifest entries. `digests` has, for each rank, a digest for each key it wrote."""
     pieces: dict[str, list[Piece]] = {}
     for part in layout.parts:
         digest = digests[part.rank][part.key]
         pieces.setdefault(part.key, []).append(Piece(part.rank, part.start, part.stop, digest))
-    made = {}
+    entries = {}
     for key, by_rank in layout.brought.items():
         first = next(iter(by_rank.values()))
         replicas = len(first.members)
         if key not in layout.own:
             value = Stored(first.dtype, first.shape, tuple(pieces.get(key, ())))
-            made[key] = ManifestEntry(first.kind, first.mode, replicas, value)
+            entries[key] = ManifestEntry(first.kind, first.mode, replicas, value)
             continue
         copies = {}
         for rank, one in by_rank.items():
             count = math.prod(one.shape)
             whole = (Piece(rank, 0, count, digests[rank][key]),) if count else ()
             copies[one.replica] = Stored(one.dtype, one.shape, whole)
-        made[key] = ManifestEntry(first.kind, first.mode, replicas, None, copies)
-    return made
+        entries[key] = ManifestEntry(first.kind, first.mode, replicas, None, copies)
+    return entries
 
 
-# -- failures of single ranks, told to all ---------------------------------------------------------
+# -- the failure of one rank as errors of all ------------------------------------------------------
 
 
 def failure_of(error: SyncvarError) -> list[str]:
-    """Return an error as data."""
+    """Return an error as data for the other ranks."""
     if isinstance(error, Corrupt):
         return ["Corrupt", error.key, error.expected, error.actual, error.detail]
     return ["NotFound" if isinstance(error, NotFound) else "CheckpointError", str(error)]
 
 
 def raise_failures(failures: dict[int, list[str]], mine: CheckpointError | None, what: str) -> None:
-    """Raise on every rank if one has failed: its own error there, the same kind of error with its words elsewhere.
-
-    Args:
-        failures: By rank of the world.
-        mine: This rank's own error.
-        what: What was done, and what that means now.
-
-    Raises:
-        CheckpointError: A rank has failed.
-    """
+    """Raise if a rank has failed: its own error on that rank, an equivalent error on all others."""
     if not failures:
         return
     if mine is not None:
@@ -173,5 +175,5 @@ def raise_failures(failures: dict[int, list[str]], mine: CheckpointError | None,
 
 
 def shard_of(record: list[Any]) -> ShardFile | None:
-    """Return the shard that a rank says to have written, None if it had nothing to write."""
+    """Return the shard file described by a rank's record, None if the record is empty."""
     return ShardFile(int(record[0]), str(record[1])) if record else None

@@ -1,7 +1,7 @@
-"""Variables on servers, and what optimizers keep of them there, as parts of a checkpoint.
+"""Server-side variables, and the optimizer state that servers keep for them, as leaves.
 
-They are saved from one snapshot and restored in one transaction, by one worker: the servers have them once, and the other workers go
-on meanwhile. Their keys are those that the same program has under any other strategy.
+One worker saves them from one snapshot and restores them in one transaction; the other workers
+continue. Their keys are those of the same program under any other strategy.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from syncvar.checkpoint.optimizer_state import RuleLeaf, local_leaves, require_saved_variables
-from syncvar.checkpoint.participants import SoloGroup
 from syncvar.checkpoint.save_plan import LeafHeader
 from syncvar.checkpoint.trackables import (
     KEEP,
     Leaf,
+    SoloGroup,
     VariableLeaf,
     communicator_of_leaves,
     require_fit,
     require_kind,
 )
 from syncvar.core.errors import ConfigError
-from syncvar.optimizers.slots import compute_dtype
+from syncvar.optimizers.rules.update_rule import compute_dtype
 from syncvar.parameter_server.server.server_rules import rule_of, slot_names
 from syncvar.parameter_server.server.shard import ShardSlots
 from syncvar.parameter_server.server_variables import ServerVariable
@@ -35,51 +35,35 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import ManifestEntry, Stored
-    from syncvar.checkpoint.participants import Together
+    from syncvar.checkpoint.trackables import Together
     from syncvar.optimizers import Optimizer
     from syncvar.parameter_server.server.shard import RuleKey
     from syncvar.parameter_server.snapshot import ServerState
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.variable import Variable
 
-__all__ = [
-    "Collected",
-    "OnServers",
-    "ServerOptimizerLeaf",
-    "ServerVariableLeaf",
-    "Walked",
-    "sorted_out",
-    "taken_alone",
-]
 
-_MODE = "ON_WRITE NONE"  # what other strategies make of such a variable
+_MODE = "ON_WRITE NONE"  # mode of such a variable under other strategies
 _STEPS = "steps"
 
 
 class _ArrayLeaf:
-    """A variable on servers, or a slot of it.
-
-    Args:
-        key: Its key.
-        shape: Of the whole.
-        dtype: Its dtype.
-        is_optional: Whether there may be no entry for it.
-    """
+    """A server-side variable, or an optimizer slot of it."""
 
     def __init__(
         self, key: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, is_optional: bool
     ) -> None:
         self.key = key
         self.shape, self.dtype, self.is_optional = shape, dtype, is_optional
-        self.array: NDArray[Any] | None = None  # of the snapshot, or what is to be restored
+        self.array: NDArray[Any] | None = None  # value in the snapshot, or the new value
 
     def bring(self, communicator: Together) -> LeafHeader:
-        """Return what it is; the first rank of a save has it alone."""
+        """Return its header: only the first rank of a save has it."""
         del communicator
         return LeafHeader("variable", _MODE, self.dtype.name, self.shape, 0, (0,), own=False)
 
     def snapshot(self) -> NDArray[Any]:
-        """Return what the snapshot had."""
+        """Return the value in the snapshot."""
         assert self.array is not None, "a snapshot is taken before it is saved"
         return self.array
 
@@ -90,26 +74,26 @@ class _ArrayLeaf:
         policy: str,
         communicator: Together,
     ) -> Any:
-        """Return its value, on the rank that restores what is on servers."""
+        """Return its new value, on the rank that restores."""
         if communicator.member_rank:
             return KEEP
-        require_kind(self.key, entry, "variable", "a variable on servers")
+        require_kind(self.key, entry, "variable", "a server-side variable")
         stored = entry.choose(self.key, 0, 1, policy, own=False)
         assert stored is not None, "with own=False there is one, or an error"
-        require_fit(self.key, stored, self.dtype.name, self.shape, "the variable on servers")
+        require_fit(self.key, stored, self.dtype.name, self.shape, "the server-side variable")
         return read(stored)
 
     def now(self) -> Any:
-        """Return nothing: it is changed last, and by no halves."""
+        """Return None: `OnServers.give_back` changes it last, in one transaction."""
         return None
 
     def put(self, staged: Any) -> None:
-        """Note what it is to be."""
+        """Note the new value for `OnServers.give_back`."""
         self.array = staged
 
 
 class _IterationsLeaf(_ArrayLeaf):
-    """How many steps an optimizer of variables on servers has made; each worker counts its own."""
+    """Number of steps of an optimizer of server-side variables; each worker counts its own."""
 
     def __init__(self, key: str, optimizer: Optimizer) -> None:
         super().__init__(key, (), np.dtype(np.int64), is_optional=optimizer.iterations == 0)
@@ -132,41 +116,31 @@ class _IterationsLeaf(_ArrayLeaf):
         self.told = [int(read(stored))]
         return self.told[0]
 
-    def accept(self, told: Any) -> Any:
-        """Return what another worker has told of it."""
-        return told
+    def accept(self, data: Any) -> Any:
+        """Return the number that rank 0 has recorded."""
+        return data
 
     def now(self) -> Any:
         """Return the number of this worker's steps."""
         return self._optimizer.iterations
 
     def put(self, staged: Any) -> None:
-        """Go on counting from there."""
-        elsewhere = self._optimizer.elsewhere
-        assert elsewhere is not None, "it steps variables on servers"
-        elsewhere.steps = staged
+        """Set the number of this worker's steps."""
+        remote = self._optimizer.elsewhere
+        assert remote is not None, "it steps server-side variables"
+        remote.steps = staged
         self._optimizer.slots.expect_iterations(staged)
 
 
 class ServerVariableLeaf(NamedTuple):
-    """Stands for a variable on servers, until all that a checkpoint has there is known.
-
-    Args:
-        key: Its key.
-        variable: It.
-    """
+    """A server-side variable and its key, before `sorted_out`."""
 
     key: str
     variable: ServerVariable
 
 
 class ServerOptimizerLeaf:
-    """Stands for an optimizer, until all variables of a checkpoint are known.
-
-    Args:
-        key: Of the optimizer.
-        optimizer: The optimizer.
-    """
+    """An optimizer and its key, before `sorted_out`."""
 
     def __init__(self, key: str, optimizer: Optimizer) -> None:
         self.key = key
@@ -174,14 +148,14 @@ class ServerOptimizerLeaf:
 
     @property
     def rule(self) -> RuleKey:
-        """The optimizer as servers know it."""
-        elsewhere = self.optimizer.elsewhere
-        assert elsewhere is not None, "it steps variables on servers"
-        return rule_key(*elsewhere.rule)
+        """Key of the optimizer's update rule on servers."""
+        remote = self.optimizer.elsewhere
+        assert remote is not None, "it steps server-side variables"
+        return rule_key(*remote.rule)
 
     @property
     def can_be_there(self) -> bool:
-        """Whether servers make steps of such optimizers."""
+        """Whether servers support the update rule."""
         try:
             rule_of(self.rule[0], dict(self.rule[1]))
         except (ConfigError, TypeError):
@@ -193,12 +167,12 @@ Walked = Leaf | ServerVariableLeaf | ServerOptimizerLeaf
 
 
 class OnServers:
-    """What a checkpoint has on servers.
+    """All server-side objects of a checkpoint.
 
     Args:
-        found: Its variables.
-        steppers: Optimizers that may keep something of them.
-        keys: The key of each variable in the whole checkpoint, by its identity.
+        found: Variables.
+        steppers: Optimizers that may keep state on servers.
+        keys: Key of each variable in the whole checkpoint, by `id`.
     """
 
     def __init__(
@@ -214,9 +188,8 @@ class OnServers:
         }
         self._found, self._keys = variables, keys
         self._steppers = list(steppers)
-        self._slots: dict[
-            tuple[str, str], dict[str, _ArrayLeaf]
-        ] = {}  # key of an optimizer, key of a variable -> slots
+        # (key of an optimizer, key of a variable) -> slots
+        self._slots: dict[tuple[str, str], dict[str, _ArrayLeaf]] = {}
         self._iterations = {
             one.key: _IterationsLeaf(f"{one.key}/iterations", one.optimizer)
             for one in self._steppers
@@ -226,94 +199,80 @@ class OnServers:
             for variable in variables.values():
                 known = keys[id(variable)]
                 below = f"{stepper.key}/{known}/"
+                shape, dtype = variable.shape, compute_dtype(variable.dtype)
                 slots = {
-                    name: _ArrayLeaf(
-                        below + name,
-                        variable.shape,
-                        compute_dtype(variable.dtype),
-                        is_optional=True,
-                    )
+                    name: _ArrayLeaf(below + name, shape, dtype, is_optional=True)
                     for name in slot_names(rule, variable.dtype)
                 }
-                if rule._counts_steps:  # noqa: SLF001  (a rule as its variables see it)
-                    slots[_STEPS] = _ArrayLeaf(
-                        below + _STEPS, (), np.dtype(np.int64), is_optional=True
-                    )
+                if rule.counts_steps:
+                    steps = _ArrayLeaf(below + _STEPS, (), np.dtype(np.int64), is_optional=True)
+                    slots[_STEPS] = steps
                 self._slots[stepper.key, known] = slots
 
     @property
     def strategy(self) -> Any:
-        """That of the variables."""
+        """Strategy of the variables."""
         return next(iter(self._found.values())).strategy
 
     @property
     def group(self) -> SoloGroup:
-        """This worker alone."""
+        """Group of this worker alone."""
         here = self.strategy.here
         return SoloGroup(here.rank, here.workers)
 
     def leaves(self) -> list[Leaf]:
-        """Return all that may be restored."""
+        """Return all leaves that may be restored."""
         slots = [leaf for one in self._slots.values() for leaf in one.values()]
         return [*self._variables.values(), *self._iterations.values(), *slots]
 
     def taken(self, timeout: float | None) -> tuple[list[Leaf], dict[int, int]]:
-        """Take a snapshot; return what is saved, and how many pushes of each worker are in it.
-
-        Raises:
-            ConfigError: An optimizer steps variables that would not be saved.
-        """
+        """Take a snapshot; return the leaves to save and the pushes of each worker in it."""
         _require_variables(self._steppers, {variable.name for variable in self._found.values()})
         rules = [stepper.rule for stepper in self._steppers]
         state: ServerState = take([(variable, rules) for variable in self._found.values()], timeout)
-        made: list[Leaf] = []
+        leaves: list[Leaf] = []
         steps = dict.fromkeys(self._iterations, 0)
-        for leaf, kept in zip(self._variables.values(), state.variables, strict=True):
-            leaf.array = kept.value
-            made.append(leaf)
+        for leaf, saved in zip(self._variables.values(), state.variables, strict=True):
+            leaf.array = saved.value
+            leaves.append(leaf)
             for stepper in self._steppers:
-                one = kept.slots[stepper.rule]
+                one = saved.slots[stepper.rule]
                 steps[stepper.key] = max(steps[stepper.key], one.steps)
                 if not one.steps:
                     continue
-                for name, slot in self._slots[stepper.key, self._keys[id(kept.variable)]].items():
-                    slot.array = (
-                        np.array(one.steps, np.int64) if name == _STEPS else one.slots[name]
-                    )
-                    made.append(slot)
+                arrays = {**one.slots, _STEPS: np.array(one.steps, np.int64)}
+                for name, slot in self._slots[stepper.key, self._keys[id(saved.variable)]].items():
+                    slot.array = arrays[name]
+                    leaves.append(slot)
         for stepper in self._steppers:
-            counted = self._iterations[stepper.key]
-            counted.array = np.array(stepper.optimizer.iterations or steps[stepper.key], np.int64)
-            made.append(counted)
-        return made, state.pushes
+            iterations = self._iterations[stepper.key]
+            count = stepper.optimizer.iterations or steps[stepper.key]
+            iterations.array = np.array(count, np.int64)
+            leaves.append(iterations)
+        return leaves, state.pushes
 
     def restored_by_all(self, path: str, timeout: float | None) -> Callable[[], None]:
-        """Return how the first of the ranks that restore together restores what is on servers."""
+        """Return the function that restores the servers, for the first rank of a joint restore."""
         here = self.strategy.here
         here.restorings += 1
         number = here.restorings
-        return lambda: self.give_back(
-            number,
-            {"failure": None, "path": path, "identity": "", "left": [], "own": {}, "pushes": {}},
-            timeout,
-        )
+        return lambda: self.give_back(number, restore_record(path), timeout)
 
     def give_back(self, number: int, says: Any, timeout: float | None) -> None:
-        """Make everything on servers what was put into the leaves, as one transaction; and keep what is said of it.
+        """Write the values in the leaves to the servers, in one transaction, and keep `says` there.
 
-        What an optimizer keeps of a variable is taken away where the checkpoint has the optimizer, and nothing of that variable.
+        If the checkpoint has an optimizer but no state for a variable, its state there is reset.
         """
-        given = []
+        saved = []
         for key, leaf in self._variables.items():
             if leaf.array is None:
                 continue
             variable = self._found[key]
             slots: dict[RuleKey, ShardSlots] = {}
             for stepper in self._steppers:
+                leaves = self._slots[stepper.key, self._keys[id(variable)]]
                 arrays = {
-                    name: slot.array
-                    for name, slot in self._slots[stepper.key, self._keys[id(variable)]].items()
-                    if slot.array is not None
+                    name: slot.array for name, slot in leaves.items() if slot.array is not None
                 }
                 steps = arrays.pop(_STEPS, None)
                 if arrays or steps is not None:
@@ -321,41 +280,34 @@ class OnServers:
                     slots[stepper.rule] = ShardSlots(count, arrays)
                 elif self._iterations[stepper.key].told:
                     slots[stepper.rule] = ShardSlots(0, {})
-            given.append(SavedVariable(variable, leaf.array, slots))
-        give_back(
-            self.strategy,
-            given,
-            number,
-            says,
-            timeout,
-            None if says["path"] is None else says["pushes"],
-        )
+            saved.append(SavedVariable(variable, leaf.array, slots))
+        pushes = None if says["path"] is None else says["pushes"]
+        give_back(self.strategy, saved, number, says, timeout, pushes)
+
+
+def restore_record(path: str | None) -> dict[str, Any]:
+    """Return the record of a restore that servers keep for the other workers."""
+    return {"failure": None, "path": path, "identity": "", "left": [], "own": {}, "pushes": {}}
 
 
 def _require_variables(steppers: Iterable[ServerOptimizerLeaf], names: Collection[str]) -> None:
-    """Raise ConfigError if an optimizer steps variables on servers that a checkpoint does not have."""
+    """Raise ConfigError if an optimizer steps server-side variables outside `names`."""
     for stepper in steppers:
-        elsewhere = stepper.optimizer.elsewhere
-        left_out = [] if elsewhere is None else sorted(set(elsewhere.variables) - set(names))
+        remote = stepper.optimizer.elsewhere
+        left_out = [] if remote is None else sorted(set(remote.variables) - set(names))
         if left_out:
+            name = re.sub("[^a-zA-Z0-9_]", "_", left_out[0])
             raise ConfigError(
-                f"{stepper.key!r} steps variable {left_out[0]!r}, of which it keeps something on servers, and the checkpoint does not have "
-                f"that variable: write sv.Checkpoint(…, {stepper.key}={stepper.key}, {re.sub('[^a-zA-Z0-9_]', '_', left_out[0])}=…)"
+                f"{stepper.key!r} has state on servers for variable {left_out[0]!r}, which is not "
+                f"part of the checkpoint: write sv.Checkpoint(…, {stepper.key}={stepper.key}, "
+                f"{name}=…)"
             )
 
 
 def taken_alone(
     variables: list[ServerVariable], optimizers: list[Optimizer]
 ) -> tuple[dict[int, NDArray[Any]], dict[int, dict[str, NDArray[Any]]]]:
-    """Take one snapshot for a worker that writes a file of its own.
-
-    Args:
-        variables: Which; those that the optimizers have stepped are taken too.
-        optimizers: Whose slots are taken as well.
-
-    Returns:
-        (value by the identity of its variable, slots by the identity of their optimizer, under the keys of `tracked()`).
-    """
+    """Take one snapshot for a worker that writes its own file (`sv.save`)."""
     steppers = [
         (one, ServerOptimizerLeaf("", one)) for one in optimizers if one.elsewhere is not None
     ]
@@ -374,32 +326,27 @@ def taken_alone(
     state = take([(variable, [leaf.rule for _, leaf in steppers]) for variable in chosen], None)
     slots: dict[int, dict[str, NDArray[Any]]] = {}
     for one, leaf in steppers:
-        counts = rule_of(leaf.rule[0], dict(leaf.rule[1]))._counts_steps  # noqa: SLF001
-        kept = {
-            kept.variable.name: kept.slots[leaf.rule]
-            for kept in state.variables
-            if kept.slots[leaf.rule].steps
-        }
-        slots[id(one)] = {
-            "iterations": np.array(
-                one.iterations or max((each.steps for each in kept.values()), default=0), np.int64
-            )
-        }
-        for name, each in kept.items():
-            slots[id(one)] |= {f"{name}/{slot}": array for slot, array in each.slots.items()}
-            slots[id(one)] |= {f"{name}/{_STEPS}": np.array(each.steps, np.int64)} if counts else {}
-    return {id(kept.variable): kept.value for kept in state.variables}, slots
+        counts = rule_of(leaf.rule[0], dict(leaf.rule[1])).counts_steps
+        by_name = {saved.variable.name: saved.slots[leaf.rule] for saved in state.variables}
+        by_name = {name: each for name, each in by_name.items() if each.steps}
+        steps = one.iterations or max((each.steps for each in by_name.values()), default=0)
+        own = slots[id(one)] = {"iterations": np.array(steps, np.int64)}
+        for name, each in by_name.items():
+            own |= {f"{name}/{slot}": array for slot, array in each.slots.items()}
+            if counts:
+                own[f"{name}/{_STEPS}"] = np.array(each.steps, np.int64)
+    return {id(saved.variable): saved.value for saved in state.variables}, slots
 
 
 class Collected(NamedTuple):
-    """Everything that a checkpoint holds.
+    """All objects of a checkpoint.
 
     Args:
-        leaves: By key, in their order; without what is on servers.
-        group: Who saves it.
-        refused: What cannot be saved, for the group to be told; or None.
-        there: What is on servers, or None.
-        unsaved: State of an optimizer that a save would leave out, as an error; or None.
+        leaves: Leaves sorted by key, without server-side ones.
+        group: Group that saves them.
+        refused: Error of an object that cannot be saved, reported to the group; or None.
+        there: Server-side objects, or None.
+        unsaved: Error about optimizer state that a save would leave out; or None.
     """
 
     leaves: list[Leaf]
@@ -417,15 +364,7 @@ def sorted_out(
     prefix: str = "",
     only: Collection[str] | None = None,
 ) -> Collected:
-    """Return what a checkpoint holds, sorted out.
-
-    Args:
-        found: All of it.
-        default: Returns the group of a checkpoint without variables.
-        refused: What cannot be saved.
-        prefix: What the keys in a restored checkpoint have before those of `found`.
-        only: The keys in that checkpoint to which the result is limited; None for no limit.
-    """
+    """Sort the objects of a checkpoint into leaves of ranks and server-side objects."""
     variables = [one for one in found if isinstance(one, ServerVariableLeaf)]
     steppers = [one for one in found if isinstance(one, ServerOptimizerLeaf)]
     leaves: list[Leaf] = [
@@ -434,11 +373,11 @@ def sorted_out(
     keys: dict[int, str] = {}
     local: dict[str, Variable] = {}
     for one in found:
-        if (
-            isinstance(one, ServerVariableLeaf | VariableLeaf)
-            and keys.setdefault(id(one.variable), prefix + one.key) == prefix + one.key
-        ):
-            local |= {prefix + one.key: one.variable} if isinstance(one, VariableLeaf) else {}
+        if not isinstance(one, ServerVariableLeaf | VariableLeaf):
+            continue
+        key = prefix + one.key
+        if keys.setdefault(id(one.variable), key) == key and isinstance(one, VariableLeaf):
+            local[key] = one.variable
     steppers_there = [
         one
         for one in steppers

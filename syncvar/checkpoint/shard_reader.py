@@ -1,8 +1,12 @@
-"""Reading a checkpoint: every length is compared before memory is taken, every byte that is used is compared with its digest."""
+"""Reader of checkpoints.
+
+It checks every length before it allocates, and the digest of every byte that it uses.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -26,34 +30,24 @@ if TYPE_CHECKING:
 
     from syncvar.checkpoint.manifest import Piece, Stored
 
-__all__ = ["Source", "bytes_of", "fault_of", "read_manifest"]
 
 _TRIES = 3
 
 
 def bytes_of(array: NDArray[Any]) -> memoryview:
-    """Return the bytes of a contiguous array; also of dtypes that have no buffers of their own."""
+    """Return the bytes of a contiguous array, also of dtypes without the buffer protocol."""
     return array.reshape(-1).view(np.uint8).data
 
 
 def read_manifest(folder: CheckpointFolder) -> Manifest:
-    """Return the manifest of a folder.
-
-    Raises:
-        NotFound: There is none: nothing was ever committed there.
-        Corrupt: Its bytes are not those that were written.
-        CheckpointError: It cannot be read.
-    """
+    """Return the manifest of a folder."""
     try:
         data = folder.read(MANIFEST, MANIFEST_BYTES_MAX)
     except NotFound:
-        found = (
-            " (there are files of a save that did not finish)"
-            if any(is_left_over(n, None) for n in folder.names())
-            else ""
-        )
+        has_rest = any(is_left_over(name, None) for name in folder.names())
+        note = " (it has files of an unfinished save)" if has_rest else ""
         raise NotFound(
-            f"there is no checkpoint at {folder.path}: it has no {MANIFEST}{found}"
+            f"there is no checkpoint at {folder.path}: it has no {MANIFEST}{note}"
         ) from None
     try:
         return Manifest.from_bytes(data)
@@ -65,12 +59,9 @@ def read_manifest(folder: CheckpointFolder) -> Manifest:
 
 
 def fault_of(path: str) -> str:
-    """Return why a checkpoint cannot be restored, else an empty text.
+    """Return why a checkpoint cannot be restored, "" if it can; raise NotFound if there is none.
 
-    It reads the manifest and compares the lengths of the files; it does not read their bytes.
-
-    Raises:
-        NotFound: There is no checkpoint.
+    It reads the manifest and compares the lengths of the files, not their bytes.
     """
     fault = ""
     for _ in range(_TRIES):
@@ -91,10 +82,6 @@ class Source:
 
     Args:
         path: Its folder.
-
-    Raises:
-        NotFound: There is none.
-        CheckpointError: Its manifest is damaged.
     """
 
     def __init__(self, path: str) -> None:
@@ -121,27 +108,23 @@ class Source:
             return False
 
     def part_fault(self) -> str:
-        """Return which file of the checkpoint is missing or too short, else an empty text."""
+        """Return which file is missing or has a wrong length, "" if none."""
         for rank, shard in self.manifest.shards.items():
             file = self.manifest.shard_file(rank)
             nbytes = self._folder.nbytes_of(file)
             if nbytes is None:
-                return f"the checkpoint {self._folder.path} has no ordinary file {file}"
+                return f"the checkpoint {self._folder.path} has no regular file {file}"
             if nbytes != shard.nbytes:
                 return f"{self._folder.path}/{file} has {nbytes} bytes instead of {shard.nbytes}"
         return ""
 
     def array(self, key: str, stored: Stored) -> NDArray[Any]:
-        """Return an array of the checkpoint.
-
-        Raises:
-            Corrupt: Its bytes, or a file, are not those that were written.
-        """
-        for piece in stored.pieces:  # before memory is taken
+        """Return an array of the checkpoint."""
+        for piece in stored.pieces:  # before memory is allocated
             self._tensor(key, stored, piece)
         dtype = dtype_from_index(DTYPE_NAMES.index(stored.dtype))
-        made: NDArray[Any] = np.empty(stored.shape, dtype)
-        target = bytes_of(made)
+        array: NDArray[Any] = np.empty(stored.shape, dtype)
+        target = bytes_of(array)
         size = itemsize_of(stored.dtype)
         for piece in stored.pieces:
             descriptor, data_start, tensors = self._shards[piece.shard]
@@ -155,58 +138,48 @@ class Source:
                 ) from error
             actual = digest_of(part)
             if actual != piece.digest:
-                raise Corrupt(
-                    key, piece.digest, actual, f"elements {piece.start} to {piece.stop} in {file}"
-                )
-        return made
+                detail = f"elements {piece.start} to {piece.stop} in {file}"
+                raise Corrupt(key, piece.digest, actual, detail)
+        return array
 
     def _tensor(self, key: str, stored: Stored, piece: Piece) -> None:
-        """Look whether a shard has a piece, of the right length."""
+        """Check that a shard has a piece, of the right length."""
         tensors = self._shard(piece.shard)[2]
-        count = piece.stop - piece.start
-        shape = stored_shape(
-            stored.dtype,
-            stored.shape if count == int(np.prod(stored.shape, dtype=object)) else (count,),
-        )
+        count, code = piece.stop - piece.start, CODES[stored.dtype]
+        is_complete = count == math.prod(stored.shape)
+        shape = stored_shape(stored.dtype, stored.shape if is_complete else (count,))
         tensor = tensors.get(key)
-        if tensor is None or tensor.dtype != CODES[stored.dtype] or tensor.shape != shape:
-            there = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
-            raise Corrupt(
-                key,
-                f"{CODES[stored.dtype]}{list(shape)}",
-                there,
-                self.manifest.shard_file(piece.shard),
-            )
+        if tensor is None or tensor.dtype != code or tensor.shape != shape:
+            actual = "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
+            file = self.manifest.shard_file(piece.shard)
+            raise Corrupt(key, f"{code}{list(shape)}", actual, file)
 
     def _shard(self, rank: int) -> tuple[int, int, dict[str, Tensor]]:
-        """Return (descriptor, first byte of the data, tensors) of a shard, opened and compared with the manifest."""
+        """Open a shard and check its header; return (descriptor, start of the data, tensors)."""
         if rank in self._shards:
             return self._shards[rank]
-        said, file = self.manifest.shards[rank], self.manifest.shard_file(rank)
+        path = self._folder.path
+        expected, file = self.manifest.shards[rank], self.manifest.shard_file(rank)
         try:
             descriptor, nbytes = self._stack.enter_context(self._folder.reading(file))
         except NotFound:
-            raise Corrupt(
-                file, f"a file of {said.nbytes} bytes", "no such file", self._folder.path
-            ) from None
-        if nbytes != said.nbytes:
-            raise Corrupt(file, f"{said.nbytes} bytes", f"{nbytes} bytes", self._folder.path)
+            detail = f"a file of {expected.nbytes} bytes"
+            raise Corrupt(file, detail, "no such file", path) from None
+        if nbytes != expected.nbytes:
+            raise Corrupt(file, f"{expected.nbytes} bytes", f"{nbytes} bytes", path)
+        title = f"the header of {file}"
         prefix = bytearray(8)
         read_into(descriptor, memoryview(prefix), 0, file)
         try:
             header = bytearray(header_length(bytes(prefix), nbytes))
             read_into(descriptor, memoryview(header), 0, file)
             actual = digest_of(header)
-            if actual != said.header_digest:
-                raise Corrupt(
-                    f"the header of {file}", said.header_digest, actual, self._folder.path
-                )
+            if actual != expected.header_digest:
+                raise Corrupt(title, expected.header_digest, actual, path)
             tensors = parse_header(bytes(header), nbytes)[0]
         except Corrupt:
             raise
         except CheckpointError as error:
-            raise Corrupt(
-                f"the header of {file}", said.header_digest, str(error), self._folder.path
-            ) from error
+            raise Corrupt(title, expected.header_digest, str(error), path) from error
         self._shards[rank] = descriptor, len(header), tensors
         return self._shards[rank]

@@ -1,7 +1,7 @@
-"""One file, written by one rank without the others: `save` and `load`.
+"""`sv.save` and `sv.load`: one file, written and read by one rank without the others.
 
-The file is safetensors: every array is a tensor under its path ("model/w"), which other tools read. What is no array, and
-how all of it fits together, is packed data in the header.
+The file is safetensors: every array is a tensor under its path ("model/w"), which other tools can
+read. The header holds the rest of the value, and its structure, as packed data.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ if TYPE_CHECKING:
     Path = tuple[Any, ...]
     Arrays = dict[Path, NDArray[Any]]
 
-__all__ = ["load", "save"]
 
 _FORMAT = "syncvar.save"
 _VERSION = "1"
-_KEYS = {"content", "digest"}  # files of others have none of these in their metadata
+_KEYS = {"content", "digest"}  # metadata that only files of `save` have
 _PLAIN_BYTES_MAX = 8 << 20
 _ATOMS = frozenset((type(None), bool, int, float, complex, bytes))
 _NESTED_MAX = DEPTH_MAX - 1  # the value is packed in a list
@@ -59,26 +58,27 @@ _DTYPES = {code: name for name, code in CODES.items() if not name.startswith("co
 
 
 def save(path: Any, value: Any) -> str:
-    """Write a value to one file, on this rank alone: no other takes part, so that `if sv.rank() == 0: sv.save(…)` is right.
+    """Write a value to one file, on this rank alone.
 
-    The file is there whole, on the medium, or not at all; one of that name is replaced in the moment the new one is whole.
-    `sv.load` reads it, and so does safetensors. What all ranks have to write together is a `Checkpoint`.
+    No other rank takes part, so `if sv.rank() == 0: sv.save(…)` is correct. The file appears
+    complete and on disk, or not at all; it replaces an existing one at once. `sv.load` and other
+    safetensors readers read it. To save on all ranks together, use a `Checkpoint`.
 
     Args:
-        path: Of the file; its folder is made if need be. Two ranks that write the same one replace each other's.
-        value: Arrays, variables, optimizers, objects with `state_dict()`, generators of NumPy, plain data, and nested
-            dicts, lists and tuples of these. Of a variable this replica's copy is saved, which is the value for
-            ON_WRITE, and its own for NONE.
+        path: Path of the file; missing folders are created. The last of several ranks wins.
+        value: Arrays, variables, optimizers, objects with `state_dict()`, NumPy generators, plain
+            data, and nested dicts, lists and tuples of them. Of a variable, this replica's copy is
+            saved: for ON_WRITE that is the value, for NONE its own.
 
     Returns:
         The path.
 
     Raises:
-        ConfigError: Something cannot be saved by one rank, as ON_READ variables, whose value is made of all replicas'
-            copies; or cannot be saved at all. Nothing is written.
-        CheckpointError: The system refused. What was there before is as it was.
+        ConfigError: One rank cannot save an object, such as an ON_READ variable, whose value
+            combines the copies of all replicas. Nothing is written.
+        CheckpointError: The file cannot be written. An existing file is unchanged.
 
-    Cost: every byte is read twice (once for the digest) and written once. Nothing is sent.
+    Cost: Every byte is read twice (once for the digest) and written once. Nothing is sent.
 
     Example:
         >>> import os, tempfile, syncvar as sv
@@ -92,7 +92,8 @@ def save(path: Any, value: Any) -> str:
     where = checked_path(path, "sv.save('model.safetensors', …)")
     if os.path.isdir(where):
         raise ConfigError(
-            f"{where} is a folder; sv.save writes one file: sv.save({os.path.join(where, 'model.safetensors')!r}, …)"
+            f"{where} is a folder; sv.save writes one file: "
+            f"sv.save({os.path.join(where, 'model.safetensors')!r}, …)"
         )
     arrays: Arrays = {}
     skeleton = _parted(value, (), arrays, (), _on_servers(value))
@@ -104,7 +105,8 @@ def save(path: Any, value: Any) -> str:
     content = pack_object([skeleton, places])
     if len(content) > _PLAIN_BYTES_MAX:
         raise ConfigError(
-            f"what is no array takes {len(content)} bytes, more than {_PLAIN_BYTES_MAX}: make arrays of it, for instance np.array(values)"
+            f"non-array data of sv.save takes {len(content)} bytes, more than {_PLAIN_BYTES_MAX}: "
+            f"store large values as NumPy arrays, np.array(values)"
         )
     digest = hashlib.blake2b(content, digest_size=DIGEST_BYTES)
     for array in arrays.values():
@@ -115,11 +117,8 @@ def save(path: Any, value: Any) -> str:
         "digest": digest.hexdigest(),
         "content": base64.b64encode(content).decode(),
     }
-    described = [
-        (name, array.dtype.name, array.shape)
-        for name, array in zip(names, arrays.values(), strict=True)
-    ]
-    header = header_bytes(described, about)[0]
+    named = zip(names, arrays.values(), strict=True)
+    header = header_bytes([(name, x.dtype.name, x.shape) for name, x in named], about)[0]
 
     def stream() -> Iterator[memoryview]:
         yield memoryview(header)
@@ -133,32 +132,31 @@ def save(path: Any, value: Any) -> str:
 
 
 def load(path: Any) -> Any:
-    """Read what `save` has written, on this rank alone; or any other safetensors file, as a dict of arrays by name.
+    """Read a file of `save`, on this rank alone; or any safetensors file, as a dict of arrays.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
 
     Returns:
-        The value: arrays where arrays and variables were, and what `state_dict()` told for objects that have it. Dicts of
-        other types are dicts. Tensors are arrays as well: a module of PyTorch takes
-        `{name: torch.from_numpy(x) for name, x in sv.load(path).items()}`. A `Checkpoint` gives
-        tensors back as tensors.
+        The value. It has arrays instead of arrays, variables and tensors, the result of
+        `state_dict()` instead of objects that have it, and dicts instead of their subclasses. For a
+        PyTorch module, pass `{name: torch.from_numpy(x) for name, x in sv.load(path).items()}`. (A
+        `Checkpoint` restores tensors as tensors.)
 
     Raises:
-        NotFound: There is no such file.
-        Corrupt: Its bytes are not those that were written.
-        CheckpointError: It is no such file, or cannot be read.
+        NotFound: The file does not exist.
+        Corrupt: Its bytes have changed.
+        CheckpointError: It is not a safetensors file, or cannot be read.
 
-    Cost: every byte is read once, and once more for the digest. Nothing is sent, and nothing that is read can run.
+    Cost: Every byte is read once, and once more for the digest. Nothing is sent, and no data from
+        the file is executed.
     """
     where = checked_path(path, "sv.load('model.safetensors')")
     if os.path.isdir(where):
-        made_by = (
-            " of a Checkpoint, which all ranks restore together: Checkpoint(…).restore(path)"
-            if os.path.exists(os.path.join(where, MANIFEST))
-            else ""
-        )
-        raise CheckpointError(f"{where} is a folder{made_by}; sv.load reads one file")
+        note = ""
+        if os.path.exists(os.path.join(where, MANIFEST)):
+            note = " of a Checkpoint, which all ranks restore together: Checkpoint(…).restore(path)"
+        raise CheckpointError(f"{where} is a folder{note}; sv.load reads one file")
     above, name = os.path.split(os.path.abspath(where))
     try:
         folder = CheckpointFolder(above)
@@ -182,7 +180,8 @@ def load(path: Any) -> Any:
         }
     if (about.get("format"), about.get("version")) != (_FORMAT, _VERSION):
         raise CheckpointError(
-            f"{where} is of {about.get('format')!r:.20}, version {about.get('version')!r:.20}; this syncvar reads {_FORMAT!r}, version {_VERSION!r}"
+            f"{where} has format {about.get('format')!r:.20}, version "
+            f"{about.get('version')!r:.20}; this syncvar reads {_FORMAT!r}, version {_VERSION!r}"
         )
     try:
         content = base64.b64decode(about.get("content", ""), validate=True)
@@ -204,7 +203,7 @@ def load(path: Any) -> Any:
 
 
 def _on_servers(value: Any) -> dict[int, Any]:
-    """Return what a value has on servers, at one version: by the identity of a variable its value, of an optimizer its slots."""
+    """Return one version of the server-side data in a value, by `id` of its owner."""
     variables: list[ServerVariable] = []
     optimizers: list[Optimizer] = []
     waiting, seen = [value], set()
@@ -228,18 +227,14 @@ def _on_servers(value: Any) -> dict[int, Any]:
 def _parted(
     value: Any, place: Path, arrays: Arrays, above: tuple[int, ...], there: dict[int, Any]
 ) -> Any:
-    """Return a value without its arrays, which go into `arrays` by their place; what is on servers is in `there`.
-
-    Raises:
-        ConfigError: Something cannot be saved by one rank.
-    """
+    """Return a value without its arrays, which go into `arrays` by their path."""
     if type(value) in _ATOMS:
         return value
     shown = _shown(place)
     if isinstance(value, str | np.generic):
         return _packable(value, shown)
     if id(value) in above:
-        raise ConfigError(f"{shown} holds itself, and has no end")
+        raise ConfigError(f"{shown} holds itself, so its nesting has no end")
     if len(above) >= _NESTED_MAX:
         raise ConfigError(f"{shown} is nested more than {_NESTED_MAX} deep, and cannot be saved")
     above = (*above, id(value))
@@ -247,7 +242,8 @@ def _parted(
         return _parted(there[id(value)], place, arrays, above, {})
     if isinstance(value, Checkpoint):
         raise ConfigError(
-            f"{shown} is a Checkpoint, which all its ranks write together: checkpoint.save(path), on every rank"
+            f"{shown} is a Checkpoint, which all its ranks save together: call "
+            f"checkpoint.save(path) on every rank"
         )
     if isinstance(value, Variable):
         _require_own(value, shown)
@@ -273,19 +269,13 @@ def _parted(
         return _parted(value.state_dict(), place, arrays, above, there)
     if hasattr(value, "__array__") or hasattr(value, "__dlpack__"):
         array = as_array(value, shown)
-        arrays[place] = np.array(
-            array, order="C", copy=True
-        )  # the caller, or another thread, may write to it meanwhile
+        # A copy, since another thread may write to the array meanwhile.
+        arrays[place] = np.array(array, order="C", copy=True)
         return None
     return _packable(value, shown)
 
 
 def _packable(value: Any, shown: str) -> Any:
-    """Return plain data that can be packed.
-
-    Raises:
-        ConfigError: It cannot.
-    """
     try:
         pack_object(value)
     except ConfigError as error:
@@ -294,11 +284,7 @@ def _packable(value: Any, shown: str) -> Any:
 
 
 def _checked_key(key: Any, shown: str) -> Any:
-    """Return a key of a dict that is found again when it has been saved.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Return a key of a dict that can be packed and compares equal afterwards."""
     try:
         is_found = bool(unpack_object(pack_object({key: None})) == {key: None})
     except (ConfigError, WireError) as error:
@@ -307,24 +293,25 @@ def _checked_key(key: Any, shown: str) -> Any:
         ) from None
     if not is_found:
         raise ConfigError(
-            f"{shown} has the key {reprlib.repr(key)}, which is not found again by its value: use a text or a whole number"
+            f"{shown} has the key {reprlib.repr(key)}, which differs after a save: use a text or "
+            "an integer"
         )
     return key
 
 
 def _require_own(variable: Variable, shown: str) -> None:
-    """Raise ConfigError if a variable's value is more than this replica's copy."""
+    """Raise ConfigError if a variable's value needs the copies of other replicas."""
     if variable.synchronization is not VariableSynchronization.ON_READ:
         return
-    if (
-        variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
-        and variable.strategy.communicator.rank == 0
-    ):
+    is_first = variable.strategy.communicator.rank == 0
+    if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA and is_first:
         return
     raise ConfigError(
-        f"{shown} is the ON_READ variable {variable.name!r} ({variable.aggregation.name}), whose value is made of the copies of all "
-        f"replicas, and sv.save asks no other: pass {variable.name}.local_value() for this replica's copy; or read its value "
-        f"({variable.name}.numpy()) on every rank before, and pass that; or let all ranks save a Checkpoint"
+        f"{shown} is the ON_READ variable {variable.name!r} ({variable.aggregation.name}), whose "
+        "value combines the copies of all replicas, and sv.save uses only this one: pass "
+        f"{variable.name}.local_value() for this replica's copy; or read its value "
+        f"({variable.name}.numpy()) on every rank before, and pass that; or let all ranks save a "
+        "Checkpoint"
     )
 
 
@@ -333,7 +320,7 @@ def _shown(place: Path) -> str:
 
 
 def _names_of(arrays: Arrays) -> list[str]:
-    """Return a name for each array, from its place."""
+    """Return a unique tensor name for each array, from its path."""
     names: dict[str, None] = {}
     for place in arrays:
         name = plain = "/".join(map(str, place)) or "value"
@@ -346,25 +333,20 @@ def _names_of(arrays: Arrays) -> list[str]:
 
 
 def _read(descriptor: int, start: int, nbytes: int, where: str) -> NDArray[np.uint8]:
-    made = np.empty(nbytes, np.uint8)
-    read_into(descriptor, made.data, start, where)
-    return made
+    data = np.empty(nbytes, np.uint8)
+    read_into(descriptor, data.data, start, where)
+    return data
 
 
 def _array(
     data: NDArray[np.uint8], dtype: str, shape: tuple[int, ...], tensor: Tensor | None = None
 ) -> NDArray[Any]:
-    """Return bytes as an array.
-
-    Raises:
-        ValueError: They are none of this dtype and shape.
-    """
-    if tensor is not None and (
-        tensor.dtype != CODES[dtype] or tensor.shape != stored_shape(dtype, shape)
-    ):
+    """Return bytes as an array; raise ValueError if they do not fit."""
+    expected = CODES[dtype], stored_shape(dtype, shape)
+    if tensor is not None and (tensor.dtype, tensor.shape) != expected:
         raise ValueError(f"tensor {tensor.name!r:.80} is not {dtype}{list(shape)}")
-    made: NDArray[Any] = data.view(dtype_from_index(DTYPE_NAMES.index(dtype)))
-    return made.reshape(shape)
+    array: NDArray[Any] = data.view(dtype_from_index(DTYPE_NAMES.index(dtype)))
+    return array.reshape(shape)
 
 
 def _filled(value: Any, place: Path, arrays: Arrays) -> Any:

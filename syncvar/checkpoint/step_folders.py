@@ -1,7 +1,7 @@
-"""The checkpoints in a manager's directory, one folder for each step, in the order of saving.
+"""The checkpoint folders of a manager's directory, in the order of saving.
 
-Each manifest has the number of its save, counted in the directory. Times of files would not do:
-clocks of hosts differ, and copies get new times.
+Each manifest has the sequence number of its save. Times of files would not do: clocks of hosts
+differ, and copies get new times.
 """
 
 from __future__ import annotations
@@ -14,17 +14,11 @@ from syncvar.checkpoint.retention import RetainedCheckpoint
 from syncvar.checkpoint.shard_reader import fault_of, read_manifest
 from syncvar.core.errors import CheckpointError, NotFound
 
-__all__ = ["StepFolders"]
-
-_Signature = tuple[int, int, int]  # of a manifest's file: a save replaces it by another file
+_Signature = tuple[int, int, int]  # inode, time and size of a manifest; every save changes it
 
 
 class StepFolders:
-    """The folders `step-…` of a directory.
-
-    Args:
-        directory: Its path; it need not exist.
-    """
+    """The folders `step-…` of a directory, which need not exist."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -56,10 +50,9 @@ class StepFolders:
         return found
 
     def committed(self) -> list[RetainedCheckpoint]:
-        """Return the committed checkpoints in the order of saving.
+        """Return the committed checkpoints in the order of saving; each manifest is read once.
 
-        Each manifest is read once. Where one cannot be read, the number of its save is not known: it
-        stands behind the step below it.
+        An unreadable manifest has no known number: its checkpoint sorts behind the step below it.
         """
         signatures = self._signatures()
         self._read = {step: one for step, one in self._read.items() if step in signatures}
@@ -69,9 +62,8 @@ class StepFolders:
                 self._read[step] = signature, self._look_at(step)
             kept = self._read[step][1]
             if kept is None:
-                kept = RetainedCheckpoint(
-                    step, None, found[-1].number if found else 0, is_whole=False
-                )
+                number = found[-1].number if found else 0
+                kept = RetainedCheckpoint(step, None, number, is_whole=False)
             found.append(kept)
         return sorted(found, key=lambda one: one.place)
 
@@ -88,13 +80,13 @@ class StepFolders:
         self._read.pop(step, None)
 
     def next_number(self) -> int:
-        """Return a number that is higher than that of any checkpoint here."""
+        """Return a number above that of every checkpoint here."""
         committed = self.committed()
         unknown = sum(not one.is_whole for one in committed)
         return max([one.number for one in committed], default=0) + unknown + 1
 
     def latest(self) -> tuple[str | None, list[str]]:
-        """Return (the path of the latest save that is whole, the faults of those that may be later)."""
+        """Return the path of the latest complete save, and faults of those that may be later."""
         faults: list[str] = []
         for kept in self.committed():
             if not kept.is_whole:
@@ -105,7 +97,7 @@ class StepFolders:
         return None, faults
 
     def _check(self, kept: RetainedCheckpoint, faults: list[str]) -> bool:
-        """Return whether a checkpoint is whole, and remember that; else append its fault."""
+        """Return whether a checkpoint is complete, and cache that; append its fault if not."""
         try:
             fault = fault_of(self.path(kept.step))
         except NotFound:  # another job has just removed it
@@ -114,6 +106,6 @@ class StepFolders:
             faults.append(fault)
             signature = self._read[kept.step][0]
             self._read[kept.step] = signature, kept._replace(is_whole=False)
-        elif not kept.is_whole:  # somebody has repaired it
+        elif not kept.is_whole:  # it has been repaired meanwhile
             self.forget(kept.step)
         return not fault

@@ -1,11 +1,13 @@
-"""What a checkpoint can hold, and how each kind of it is saved, looked at and restored.
+"""What a checkpoint can hold, as leaves: how each type is saved, checked and restored.
 
-* Variables, by their mode. Objects with `tracked()` (optimizers): the variables it names. Checkpoints, dicts, lists and tuples of such.
-* `numpy.random.Generator`: its state. Objects with `state_dict()` and `load_state_dict(state)` (iterators, and modules, optimizers
-  and schedulers of PyTorch): that, as plain data.
-* Plain data (numbers, texts, arrays, tensors, dates, lists, sets and dicts of them): values of the checkpoint itself, replaced when it is restored.
+* Variables, by their mode. Objects with `tracked()` (optimizers): the variables that it returns.
+  Checkpoints, and dicts, lists and tuples that hold objects.
+* `numpy.random.Generator` and objects with `state_dict()` and `load_state_dict(state)`: their
+state.
+* Plain data (numbers, texts, arrays, tensors, dates, and containers of them): replaced by a
+restore.
 
-States and plain data are saved once where all ranks have the same, else each rank's own.
+States and plain data are saved once if all ranks have the same, else once per rank.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ import numpy as np
 
 from syncvar.bootstrap.process import current
 from syncvar.checkpoint.manifest import digest_of
-from syncvar.checkpoint.participants import SoloGroup
 from syncvar.checkpoint.save_plan import LeafHeader
+from syncvar.collectives.sync_points import gather_objects
 from syncvar.core.errors import CheckpointError, ConfigError, WireError
 from syncvar.protocol.object_codec import is_plain, pack_object, unpack_object
+from syncvar.runtime.communicator import Communicator
 from syncvar.variables.exact_split import share_of
 from syncvar.variables.in_place_update import are_parts, replace_copy
 from syncvar.variables.policy import (
@@ -42,22 +45,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from syncvar.checkpoint.manifest import ManifestEntry, Stored
-    from syncvar.checkpoint.participants import Together
-    from syncvar.runtime.communicator import Communicator
 
-__all__ = [
-    "KEEP",
-    "Leaf",
-    "PlainLeaf",
-    "VariableLeaf",
-    "checked_object",
-    "communicator_of_leaves",
-    "is_nested",
-    "leaf_of",
-    "outside",
-    "require_fit",
-    "require_kind",
-]
 
 _log = logging.getLogger("syncvar")
 
@@ -65,18 +53,14 @@ KEEP = object()  # staged: this replica keeps what it has
 
 
 class Leaf(Protocol):
-    """One thing under one key."""
+    """One object under one key. The key may have no entry in a checkpoint if `is_optional`."""
 
     key: str
     is_optional: bool
     """Whether a checkpoint may have no entry for it."""
 
     def bring(self, communicator: Together) -> LeafHeader:
-        """Return what this rank has.
-
-        Raises:
-            ConfigError: It cannot be saved.
-        """
+        """Return the header of this rank's value; raise ConfigError if it cannot be saved."""
 
     def snapshot(self) -> NDArray[Any]:
         """Return the array to save, which never changes; may be a collective of the replicas."""
@@ -88,21 +72,17 @@ class Leaf(Protocol):
         policy: str,
         communicator: Together,
     ) -> Any:
-        """Return what `put` takes, or KEEP, without changing anything.
-
-        Raises:
-            CheckpointError: The entry does not fit.
-        """
+        """Return what `put` takes, or KEEP, and change nothing."""
 
     def now(self) -> Any:
-        """Return what `put` would take to make it what it is now."""
+        """Return what `put` would take to restore the current value."""
 
     def put(self, staged: Any) -> None:
-        """Make it what was staged."""
+        """Set the staged value."""
 
 
 class VariableLeaf:
-    """A variable."""
+    """A replicated variable."""
 
     is_optional = False
 
@@ -124,20 +104,14 @@ class VariableLeaf:
         replicas = variable.strategy.communicator
         if variable.dtype.kind == "b" and self._reading.travel in (Travel.SUM, Travel.MEAN):
             raise ConfigError(
-                f"{self.key!r}: bool variable {variable.name!r} is ON_READ with aggregation {variable.aggregation.name}, and "
-                f"bools have no sum to save; make it with dtype='int64', or with aggregation ONLY_FIRST_REPLICA or NONE"
+                f"{self.key!r}: bool variable {variable.name!r} is ON_READ with aggregation "
+                f"{variable.aggregation.name}, and bools have no sum to save; make it with "
+                f"dtype='int64', or with aggregation ONLY_FIRST_REPLICA or NONE"
             )
         mode = f"{variable.synchronization.name} {variable.aggregation.name}"
         members = tuple(communicator.members.index(member) for member in replicas.members)
-        return LeafHeader(
-            "variable",
-            mode,
-            variable.dtype.name,
-            variable.shape,
-            replicas.member_rank,
-            members,
-            self.is_own,
-        )
+        dtype, shape, rank = variable.dtype.name, variable.shape, replicas.member_rank
+        return LeafHeader("variable", mode, dtype, shape, rank, members, self.is_own)
 
     def snapshot(self) -> NDArray[Any]:
         """Return the variable's value, or this replica's copy."""
@@ -158,58 +132,50 @@ class VariableLeaf:
         del communicator  # its own replicas count
         variable = self.variable
         replicas = variable.strategy.communicator
-        require_kind(self.key, entry, "variable", f"variable {variable.name!r}")
-        stored = entry.choose(
-            self.key, replicas.member_rank, replicas.size, policy, own=self.is_own
-        )
+        title = f"variable {variable.name!r}"
+        rank, size = replicas.member_rank, replicas.size
+        require_kind(self.key, entry, "variable", title)
+        stored = entry.choose(self.key, rank, size, policy, own=self.is_own)
         parts = [] if stored is None else [stored]
-        if self.are_parts and entry.copies and entry.replicas != replicas.size:
+        if self.are_parts and entry.copies and entry.replicas != size:
             parts = [entry.copies[replica] for replica in sorted(entry.copies)]
         if not parts:
             return KEEP
         for one in parts:
-            require_fit(
-                self.key, one, variable.dtype.name, variable.shape, f"variable {variable.name!r}"
-            )
+            require_fit(self.key, one, variable.dtype.name, variable.shape, title)
         value = _mean_of([read(one) for one in parts])
-        action = decide(
-            variable.synchronization, variable.aggregation, CallContext.CROSS, AccessKind.ASSIGN
-        )
-        return (
-            share_of(value, replicas.size, replicas.member_rank)
-            if action.effect is Effect.SHARE
-            else value
-        )
+        mode = variable.synchronization, variable.aggregation
+        action = decide(*mode, CallContext.CROSS, AccessKind.ASSIGN)
+        return share_of(value, size, rank) if action.effect is Effect.SHARE else value
 
     def now(self) -> Any:
-        """Return this replica's copy; writes that wait are made first."""
+        """Return this replica's copy, after all deferred writes."""
         return self.variable.local_value()
 
     def put(self, staged: Any) -> None:
-        """Make it this replica's copy; sends nothing."""
+        """Set this replica's copy; sends nothing."""
         replace_copy(self.variable, staged)
 
 
 def _mean_of(parts: list[NDArray[Any]]) -> NDArray[Any]:
-    """Return the mean of copies of one dtype, in their order; of one, the copy itself."""
+    """Return the mean of copies, added in their order; a single copy is returned unchanged."""
     if len(parts) == 1:
         return parts[0]
+    count = np.asarray(len(parts), parts[0].dtype)
     with np.errstate(all="ignore"):
-        mean: NDArray[Any] = functools.reduce(np.add, parts) / np.asarray(
-            len(parts), parts[0].dtype
-        )
+        mean: NDArray[Any] = functools.reduce(np.add, parts) / count
     return mean
 
 
 class PlainLeaf:
-    """Something whose state is plain data.
+    """An object whose state is plain data.
 
     Args:
         key: Its key.
         kind: "generator", "state" or "value".
         get: Returns the state.
-        put: Takes it back.
-        check: Looks at a state, and raises CheckpointError if it does not fit; may be None.
+        put: Sets the state.
+        check: Raises CheckpointError if a state does not fit; may be None.
     """
 
     is_optional = False
@@ -225,12 +191,10 @@ class PlainLeaf:
         self.key = key
         self._kind, self._get, self._put, self._check = kind, get, put, check
         self._packed = b""
-        self.told: list[
-            bytes | None
-        ] = []  # what each worker is to have, where one restores for all
+        self.told: list[bytes | None] = []  # state for each worker, if rank 0 restores for all
 
     def bring(self, communicator: Together) -> LeafHeader:
-        """Return the length and digest of its state, which is taken now."""
+        """Take the state now, and return its length and digest."""
         self._packed = packed(self._get(), self.key)
         everyone = tuple(range(communicator.size))
         shape, digest = (len(self._packed),), digest_of(self._packed)
@@ -239,7 +203,7 @@ class PlainLeaf:
         )
 
     def snapshot(self) -> NDArray[Any]:
-        """Return the bytes that were taken."""
+        """Return the packed state."""
         return np.frombuffer(self._packed, np.uint8)
 
     def stage(
@@ -249,16 +213,15 @@ class PlainLeaf:
         policy: str,
         communicator: Together,
     ) -> Any:
-        """Return the state."""
+        """Return the new state."""
         require_kind(self.key, entry, self._kind, f"a {self._kind}")
         if isinstance(communicator, SoloGroup):
             workers = 1 if entry.value is not None else communicator.workers
             self.told = [self._read(entry, read, policy, rank, workers) for rank in range(workers)]
             packed_state = self.told[0]
         else:
-            packed_state = self._read(
-                entry, read, policy, communicator.member_rank, communicator.size
-            )
+            rank, size = communicator.member_rank, communicator.size
+            packed_state = self._read(entry, read, policy, rank, size)
         return KEEP if packed_state is None else self.accept(packed_state)
 
     def _read(
@@ -272,8 +235,9 @@ class PlainLeaf:
         stored = entry.choose(self.key, rank, ranks, policy, own=True)
         if stored is None:
             _log.warning(
-                "%r differed between the %d ranks that saved it, and rank %d keeps its own: restore_policy='cycle' gives it one of theirs, "
-                "'error' refuses; state that is to be equal (buffers of a model) is made equal before it is saved",
+                "%r differed between the %d ranks that saved it, and rank %d keeps its own. "
+                "restore_policy='cycle' assigns a saved one, 'error' raises. If the state should "
+                "be equal (buffers of a model), make it equal before the save",
                 self.key,
                 entry.replicas,
                 rank,
@@ -281,16 +245,12 @@ class PlainLeaf:
             return None
         if stored.dtype != "uint8" or len(stored.shape) != 1:
             raise CheckpointError(
-                f"{self.key!r}: the checkpoint has {stored.words}, where the bytes of a state should be"
+                f"{self.key!r}: the checkpoint has {stored.words} instead of the bytes of a state"
             )
         return read(stored).tobytes()
 
     def accept(self, data: bytes) -> Any:
-        """Return the state that bytes hold.
-
-        Raises:
-            CheckpointError: They hold none, or it does not fit.
-        """
+        """Unpack and check a state."""
         try:
             state = unpack_object(data)
         except (WireError, ConfigError) as error:
@@ -300,20 +260,16 @@ class PlainLeaf:
         return state
 
     def now(self) -> Any:
-        """Return its state; a copy, for the object may write to what it has told."""
+        """Return a copy of the state, since the object may change the state that it returned."""
         return unpack_object(packed(self._get(), self.key))
 
     def put(self, staged: Any) -> None:
-        """Give it the state."""
+        """Set the state."""
         self._put(staged)
 
 
 def packed(state: Any, key: str) -> bytes:
-    """Return a state as bytes.
-
-    Raises:
-        ConfigError: It is more than plain data.
-    """
+    """Return a state as bytes; raise ConfigError if it is more than plain data."""
     try:
         return pack_object(state)
     except ConfigError as error:
@@ -321,14 +277,11 @@ def packed(state: Any, key: str) -> bytes:
 
 
 def checked_object(name: str, value: Any) -> Any:
-    """Return an object if a checkpoint can hold it.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Return an object if a checkpoint can hold it; raise ConfigError otherwise."""
     if isinstance(value, np.random.RandomState):
         raise ConfigError(
-            f"{name!r} is a numpy.random.RandomState; use np.random.default_rng(seed), whose state is saved"
+            f"{name!r} is a numpy.random.RandomState, which a checkpoint cannot hold; use "
+            f"np.random.default_rng(seed)"
         )
     if (
         isinstance(value, Variable | np.random.Generator)
@@ -338,9 +291,10 @@ def checked_object(name: str, value: Any) -> Any:
     ):
         return value
     raise ConfigError(
-        f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it takes variables, "
-        f"optimizers, iterators and other objects with state_dict() and load_state_dict(state), numpy.random.Generator, "
-        f"checkpoints, and plain data (numbers, texts, arrays, tensors, dates, lists, sets and dicts of them)"
+        f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        "cannot hold: it takes variables, optimizers, iterators and other objects with "
+        "state_dict() and load_state_dict(state), numpy.random.Generator, checkpoints, and plain "
+        "data (numbers, texts, arrays, tensors, dates, lists, sets and dicts of them)"
     )
 
 
@@ -353,16 +307,7 @@ def is_nested(value: Any) -> bool:
 
 
 def leaf_of(key: str, value: Any, replace: Callable[[Any], None] | None) -> Leaf:
-    """Return the leaf of an object that holds no others.
-
-    Args:
-        key: Its key.
-        value: The object.
-        replace: Puts other plain data in its place; None where that cannot be done.
-
-    Raises:
-        ConfigError: A checkpoint cannot hold it.
-    """
+    """Return the leaf of an object that holds no others."""
     checked_object(key, value)
     if isinstance(value, Variable):
         return VariableLeaf(key, value)
@@ -372,7 +317,8 @@ def leaf_of(key: str, value: Any, replace: Callable[[Any], None] | None) -> Leaf
         return PlainLeaf(key, "state", value.state_dict, value.load_state_dict)
     if replace is None:
         raise ConfigError(
-            f"{key!r} is plain data beside objects: give it a name of its own, checkpoint.name = {value!r:.40}"
+            f"{key!r} is plain data in a container of objects: give it its own name, "
+            f"checkpoint.name = {value!r:.40}"
         )
     return PlainLeaf(key, "value", lambda: value, replace)
 
@@ -386,7 +332,7 @@ def _generator_leaf(key: str, generator: np.random.Generator) -> Leaf:
         saved = state.get("bit_generator") if isinstance(state, dict) else None
         if saved != mine:
             raise CheckpointError(
-                f"{key!r}: the checkpoint has the state of a {saved!r:.40}, the generator is a {mine}"
+                f"{key!r}: the checkpoint has the state of {saved!r:.40}, the generator is {mine}"
             )
 
     return PlainLeaf(key, "generator", lambda: generator.bit_generator.state, put, check)
@@ -399,7 +345,7 @@ def _has_state(value: Any) -> bool:
 
 
 def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], what: str) -> None:
-    """Raise CheckpointError unless an array of a checkpoint has this dtype and shape."""
+    """Raise CheckpointError unless a stored array has this dtype and shape."""
     if stored.dtype != dtype or stored.shape != shape:
         raise CheckpointError(
             f"{key!r}: the checkpoint has {stored.words}, {what} is {dtype}{list(shape)}"
@@ -407,17 +353,50 @@ def require_fit(key: str, stored: Stored, dtype: str, shape: tuple[int, ...], wh
 
 
 def require_kind(key: str, entry: ManifestEntry, kind: str, what: str) -> None:
-    """Raise CheckpointError unless an entry is of a kind."""
+    """Raise CheckpointError unless an entry has this kind."""
     if entry.kind != kind:
         raise CheckpointError(
             f"{key!r}: the checkpoint has a {entry.kind}, this program has {what}"
         )
 
 
+class SoloGroup:
+    """Group of one worker that saves or restores for all, or leaves that to rank 0.
+
+    Args:
+        rank: Rank of this worker.
+        workers: Number of workers of the job.
+    """
+
+    size = 1
+
+    def __init__(self, rank: int, workers: int) -> None:
+        self.rank = self.member_rank = rank
+        self.workers = workers
+        self.members = (rank,)
+
+    def require_all(self, what: str, instead: str = "") -> None:
+        """Do nothing: this group needs no other rank."""
+
+
+Together = Communicator | SoloGroup
+
+
+def gathered(
+    group: Together, name: str, make: Callable[[], Any], timeout: float | None
+) -> list[Any]:
+    """Return the results of `make` on all ranks of a group; an error of `make` reaches them all."""
+    if isinstance(group, SoloGroup):
+        return [make()]
+    found: list[Any] = gather_objects(group, name, make, timeout)
+    return found
+
+
 def communicator_of_leaves(leaves: list[Leaf], default: Callable[[], Communicator]) -> Communicator:
     """Return the group that saves or restores together: the replicas of the variables.
 
-    Variables of different groups: the widest, if it holds all others, else the world. No variables: the default.
+    Of several groups, it is the widest if that holds all others, else the world; the default
+    without variables.
     """
     variables = [leaf for leaf in leaves if isinstance(leaf, VariableLeaf)]
     # NONE variables may exist on some ranks only, so they decide last.
@@ -433,7 +412,7 @@ def communicator_of_leaves(leaves: list[Leaf], default: Callable[[], Communicato
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """Be outside every scope for a while: what a checkpoint does is the same in every context."""
+    """Leave every scope for the duration: a checkpoint acts the same in every context."""
     stack = places()
     before = stack[:]
     del stack[:]

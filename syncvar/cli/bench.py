@@ -1,250 +1,27 @@
-"""`syncvar bench`: time a collective by size, check every element of its results, print the table of nccl-tests.
+"""`syncvar bench`: time a collective by size, check its results, print the table of nccl-tests.
 
-Started by the launcher, it measures on the ranks of that job; otherwise it starts workers of its own. The options have
-the letters of nccl-tests where they mean the same. Sizes and rates are defined as there: `size` is what `syncvar
-collectives` says, algbw is size / time, and busbw is algbw times a factor that makes it comparable with the rate of the
-hardware.
+Started by the launcher, it measures on the ranks of that job; otherwise it starts its own workers.
+Options, sizes and rates are defined as in nccl-tests: `size` as `syncvar collectives` shows it,
+algbw = size / time, and busbw = algbw times a factor that makes it comparable with the hardware.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from syncvar.algorithms.builders import ALGORITHMS
-from syncvar.cli.bench_table import parse_size, sizes
-from syncvar.cli.collective_registry import dtypes, find, ops_of
+from syncvar.cli.bench_options import planned
 from syncvar.cli.start_workers import is_launched, start_workers
 from syncvar.core.errors import ConfigError
 from syncvar.core.output_files import check_file
-from syncvar.core.settings import nearest
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
-
-    from syncvar.cli.collective_registry import Collective
-
-__all__ = ["BenchPlan", "add_options", "planned", "run"]
-
-_NAMES = {
-    "float": "float32",
-    "double": "float64",
-    "half": "float16",
-    "char": "int8",
-    "int": "int32",
-    "uint": "uint32",
-}
-_FIRST, _LAST = "8", "16M"
-
-
-@dataclass(frozen=True, slots=True)
-class BenchPlan:
-    """What is to be measured, checked.
-
-    Args:
-        collective: The collective.
-        sizes: Bytes.
-        kinds: (dtype, op) pairs; the op is empty where the collective has none.
-        roots: A number, or "all".
-        iterations: Calls that are timed for each size; None for as many as take a while.
-        chosen: All options.
-    """
-
-    collective: Collective
-    sizes: tuple[int, ...]
-    kinds: tuple[tuple[str, str], ...]
-    roots: str
-    iterations: int | None
-    chosen: argparse.Namespace
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.add_argument(
-        "collective", help="all_reduce, broadcast, …; `syncvar collectives` lists them"
-    )
-    add = parser.add_argument_group("sizes").add_argument
-    add(
-        "-b",
-        "--minbytes",
-        metavar="SIZE",
-        default=_FIRST,
-        help=f"first size: 8, 4K, 64M ({_FIRST})",
-    )
-    add("-e", "--maxbytes", metavar="SIZE", default=_LAST, help=f"last size ({_LAST})")
-    add(
-        "-f",
-        "--stepfactor",
-        metavar="F",
-        type=float,
-        help="each size is F times the one before (2)",
-    )
-    add("-i", "--stepbytes", metavar="SIZE", help="each size is that much more than the one before")
-    add = parser.add_argument_group("calls").add_argument
-    add(
-        "-d",
-        "--dtype",
-        "--datatype",
-        metavar="TYPE",
-        default="float32",
-        help="dtypes, by commas, or all (float32)",
-    )
-    add("-o", "--op", metavar="OP", default="sum", help="ops, by commas, or all (sum)")
-    add("-r", "--root", metavar="RANK", default="0", help="a rank, or all (0)")
-    add(
-        "--algorithm",
-        metavar="NAME",
-        help="force an algorithm of `syncvar plan`, where the collective lets you",
-    )
-    add("--reproducible", action="store_true", help="all_reduce by the fixed tree")
-    add("--async", dest="asynchronous", action="store_true", help="async_op=True, then wait")
-    add("--resident", action="store_true", help="arrays of sv.empty, in the host's shared memory")
-    add = parser.add_argument_group("measurement").add_argument
-    add(
-        "-n",
-        "--iters",
-        metavar="N",
-        type=int,
-        help="timed calls of each size (20 or more, about 0.05 s)",
-    )
-    add(
-        "-w",
-        "--warmup-iters",
-        metavar="N",
-        type=int,
-        default=5,
-        help="calls before that, not timed (5)",
-    )
-    add(
-        "-m",
-        "--agg-iters",
-        metavar="N",
-        type=int,
-        default=1,
-        help="calls in each timed one; --async: at a time (1)",
-    )
-    add(
-        "-c",
-        "--check",
-        metavar="N",
-        type=int,
-        default=1,
-        help="calls whose every element is checked; 0: none (1)",
-    )
-    add(
-        "-a",
-        "--average",
-        metavar="0-3",
-        type=int,
-        default=1,
-        choices=range(4),
-        help="time of: 0 rank 0, 1 average of ranks, 2 fastest, 3 slowest (1)",
-    )
-    add("-G", "--cudagraph", metavar="N", help=argparse.SUPPRESS)
-    add = parser.add_argument_group("output").add_argument
-    add("-J", "--json", metavar="FILE", help="write the results as JSON")
-    add("--plot", metavar="FILE.png", help="draw time and bandwidth (needs matplotlib)")
-    add("--no-model", action="store_true", help="no column of predicted times")
-    add = parser.add_argument_group("workers, when no launcher started this").add_argument
-    add("--workers", metavar="N", default="auto", help="how many (auto: one per usable core)")
-    add(
-        "--transport",
-        choices=("auto", "zmq"),
-        help="auto: shared memory where there is some; zmq: sockets",
-    )
-    add("-T", "--timeout", metavar="S", type=float, help="limit of the whole run, in seconds")
-    parser.add_argument("--report-to", type=int, help=argparse.SUPPRESS)
-
-
-def planned(chosen: argparse.Namespace) -> BenchPlan:
-    """Check the options and return what is to be measured.
-
-    Raises:
-        ConfigError: One is wrong; the text says which and what it may be.
-    """
-    collective = find(chosen.collective)
-    if chosen.cudagraph is not None:
-        raise ConfigError("-G has no meaning here: there are no graphs of GPU work to replay")
-    for letter, value, least in (
-        ("-n", chosen.iters, 1),
-        ("-w", chosen.warmup_iters, 0),
-        ("-m", chosen.agg_iters, 1),
-        ("-c", chosen.check, 0),
-    ):
-        if value is not None and value < least:
-            raise ConfigError(f"{letter} must be at least {least}, not {value}")
-    if chosen.reproducible and collective.name != "all_reduce":
-        raise ConfigError(f"--reproducible is for all_reduce; {collective.name} has no such option")
-    if chosen.algorithm is not None and chosen.algorithm not in ALGORITHMS.get(collective.name, ()):
-        known = ", ".join(ALGORITHMS.get(collective.name, ())) or "none"
-        raise ConfigError(
-            f"{collective.name} has no algorithm {chosen.algorithm!r}; it has {known}"
-        )
-    if chosen.plot is not None:
-        from syncvar.cli.bench_plot import require_matplotlib
-
-        require_matplotlib()
-    if not (chosen.root == "all" or chosen.root.isdigit()):
-        raise ConfigError(f"-r must be a rank or all, not {chosen.root!r}")
-    step = None if chosen.stepbytes is None else parse_size(chosen.stepbytes)
-    found = sizes(
-        parse_size(chosen.minbytes),
-        parse_size(chosen.maxbytes),
-        factor=chosen.stepfactor,
-        step=step,
-    )
-    if collective.layout == "none":
-        found = [0]
-    return BenchPlan(
-        collective,
-        tuple(found),
-        tuple(_kinds(collective, chosen.dtype, chosen.op)),
-        chosen.root,
-        chosen.iters,
-        chosen,
-    )
-
-
-def _kinds(collective: Collective, dtype_text: str, op_text: str) -> list[tuple[str, str]]:
-    wanted = (
-        list(dtypes())
-        if dtype_text == "all"
-        else [_NAMES.get(one, one) for one in dtype_text.split(",")]
-    )
-    for dtype in wanted:
-        if dtype not in dtypes():
-            raise ConfigError(
-                f"unknown dtype {dtype!r}{nearest(dtype, dtypes())}: it is one of {', '.join(dtypes())}"
-            )
-    if collective.layout == "none":
-        return [("-", "")]
-    if not collective.has_op:
-        return [(dtype, "") for dtype in wanted]
-    kinds = []
-    for dtype in wanted:
-        taken = ops_of(collective, dtype)
-        asked = (
-            taken
-            if op_text == "all"
-            else [{"avg": "mean"}.get(one, one) for one in op_text.split(",")]
-        )
-        for op in asked:
-            if op not in taken:
-                raise ConfigError(
-                    f"{collective.name} of {dtype} does not take op {op!r}{nearest(op, taken)}: it takes {', '.join(taken)}"
-                )
-            kinds.append((dtype, op))
-    return kinds
 
 
 def check_files(chosen: argparse.Namespace) -> None:
-    """Check, before anything is measured, that the files for the results can be written.
-
-    Raises:
-        ConfigError: One of them cannot be written.
-    """
+    """Raise ConfigError before the measurement if a result file cannot be written."""
     for path, origin in ((chosen.json, "--json"), (chosen.plot, "--plot")):
         is_writer = os.environ.get("SYNCVAR_RANK", "0") == "0"
         if path is not None and is_writer:
@@ -252,27 +29,16 @@ def check_files(chosen: argparse.Namespace) -> None:
 
 
 def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit code.
-
-    Args:
-        chosen: The parsed options.
-        arguments: The same, as they were given.
-
-    Raises:
-        ConfigError: An option is wrong; nothing was started.
-    """
+    """Run the command; return the exit code."""
     planned(chosen)
     check_files(chosen)
     if is_launched():
         from syncvar.cli.bench_worker import work
 
         return work(chosen)
-    if (
-        chosen.workers.isdigit()
-        and chosen.root.isdigit()
-        and int(chosen.root) >= int(chosen.workers)
-    ):
-        raise ConfigError(f"-r {chosen.root}: there is no such rank among {chosen.workers}")
+    workers, root = chosen.workers, chosen.root
+    if workers.isdigit() and root.isdigit() and int(root) >= int(workers):
+        raise ConfigError(f"-r {root}: a job of {workers} workers has no such rank")
     settings = {} if chosen.transport is None else {"SYNCVAR_TRANSPORT": chosen.transport}
     return start_workers(
         "syncvar.cli.bench_worker",
@@ -281,10 +47,3 @@ def run(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         timeout_s=chosen.timeout,
         settings=settings,
     )
-
-
-def parsed(arguments: Sequence[str] | None = None) -> Any:
-    """Read the command line of a worker."""
-    parser = argparse.ArgumentParser(prog="syncvar bench", allow_abbrev=False)
-    add_options(parser)
-    return parser.parse_args(arguments)

@@ -1,8 +1,8 @@
-"""Times that the costs of plans predict, beside those that are measured.
+"""Predicted times of a collective, shown by `syncvar bench` beside the measured ones.
 
-`syncvar.cli.plan_cost` moves a clock through the plan that a call would run. Two of its constants, the latency and the
-time of a byte, are fitted to two measurements of the same run, the smallest and the largest size; reductions and copies
-stay in the proportion to a byte that its own constants have. All lines between are predictions.
+`plan_cost` moves a clock through the schedule that a call would run. Two constants, the latency and
+the time of a byte, are fitted to the smallest and the largest size of the same run. Times of
+reductions and copies keep their ratio to the time of a byte. All lines between are predictions.
 """
 
 from __future__ import annotations
@@ -26,19 +26,13 @@ if TYPE_CHECKING:
     from syncvar.cli.plan_cost import CostModel
     from syncvar.cli.selftest_inputs import Case
 
-__all__ = ["Model", "fitted"]
 
 _STEPS = 8
 _STEP = 1e-3
 
 
 class Model:
-    """The predicted times of a collective for one dtype, op and root.
-
-    Args:
-        collective: The collective.
-        chosen: The options.
-    """
+    """Predicted times of a collective for one dtype, op and root."""
 
     def __init__(self, collective: Collective, chosen: argparse.Namespace) -> None:
         world = current().world
@@ -51,7 +45,7 @@ class Model:
 
     @staticmethod
     def why_not(collective: Collective, chosen: argparse.Namespace, size: int) -> str:
-        """Return in words why there is no model of a run, or an empty text where there is one."""
+        """Return why a run has no model, "" if it has one."""
         if chosen.no_model:
             return "--no-model"
         if collective.name not in ALGORITHMS:
@@ -61,7 +55,7 @@ class Model:
         return "calls that are started together overlap" if chosen.asynchronous else ""
 
     def fit(self, measured: Mapping[Case, float]) -> None:
-        """Fit latency and time of a byte to two measured times, in seconds; fewer leave the constants as they are."""
+        """Fit latency and time of a byte to two measured times (s); fewer change nothing."""
         found = fitted(
             [(self._predictor(case), seconds) for case, seconds in measured.items()], self.constants
         )
@@ -73,16 +67,13 @@ class Model:
         return predicted_seconds(self._plans(case), self._itemsize(case), self.constants) * 1e6
 
     def note(self) -> str:
-        """Return in words where the constants come from."""
-        source = (
-            "fitted to the first and the last size"
-            if self.is_fitted
-            else "not fitted, orders of magnitude"
-        )
+        """Return where the constants come from."""
+        fit = "fitted to the first and the last size"
+        source = fit if self.is_fitted else "not fitted, orders of magnitude"
         return f"{source}: {self.constants.text()}"
 
     def record(self) -> dict[str, Any]:
-        """Return the same as data."""
+        """Return the constants as data."""
         return {
             "is_fitted": self.is_fitted,
             "latency_s": self.constants.latency,
@@ -97,11 +88,9 @@ class Model:
 
     def _itemsize(self, case: Case) -> int:
         kind = dtype_from_index(DTYPE_NAMES.index(case.dtype))
-        return int(
-            reduction(case.op, kind).accumulate.itemsize
-            if self.collective.has_op
-            else kind.itemsize
-        )
+        if self.collective.has_op:
+            return int(reduction(case.op, kind).accumulate.itemsize)
+        return int(kind.itemsize)
 
     def _plans(self, case: Case) -> list[Schedule]:
         count = self.collective.total(case)
@@ -114,27 +103,17 @@ class Model:
             shared=self.is_shared,
         )
         count = count if self.collective.layout == "vector" else count // case.size
-        return build_all(
-            self.collective.name, chosen.algorithm, case.size, count=count, root=case.root
-        )
+        name = self.collective.name
+        return build_all(name, chosen.algorithm, case.size, count=count, root=case.root)
 
 
 def fitted(
     points: Sequence[tuple[Callable[[CostModel], float], float]], start: CostModel
 ) -> CostModel | None:
-    """Return the constants with which two predictions are two measured times, or None where there are none.
+    """Return the constants for which two predictions equal two measurements, or None.
 
-    A predicted time is the longest of many sums of constants, so it is linear as long as the same sum is the longest:
-    a few steps of Newton's method find the constants.
-
-    Args:
-        points: (prediction by constants, measured seconds), two of them.
-        start: Where to begin; the proportion of its times per byte is kept.
-
-    Example:
-        >>> found = fitted([(lambda c: 2 * c.latency, 6e-6), (lambda c: 2 * c.latency + 1000 * c.per_byte, 16e-6)], LINKS)
-        >>> round(found.latency * 1e6, 6), round(found.per_byte * 1e9, 6)
-        (3.0, 10.0)
+    A predicted time is the maximum of sums of constants, hence piecewise linear: a few steps of
+    Newton's method find the constants.
     """
     if len(points) != 2:
         return None
@@ -154,18 +133,15 @@ def fitted(
         rows = []
         for predict, seconds in points:
             here = predict(constants(latency, per_byte))
-            by_latency = (predict(constants(latency * (1 + _STEP), per_byte)) - here) / (
-                latency * _STEP
-            )
+            beside = predict(constants(latency * (1 + _STEP), per_byte))
+            by_latency = (beside - here) / (latency * _STEP)
             rows.append((by_latency, (here - by_latency * latency) / per_byte, seconds))
         (a, b, first), (c, d, second) = rows
         determinant = a * d - b * c
         if abs(determinant) <= 1e-9 * max(abs(a * d), abs(b * c), 1e-30):
             return None
-        latency, per_byte = (
-            (first * d - second * b) / determinant,
-            (a * second - c * first) / determinant,
-        )
+        latency = (first * d - second * b) / determinant
+        per_byte = (a * second - c * first) / determinant
         if latency <= 0 or per_byte <= 0:
             return None
     return constants(latency, per_byte)

@@ -1,38 +1,26 @@
-"""The picture of a benchmark: time and bus bandwidth by size."""
+"""The plot of `syncvar bench --plot`: time and bus bandwidth by size."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.cli.bench_record import Row
-
-__all__ = ["draw", "require_matplotlib"]
+    from syncvar.cli.bench_table import Row
 
 
 def require_matplotlib() -> None:
-    """Make sure that pictures can be drawn, before anything is measured.
-
-    Raises:
-        ConfigError: The package is not there.
-    """
+    """Raise ConfigError, before anything is measured, if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs the package matplotlib: pip install matplotlib")
 
 
 def draw(path: str, title: str, rows: Sequence[Row]) -> None:
-    """Write a picture; its kind is the end of the file's name.
-
-    Args:
-        path: The file.
-        title: Above both parts.
-        rows: What was measured.
-    """
+    """Write a plot; the suffix of `path` chooses the file type."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -42,30 +30,17 @@ def draw(path: str, title: str, rows: Sequence[Row]) -> None:
     for (dtype, op, root), group in _grouped(rows).items():
         name = f"{dtype}{'' if op == 'none' else f' {op}'}{'' if root < 0 else f' root {root}'}"
         sizes = [row.size for row in group]
-        (drawn,) = times.plot(
-            sizes, [row.out_of_place.time for row in group], marker=".", label=name
-        )
+        halves = [row.out_of_place for row in group]
+        (drawn,) = times.plot(sizes, [half.time for half in halves], marker=".", label=name)
         color = drawn.get_color()
-        rates.plot(
-            sizes, [row.out_of_place.bus_bw for row in group], marker=".", color=color, label=name
-        )
+        rates.plot(sizes, [half.bus_bw for half in halves], marker=".", color=color, label=name)
         inside = [(row.size, row.in_place) for row in group if row.in_place is not None]
         if inside:
-            where = [size for size, _ in inside]
-            times.plot(
-                where,
-                [half.time for _, half in inside],
-                ls="--",
-                color=color,
-                label=f"{name}, in place",
-            )
-            rates.plot(
-                where,
-                [half.bus_bw for _, half in inside],
-                ls="--",
-                color=color,
-                label=f"{name}, in place",
-            )
+            sizes = [size for size, _ in inside]
+            halves = [half for _, half in inside]
+            style: dict[str, Any] = {"ls": "--", "color": color, "label": f"{name}, in place"}
+            times.plot(sizes, [half.time for half in halves], **style)
+            rates.plot(sizes, [half.bus_bw for half in halves], **style)
         model = [(row.size, row.model_us) for row in group if row.model_us is not None]
         if model:
             times.plot(*zip(*model, strict=True), ls=":", color=color, label=f"{name}, model")

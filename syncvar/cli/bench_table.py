@@ -1,8 +1,9 @@
-"""The table of `syncvar bench`: sizes in, lines out. The columns are those of nccl-tests, and so are the widths."""
+"""The table of `syncvar bench`, with the columns and widths of nccl-tests: sizes in, lines out."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from syncvar.core.errors import ConfigError
@@ -10,24 +11,79 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from syncvar.cli.bench_record import Half, Row
-
-__all__ = ["fixed", "header", "line", "parse_size", "sizes", "summary"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
-def parse_size(text: str) -> int:
-    """Return a number of bytes: 8, 4K, 1.5M, 64MiB; each letter is a power of 1024.
+SHOWN = ("rank 0", "average", "minimum", "maximum")  # choices of `-a`, by number
 
-    Raises:
-        ConfigError: It is no such number.
 
-    Example:
-        >>> parse_size("8"), parse_size("4K"), parse_size("64M")
-        (8, 4096, 67108864)
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One measurement: out of place, or in place.
+
+    Args:
+        time: Shown time of one call in microseconds.
+        alg_bw: Size / time, in GB/s (1e9 bytes).
+        bus_bw: `alg_bw` times the factor of the collective.
+        nwrong: Wrong elements on all ranks; None without a check.
+        times: Microseconds of one call: of rank 0, average, minimum and maximum over the ranks.
+        iterations: Number of timed calls.
     """
+
+    time: float
+    alg_bw: float
+    bus_bw: float
+    nwrong: int | None
+    times: tuple[float, float, float, float]
+    iterations: int
+
+
+@dataclass(slots=True)
+class Row:
+    """One line of the table.
+
+    Args:
+        size: Bytes by which the call is rated.
+        count: Elements of the vector, or of one rank's piece or block.
+        type: Dtype.
+        redop: Op, or "none".
+        root: Root, or -1.
+        out_of_place: Measurement with another array as the result.
+        in_place: Measurement with the input as the result; None if the collective has no such call.
+        model_us: Predicted time in microseconds.
+    """
+
+    size: int
+    count: int
+    type: str
+    redop: str
+    root: int
+    out_of_place: Half
+    in_place: Half | None = None
+    model_us: float | None = None
+
+
+def rated(
+    seconds: Sequence[float],
+    nbytes: int,
+    factor: float,
+    nwrong: int | None,
+    iterations: int,
+    shown: int = 1,
+) -> Half:
+    """Return the measurement from the times of all ranks."""
+    microseconds = [one * 1e6 for one in seconds]
+    average = sum(microseconds) / len(microseconds)
+    times = microseconds[0], average, min(microseconds), max(microseconds)
+    time = times[shown]
+    rate = nbytes / time / 1e3 if time else 0.0
+    return Half(round(time, 6), round(rate, 9), round(rate * factor, 9), nwrong, times, iterations)
+
+
+def parse_size(text: str) -> int:
+    """Return a number of bytes: 8, 4K, 1.5M, 64MiB; each letter is a power of 1024."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"a size is a number of bytes such as 8, 4K or 64M, not {text!r}")
@@ -40,17 +96,7 @@ def parse_size(text: str) -> int:
 def sizes(
     first: int, last: int, *, factor: float | None = None, step: int | None = None
 ) -> list[int]:
-    """Return the sizes from `first` to `last`: by a factor, by a step, or, without either, twice the one before.
-
-    Raises:
-        ConfigError: They never get there.
-
-    Example:
-        >>> sizes(8, 64)
-        [8, 16, 32, 64]
-        >>> sizes(8, 64, step=24)
-        [8, 32, 56]
-    """
+    """Return the sizes from `first` to `last`: by a factor (default 2), or by a step."""
     if first > last:
         raise ConfigError(f"the first size ({first}) is larger than the last ({last})")
     if factor is not None and step is not None:
@@ -68,7 +114,7 @@ def sizes(
 
 
 def header(*, predicted: bool = False) -> str:
-    """Return the heads of the columns."""
+    """Return the titles of the columns."""
     blank = "# " + " " * 10 + "  " + " " * 12 + "  " + " " * 8 + "  " + " " * 6 + "  " + " " * 6
     lines = [
         blank + "           out-of-place                       in-place          ",
@@ -96,16 +142,12 @@ def _half(half: Half | None) -> str:
     if half is None:
         return f"  {'-':>7}  {'-':>6}  {'-':>6}  {'N/A':>6}"
     wrong = "N/A" if half.nwrong is None else str(half.nwrong)
-    return f"  {fixed(half.time, 7):>7}  {fixed(half.alg_bw, 6):>6}  {fixed(half.bus_bw, 6):>6}  {wrong:>6}"
+    rates = f"{fixed(half.alg_bw, 6):>6}  {fixed(half.bus_bw, 6):>6}"
+    return f"  {fixed(half.time, 7):>7}  {rates}  {wrong:>6}"
 
 
 def fixed(value: float, width: int) -> str:
-    """Return a number with as many digits after the point, at most two, as the width has room for.
-
-    Example:
-        >>> fixed(3.14159, 7), fixed(12345.678, 7), fixed(12345678.9, 7)
-        ('3.14', '12345.7', '1.2e+07')
-    """
+    """Format a number with up to two decimals, as many as the width allows."""
     digits = len(str(int(value)))
     for places in (2, 1):
         if digits + 1 + places <= width:
@@ -114,12 +156,7 @@ def fixed(value: float, width: int) -> str:
 
 
 def summary(rows: Sequence[Row]) -> tuple[int, float]:
-    """Return how many elements were wrong, and the average bus bandwidth in GB/s over all halves.
-
-    Example:
-        >>> summary([])
-        (0, 0.0)
-    """
+    """Return the number of wrong elements, and the average bus bandwidth in GB/s."""
     halves = [half for row in rows for half in (row.out_of_place, row.in_place) if half is not None]
     wrong = sum(half.nwrong or 0 for half in halves)
     return wrong, sum(half.bus_bw for half in halves) / len(halves) if halves else 0.0

@@ -1,4 +1,4 @@
-"""What every rank of `syncvar bench` does: make arrays, check results, time calls; rank 0 tells."""
+"""Each rank of `syncvar bench`: create arrays, check results, time calls; rank 0 prints."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.cli.bench import parsed, planned
 from syncvar.cli.bench_model import Model
-from syncvar.cli.bench_record import SHOWN, Row, rated
-from syncvar.cli.bench_table import header, line, summary
-from syncvar.cli.collective_registry import BUS_FACTORS, has_result_like_input
+from syncvar.cli.bench_options import parsed, planned
+from syncvar.cli.bench_table import SHOWN, Row, header, line, rated, summary
+from syncvar.cli.collective_registry import has_result_like_input
 from syncvar.cli.selftest_inputs import Case, count_wrong, spoiled
+from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.errors import ConfigError, UsageError
 from syncvar.core.output_files import LostFile, report_lost_file, why_unwritten
 
@@ -32,10 +32,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.cli.bench import BenchPlan
-    from syncvar.cli.bench_record import Half
+    from syncvar.cli.bench_options import BenchPlan
+    from syncvar.cli.bench_table import Half
 
-__all__ = ["work"]
 
 _SECONDS = 0.05
 _FEWEST, _MOST = 20, 5000
@@ -43,7 +42,7 @@ _PROBES = 5
 
 
 def work(chosen: argparse.Namespace) -> int:
-    """Measure as one rank of a job; returns the exit code: 1 when an element was wrong."""
+    """Measure as one rank of a job; return the exit code: 1 if an element was wrong."""
     plan = planned(chosen)
     transport = current().transport
     if chosen.transport == "zmq" and sv.world_size() > 1 and not transport.startswith("zmq"):
@@ -60,9 +59,8 @@ def work(chosen: argparse.Namespace) -> int:
         for cases in measuring.groups():
             done: dict[Case, Row] = {}
             if not no_model:
-                done = {
-                    case: measuring.row(case) for case in {cases[-1]: None, cases[0]: None}
-                }  # the small one warm
+                ends = {cases[-1]: None, cases[0]: None}  # the large one first, as a warm-up
+                done = {case: measuring.row(case) for case in ends}
                 models.append((cases[0], Model(plan.collective, chosen)))
                 models[-1][1].fit({case: row.out_of_place.time / 1e6 for case, row in done.items()})
             for case in cases:
@@ -72,12 +70,8 @@ def work(chosen: argparse.Namespace) -> int:
                 tell(line(row, predicted=not no_model))
                 rows.append(row)
         wrong, average = summary(rows)
-        if any(
-            half.nwrong is not None
-            for row in rows
-            for half in (row.out_of_place, row.in_place)
-            if half
-        ):
+        halves = [half for row in rows for half in (row.out_of_place, row.in_place) if half]
+        if any(half.nwrong is not None for half in halves):
             tell(f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}")
         tell(f"# {'Avg bus bandwidth':<20} : {average:g}")
         for case, model in models:
@@ -86,25 +80,20 @@ def work(chosen: argparse.Namespace) -> int:
         if no_model:
             tell(f"# {'Model':<20} : none: {no_model}")
         if sv.rank() == 0:
-            _keep(
-                plan, transport, rows, {_kind(plan, case): model.record() for case, model in models}
-            )
+            constants = {_kind(plan, case): model.record() for case, model in models}
+            _keep(plan, transport, rows, constants)
     sv.barrier()
     return 1 if wrong else 0
 
 
 def _kind(plan: BenchPlan, case: Case) -> str:
-    """Return what the cases of a group have in common, in words."""
+    """Return the properties that the cases of a group share."""
     op = f" {case.op}" if plan.collective.has_op else ""
     return f"{case.dtype}{op}{f' root {case.root}' if plan.collective.has_root else ''}"
 
 
 class _Measuring:
-    """The cases of a run, and how one is measured.
-
-    Args:
-        plan: What is wanted.
-    """
+    """The cases of a run and their measurement."""
 
     def __init__(self, plan: BenchPlan) -> None:
         self.plan = plan
@@ -134,13 +123,11 @@ class _Measuring:
             raise ConfigError(f"{option}: sv.{self.collective.functions[-1]} has no {parameter}=")
 
     def groups(self) -> Iterator[list[Case]]:
-        """Yield the cases, those together that differ in size only."""
+        """Yield the cases, in groups that differ only in size."""
         collective, plan = self.collective, self.plan
-        roots = (
-            range(self.size)
-            if plan.roots == "all" and collective.has_root
-            else [0 if plan.roots == "all" else int(plan.roots)]
-        )
+        roots = [0 if plan.roots == "all" else int(plan.roots)]
+        if plan.roots == "all" and collective.has_root:
+            roots = list(range(self.size))
         for dtype, op in plan.kinds:
             dtype = "uint8" if dtype == "-" else dtype  # noqa: PLW2901
             itemsize = _itemsize(dtype)
@@ -173,18 +160,18 @@ class _Measuring:
 
     def _half(self, case: Case, wanted: Any, *, in_place: bool) -> Half:
         chosen, collective = self.chosen, self.collective
-        x = self._placed(collective.contribution(case))
+        x = self._resident(collective.contribution(case))
         is_same = in_place and x is not None and wanted is not None
         out = x if is_same else self._output(wanted)
         keep = x.copy() if is_same else None
-        given = dict(self.options) if out is None else {**self.options, "out": out}
+        options = self.options if out is None else {**self.options, "out": out}
 
         def call() -> Any:
-            return collective.call(case, x, **given)
+            return collective.call(case, x, **options)
 
         def finished() -> Any:
-            made = call()
-            return made.wait() if chosen.asynchronous else made
+            result = call()
+            return result.wait() if chosen.asynchronous else result
 
         checked = bool(chosen.check) and collective.layout != "none"
         wrong = 0
@@ -196,7 +183,7 @@ class _Measuring:
             sv.barrier()
             wrong += count_wrong(finished(), wanted)
         if keep is not None:
-            x[...] = 0  # calls add to what earlier calls left
+            x[...] = 0  # each call reduces the result of the one before
         for _ in range(chosen.warmup_iters):
             finished()
         iterations = self.plan.iterations or self._enough(finished)
@@ -204,17 +191,12 @@ class _Measuring:
         if checked and not in_place:
             wrong += count_wrong(last, wanted)
         every = sv.all_gather_object([seconds / iterations / chosen.agg_iters, wrong])
-        return rated(
-            [one[0] for one in every],
-            collective.total(case) * _itemsize(case.dtype),
-            self.factor,
-            sum(one[1] for one in every) if checked else None,
-            iterations,
-            chosen.average,
-        )
+        times, nbytes = [one[0] for one in every], collective.total(case) * _itemsize(case.dtype)
+        nwrong = sum(one[1] for one in every) if checked else None
+        return rated(times, nbytes, self.factor, nwrong, iterations, chosen.average)
 
     def _enough(self, finished: Callable[[], Any]) -> int:
-        """Return how many calls take a while, the same on all ranks; those that this takes are further warm-up."""
+        """Return how many calls take about `_SECONDS`, equal on all ranks; also warms up."""
         calls = _PROBES
         for seconds, least, most in ((_SECONDS / 5, _PROBES, _MOST), (_SECONDS, _FEWEST, _MOST)):
             sv.barrier()
@@ -226,7 +208,7 @@ class _Measuring:
         return max(_FEWEST, calls // int(self.chosen.agg_iters))
 
     def _timed(self, call: Callable[[], Any], iterations: int) -> tuple[float, Any]:
-        """Return the seconds of all calls between two barriers, and what the last one gave."""
+        """Return the seconds of all calls between two barriers, and the last result."""
         together = range(self.chosen.agg_iters)
         last: Any = None
         sv.barrier()
@@ -246,22 +228,19 @@ class _Measuring:
         sv.barrier()
         return seconds, last
 
-    def _placed(self, array: NDArray[Any] | None) -> Any:
+    def _resident(self, array: NDArray[Any] | None) -> Any:
         if array is None or not self.chosen.resident:
             return array
-        made = sv.empty(array.shape, array.dtype)
-        made[...] = array
-        return made
+        copy = sv.empty(array.shape, array.dtype)
+        copy[...] = array
+        return copy
 
     def _output(self, wanted: Any) -> Any:
-        """Return an array for the result, where it is an array and the function takes one."""
-        if (
-            not isinstance(wanted, np.ndarray)
-            or not self._takes("out")
-            or self.chosen.agg_iters > 1
-        ):
+        """Return an array for `out=` if the result is an array and the function has `out=`."""
+        is_possible = isinstance(wanted, np.ndarray) and self._takes("out")
+        if not is_possible or self.chosen.agg_iters > 1:
             return None
-        return self._placed(np.zeros_like(wanted))
+        return self._resident(np.zeros_like(wanted))
 
 
 def _itemsize(dtype: str) -> int:
@@ -270,7 +249,7 @@ def _itemsize(dtype: str) -> int:
 
 @contextlib.contextmanager
 def _report(descriptor: int | None) -> Iterator[Callable[[str], None]]:
-    """Give rank 0 a function that writes lines, and the others one that does not."""
+    """Yield a function that writes lines, on rank 0, and one that ignores them on the others."""
     if sv.rank() != 0:
         yield lambda _: None
     elif descriptor is None:
@@ -282,17 +261,12 @@ def _report(descriptor: int | None) -> Iterator[Callable[[str], None]]:
 
 def _preamble(plan: BenchPlan, transport: str) -> str:
     chosen = plan.chosen
-    step = (
-        f"{chosen.stepfactor or 2:g}(factor)"
-        if chosen.stepbytes is None
-        else f"{chosen.stepbytes}(bytes)"
-    )
-    ways = {
-        "async": chosen.asynchronous,
-        "resident arrays": chosen.resident,
-        "reproducible": chosen.reproducible,
-    }
-    words = [plan.collective.name, *(way for way, is_on in ways.items() if is_on)]
+    step = f"{chosen.stepfactor or 2:g}(factor)"
+    if chosen.stepbytes is not None:
+        step = f"{chosen.stepbytes}(bytes)"
+    words = [plan.collective.name]
+    words += ["async"] * chosen.asynchronous + ["resident arrays"] * chosen.resident
+    words += ["reproducible"] * chosen.reproducible
     words += [f"algorithm {chosen.algorithm}"] if chosen.algorithm else []
     settings = {
         "minBytes": chosen.minbytes,
@@ -304,18 +278,12 @@ def _preamble(plan: BenchPlan, transport: str) -> str:
         "validation:": chosen.check,
         "time:": f"{SHOWN[chosen.average]}{' over ranks' if chosen.average else ''}",
     }
-    return "\n".join(
-        (
-            f"# syncvar {sv.__version__}: {', '.join(words)}",
-            f"# {sv.world_size()} ranks; {transport}",
-            "# " + " ".join(f"{name} {value}" for name, value in settings.items()),
-            "#",
-        )
-    )
+    head = f"# syncvar {sv.__version__}: {', '.join(words)}\n# {sv.world_size()} ranks; {transport}"
+    return f"{head}\n# {' '.join(f'{name} {value}' for name, value in settings.items())}\n#"
 
 
 def _keep(plan: BenchPlan, transport: str, rows: list[Row], models: dict[str, Any]) -> None:
-    """Write the files that were asked for; report those that cannot be written."""
+    """Write the requested files; report those that cannot be written."""
     chosen = plan.chosen
     if chosen.json is not None:
         with _reports_loss(chosen.json, "--json"):
@@ -344,35 +312,20 @@ def _write_json(plan: BenchPlan, transport: str, rows: list[Row], models: dict[s
         record = asdict(row)
         for half in (record["out_of_place"], record["in_place"]):
             if half is not None:
-                half |= dict(
-                    zip(
-                        ("time_rank0", "time_avg", "time_min", "time_max"),
-                        half.pop("times"),
-                        strict=True,
-                    )
-                )
+                names = "time_rank0", "time_avg", "time_min", "time_max"
+                half.update(zip(names, half.pop("times"), strict=True))
         results.append(record)
+    internal = ("report_to", "command", "cudagraph")
+    host, system, python = socket.gethostname(), platform.platform(), platform.python_version()
     record = {
         "version": 1,
         "collective": plan.collective.name,
         "ranks": sv.world_size(),
         "transport": transport,
         "bus_factor": plan.collective.bus,
-        "config": {
-            key: value
-            for key, value in vars(chosen).items()
-            if key not in ("report_to", "command", "cudagraph")
-        },
-        "machine": {
-            "host": socket.gethostname(),
-            "system": platform.platform(),
-            "cores": os.cpu_count(),
-        },
-        "versions": {
-            "syncvar": sv.__version__,
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        },
+        "config": {key: value for key, value in vars(chosen).items() if key not in internal},
+        "machine": {"host": host, "system": system, "cores": os.cpu_count()},
+        "versions": {"syncvar": sv.__version__, "python": python, "numpy": np.__version__},
         "results": results,
         "out_of_bounds": {"count": wrong, "okay": not wrong},
         "average_bus_bandwidth": {"bandwidth": average},

@@ -1,6 +1,6 @@
-"""Every collective, once, as data: what ranks give and get, how it is called, what must come out, how it is rated.
+"""The registry of collectives: inputs, outputs, call, expected result and rating of each, as data.
 
-`syncvar bench`, `syncvar test` and `syncvar collectives` read this table and know no collective by themselves.
+`syncvar bench`, `syncvar test` and `syncvar collectives` read it and know no collective themselves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.cli.selftest_inputs import Case, combined, cut, part
-from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.dtypes import DTYPE_NAMES, dtype_from_index
 from syncvar.core.errors import ConfigError
 from syncvar.core.reduce_ops import OPS, identity, reduction
@@ -21,40 +20,28 @@ from syncvar.core.settings import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = [
-    "BUS_FACTORS",
-    "COLLECTIVES",
-    "Collective",
-    "available",
-    "dtypes",
-    "find",
-    "has_result_like_input",
-    "ops_of",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
     """One collective.
 
     Args:
-        name: Its name here; that of the function, but for send and recv, which are one row.
-        functions: The functions of `syncvar` that make it up.
-        gives: What each rank passes, in words.
-        gets: What each rank gets, in words.
-        plans: The keys of `ALGORITHMS` whose plans it runs: its own, or that of the collective that carries its bytes.
-        bus: A key of `BUS_FACTORS`; empty where no bytes are moved, or where nobody knows how many.
-        layout: How the array that a rank passes is related to the size S by which calls are rated. "vector": it is S;
-            "cut": it is S, and is cut into n pieces; "blocks": it is one of n blocks, which together are S; "none": there
-            is no array.
-        has_op: It takes an op.
-        ops: Which ones, as far as a dtype has them.
-        has_root: It takes a root.
-        from_root: Only the root passes an array.
-        wanted: The result of a case.
-        run: How it is called, where that is not `function(x, op, root=…)`.
-        in_place: `out=` may be the array that is passed.
-        tests: The file that tests it on real processes.
+        name: Name of the function; send and recv share one row.
+        functions: Functions of `syncvar`.
+        gives: Input of a rank, in words.
+        gets: Output of a rank, in words.
+        plans: Keys of `ALGORITHMS` whose schedules it runs.
+        bus: Key of `BUS_FACTORS`; "" if no bytes move, or an unknown number.
+        layout: Relation of a rank's array to the rated size S. "vector": S; "cut": S, cut into n
+            pieces; "blocks": S / n, one of n blocks; "none": no array.
+        has_op: Whether it has an op.
+        ops: Its ops, as far as a dtype supports them.
+        has_root: Whether it has a root.
+        from_root: Whether only the root passes an array.
+        wanted: Expected result of a case.
+        run: Call, if it is not `function(x, op, root=…)`.
+        in_place: Whether `out=` may be the input.
+        tests: File of its tests with real processes.
     """
 
     name: str
@@ -74,7 +61,7 @@ class Collective:
     tests: str = "tests/process/every_collective.py"
 
     def shape(self, count: int, size: int) -> tuple[int, ...]:
-        """Return the shape of what a rank passes, for `count` elements in all, rounded up to whole pieces."""
+        """Return the shape of a rank's input for `count` elements, rounded up to pieces."""
         if self.layout in ("cut", "blocks"):
             block = -(-count // size)
             return (block * size,) if self.layout == "cut" else (block,)
@@ -86,7 +73,7 @@ class Collective:
         return count * case.size if self.layout == "blocks" else count
 
     def contribution(self, case: Case) -> Any:
-        """Return what this rank passes: a new array, or None where only the root passes one."""
+        """Return this rank's input: a new array, or None if only the root passes one."""
         if self.layout == "none" or (self.from_root and case.rank != case.root):
             return None
         return part(case, case.rank)
@@ -118,7 +105,7 @@ def _exclusive(case: Case) -> Any:
 
 
 def _ring(case: Case, x: Any, **options: Any) -> Any:
-    """Send to the next rank, receive from the one before; odd ranks receive first, so that somebody always does."""
+    """Send to the next rank, receive from the previous one; odd ranks receive first."""
     after, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
     if case.rank % 2:
         result = sv.recv(before, **options)
@@ -135,10 +122,13 @@ _ALL = (
         bus="2(n-1)/n", layout="vector", has_op=True, wanted=_everybody, in_place=True,
     ),
     Collective(
-        name="all_reduce_shards", functions=("all_reduce_shards",), plans=("all_to_all", "all_gather"),
-        gives="arrays by id, any of the ids 0 to m-1", gets="the combination of the m arrays, whoever brings which",
+        name="all_reduce_shards", functions=("all_reduce_shards",),
+        plans=("all_to_all", "all_gather"),
+        gives="arrays by id, any of the ids 0 to m-1", gets="the combination of the m arrays",
         bus="2(n-1)/n", layout="vector", has_op=True, ops=("sum", "mean"), wanted=_everybody,
-        run=lambda case, x, **options: sv.all_reduce_shards({case.size - 1 - case.rank: x}, case.op, **options),
+        run=lambda case, x, **options: sv.all_reduce_shards(
+            {case.size - 1 - case.rank: x}, case.op, **options
+        ),
     ),
     Collective(
         name="reduce", functions=("reduce",), plans=("reduce",),
@@ -148,22 +138,26 @@ _ALL = (
     Collective(
         name="reduce_scatter", functions=("reduce_scatter",), plans=("reduce_scatter",),
         gives="an array", gets="rank r: piece r of the combination, cut along axis 0",
-        bus="(n-1)/n", layout="cut", has_op=True, wanted=lambda case: cut(_everybody(case), case.size)[case.rank],
+        bus="(n-1)/n", layout="cut", has_op=True,
+        wanted=lambda case: cut(_everybody(case), case.size)[case.rank],
     ),
     Collective(
         name="scan", functions=("scan",), plans=("scan",),
         gives="an array", gets="rank r: the combination of ranks 0 to r",
-        bus="1", layout="vector", has_op=True, wanted=lambda case: combined(case, range(case.rank + 1)), in_place=True,
+        bus="1", layout="vector", has_op=True,
+        wanted=lambda case: combined(case, range(case.rank + 1)), in_place=True,
     ),
     Collective(
         name="exscan", functions=("exscan",), plans=("exscan",),
-        gives="an array", gets="rank r: the combination of ranks 0 to r-1; rank 0: the op's identity",
+        gives="an array",
+        gets="rank r: the combination of ranks 0 to r-1; rank 0: the op's identity",
         bus="1", layout="vector", has_op=True, wanted=_exclusive, in_place=True,
     ),
     Collective(
         name="broadcast", functions=("broadcast",), plans=("broadcast",),
         gives="root: an array; others: None, or one of that shape", gets="the root's array",
-        bus="1", layout="vector", has_root=True, from_root=True, wanted=lambda case: part(case, case.root),
+        bus="1", layout="vector", has_root=True, from_root=True,
+        wanted=lambda case: part(case, case.root),
         in_place=True,
     ),
     Collective(
@@ -173,7 +167,8 @@ _ALL = (
     ),
     Collective(
         name="gather", functions=("gather",), plans=("gather",),
-        gives="an array; lengths may differ", gets="root: all ranks' arrays, joined in rank order; others: None",
+        gives="an array; lengths may differ",
+        gets="root: all ranks' arrays, joined in rank order; others: None",
         bus="(n-1)/n", layout="blocks", has_root=True,
         wanted=lambda case: _joined(case) if case.rank == case.root else None,
     ),
@@ -185,18 +180,25 @@ _ALL = (
     ),
     Collective(
         name="all_to_all", functions=("all_to_all",), plans=("all_to_all",),
-        gives="n arrays, or one to be cut along axis 0", gets="rank r: array r of each rank, a list",
+        gives="n arrays, or one to be cut along axis 0",
+        gets="rank r: array r of each rank, a list",
         bus="(n-1)/n", layout="cut",
-        wanted=lambda case: [cut(part(case, rank), case.size)[case.rank] for rank in range(case.size)],
+        wanted=lambda case: [
+            cut(part(case, rank), case.size)[case.rank] for rank in range(case.size)
+        ],
     ),
     Collective(
-        name="send_recv", functions=("send", "recv", "sendrecv", "send_object", "recv_object"), plans=(),
-        gives="send: an array for one rank; send_object: plain data", gets="recv: the array of one rank; recv_object: its object",
-        bus="1", layout="vector", wanted=lambda case: part(case, (case.rank - 1) % case.size), run=_ring,
+        name="send_recv", functions=("send", "recv", "sendrecv", "send_object", "recv_object"),
+        plans=(),
+        gives="send: an array for one rank; send_object: plain data",
+        gets="recv: the array of one rank; recv_object: its object",
+        bus="1", layout="vector",
+        wanted=lambda case: part(case, (case.rank - 1) % case.size), run=_ring,
     ),
     Collective(
         name="barrier", functions=("barrier",), plans=("barrier",),
-        gives="nothing", gets="None, when all have come", run=lambda _case, _x, **options: sv.barrier(**options),
+        gives="nothing", gets="None, after all ranks have entered",
+        run=lambda _case, _x, **options: sv.barrier(**options),
     ),
     Collective(
         name="all_gather_object", functions=("all_gather_object",), plans=("all_gather",),
@@ -217,24 +219,19 @@ _ALL = (
 )  # fmt: skip
 
 COLLECTIVES: Mapping[str, Collective] = {one.name: one for one in _ALL}
-"""The collectives by name, in the order in which they are shown."""
+"""The collectives by name, in the order of the table."""
 
 
 def available() -> list[Collective]:
-    """Return the collectives that this version has."""
+    """Return the collectives of this version."""
     return [one for one in _ALL if all(hasattr(sv, name) for name in one.functions)]
 
 
 def find(name: str) -> Collective:
-    """Return a collective that can be timed.
-
-    Raises:
-        ConfigError: There is none of this name; the text lists them.
-    """
+    """Return a collective that can be timed; raise ConfigError for other names."""
     known = [one.name for one in available() if one.layout != "none" or one.run is not None]
-    name = {"send": "send_recv", "recv": "send_recv", "sendrecv": "send_recv"}.get(
-        name, name
-    ).removesuffix("_perf")
+    name = name.removesuffix("_perf")  # as nccl-tests names its programs
+    name = "send_recv" if name in ("send", "recv", "sendrecv") else name
     if name not in known:
         raise ConfigError(
             f"unknown collective {name!r}{nearest(name, known)}: it is one of {', '.join(known)}"
@@ -243,36 +240,26 @@ def find(name: str) -> Collective:
 
 
 def has_result_like_input(case: Case) -> bool:
-    """Return whether the result has the dtype of what is passed; minloc, maxloc and the mean of integers have another.
-
-    Example:
-        >>> has_result_like_input(Case(0, 2, (3,), "int32", "mean"))
-        False
-    """
+    """Return whether result and input have one dtype; not so for minloc, integer mean."""
     found = combined(case, (0,))
     return not isinstance(found, tuple) and found.dtype.name == case.dtype
 
 
 def dtypes() -> tuple[str, ...]:
-    """Return the dtypes that travel."""
+    """Return the dtypes that collectives support."""
     return DTYPE_NAMES
 
 
 def ops_of(collective: Collective, dtype: str) -> tuple[str, ...]:
-    """Return the ops that a collective takes for a dtype.
-
-    Example:
-        >>> ops_of(COLLECTIVES["all_reduce"], "bool")[:2]
-        ('min', 'max')
-    """
+    """Return the ops that a collective supports for a dtype."""
     kind = dtype_from_index(DTYPE_NAMES.index(dtype))
-    taken = []
+    supported = []
     for op in collective.ops if collective.has_op else ():
         try:
-            how = reduction(op, kind)
+            found = reduction(op, kind)
             if collective.name == "exscan":
-                identity(how)
+                identity(found)
         except ConfigError:
             continue
-        taken.append(op)
-    return tuple(taken)
+        supported.append(op)
+    return tuple(supported)

@@ -1,4 +1,4 @@
-"""The table of all collectives, made from the functions themselves and from the tables that decide."""
+"""`syncvar collectives`: all collectives as a table, from the functions and the registry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from syncvar.core.reduce_ops import OPS
 if TYPE_CHECKING:
     from syncvar.cli.collective_registry import Collective
 
-__all__ = ["collectives_text", "cost_of", "signature_of"]
 
 _COST = re.compile(r"^Cost: (.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _COMMON = {"group": None, "async_op": False, "timeout": None}
@@ -22,12 +21,7 @@ _COLUMNS = ("call", "a rank gives", "a rank gets", "algorithms", "cost", "busbw"
 
 
 def collectives_text() -> str:
-    """Return the table in Markdown, and in words which op takes which dtype.
-
-    Example:
-        >>> print(collectives_text().splitlines()[0])
-        | call | a rank gives | a rank gets | algorithms | cost | busbw | tests |
-    """
+    """Return the table in Markdown, and below it the dtypes of each op."""
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
     for one in available():
         calls = "<br>".join(f"`{signature_of(name)}`" for name in one.functions)
@@ -39,19 +33,12 @@ def collectives_text() -> str:
 
 
 def signature_of(name: str) -> str:
-    """Return a function's call with defaults and without types; "…" is what `_COMMON` says.
-
-    Example:
-        >>> signature_of("barrier")
-        'barrier(*, …)'
-    """
-    given = inspect.signature(getattr(sv, name)).parameters
-    is_common = all(one in given for one in _COMMON)
+    """Return a function's signature with defaults and without types; "…" stands for `_COMMON`."""
+    parameters = inspect.signature(getattr(sv, name)).parameters
+    is_common = all(one in parameters for one in _COMMON)
     words = []
-    for one in given.values():
-        if (
-            one.kind is inspect.Parameter.VAR_KEYWORD
-        ):  # words of other libraries, which are refused with ours
+    for one in parameters.values():
+        if one.kind is inspect.Parameter.VAR_KEYWORD:  # keywords of other libraries, for errors
             continue
         if one.kind is inspect.Parameter.KEYWORD_ONLY and "*" not in words:
             words.append("*")
@@ -61,12 +48,7 @@ def signature_of(name: str) -> str:
 
 
 def cost_of(name: str) -> str:
-    """Return the section "Cost" of a function's docstring on one line, without its last stop.
-
-    Example:
-        >>> cost_of("barrier")
-        "ceil(log2 n) rounds of empty frames; in shared memory one look at each rank's word"
-    """
+    """Return the section "Cost" of a function's docstring on one line, without its full stop."""
     found = _COST.search(inspect.getdoc(getattr(sv, name)) or "")
     return " ".join(found[1].split()).rstrip(".") if found else ""
 
@@ -78,29 +60,25 @@ def _algorithms(one: Collective) -> str:
 
 
 def _notes() -> list[str]:
-    """Return in words what is left out of the table, what travels, and which op takes what."""
+    """Return the legend of the table, and the dtypes of each op."""
     rows: dict[tuple[str, ...], list[str]] = {}
     reducing = next(one for one in available() if one.has_op)
     for op in OPS:
-        rows.setdefault(
-            tuple(dtype for dtype in dtypes() if op in ops_of(reducing, dtype)), []
-        ).append(f"`{op}`")
+        supported = tuple(dtype for dtype in dtypes() if op in ops_of(reducing, dtype))
+        rows.setdefault(supported, []).append(f"`{op}`")
+    common = ", ".join(f"{name}={default}" for name, default in _COMMON.items())
     lines = [
-        f"`…` is `{', '.join(f'{name}={default}' for name, default in _COMMON.items())}`. n is the number of ranks.",
-        "busbw is the factor of `syncvar bench` between size / time and the rate at the bottleneck; size is that of the",
-        "vector, or of all ranks' pieces together.",
+        f"`…` is `{common}`. n is the number of ranks. busbw is the factor of `syncvar bench`",
+        "between size / time and the rate at the bottleneck; size is that of the vector, or of",
+        "all ranks' pieces together.",
         "",
         f"dtypes: {', '.join(dtypes())}. ops:",
         "",
     ]
-    for taken, ops in rows.items():
-        missing = [dtype for dtype in dtypes() if dtype not in taken]
-        which = (
-            "all dtypes"
-            if not missing
-            else f"all but {', '.join(missing)}"
-            if len(missing) < len(taken)
-            else ", ".join(taken)
-        )
+    for supported, ops in rows.items():
+        missing = [dtype for dtype in dtypes() if dtype not in supported]
+        which = "all dtypes" if not missing else f"all but {', '.join(missing)}"
+        if len(missing) >= len(supported):
+            which = ", ".join(supported)
         lines.append(f"- {', '.join(ops)}: {which}")
     return lines

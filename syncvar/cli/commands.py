@@ -1,4 +1,4 @@
-"""Commands of `syncvar`."""
+"""The command `syncvar`: its parser, and the dispatch to the modules of its subcommands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import sys
 from typing import TYPE_CHECKING
 
 import syncvar
-from syncvar.cli import bench, flight_commands, migration_table, plan, selftest, stacks
+from syncvar.cli import (
+    bench,
+    bench_options,
+    flight_commands,
+    migration_table,
+    plan,
+    selftest,
+    selftest_options,
+    stacks,
+)
 from syncvar.cli.collectives_table import collectives_text
 from syncvar.cli.variable_rules import rules_text
 from syncvar.core.errors import ConfigError
@@ -20,11 +29,9 @@ from syncvar.protocol.auth_keys import KEY_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code.
+    """Run the command line; return the exit code.
 
     Example:
         >>> main(["plan", "broadcast", "--ranks", "2", "--path", "links"])  # doctest: +ELLIPSIS
@@ -49,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "coming-from", help="show how syncvar spells what other libraries do, side by side"
         )
     )
-    bench.add_options(
+    bench_options.add_options(
         commands.add_parser("bench", help="time a collective by size, and check its results")
     )
-    selftest.add_options(
+    selftest_options.add_options(
         commands.add_parser("test", help="prove all collectives on real processes")
     )
     commands.add_parser("settings", help="list every setting with unit, default and meaning")
@@ -67,9 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(chosen, arguments)
         sys.stdout.flush()
-    except (
-        BrokenPipeError
-    ):  # as in `syncvar settings | head -1`; what is left in the buffer has no reader either
+    except BrokenPipeError:  # as in `syncvar settings | head -1`
+        # The interpreter flushes stdout at exit: let that go to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     return code
@@ -84,12 +90,10 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
         elif chosen.command == "collectives":
             print(collectives_text(), end="")
         elif chosen.command == "coming-from":
-            print(
-                words_text()
-                if chosen.library == migration_table.WORDS
-                else migration_table.coming_from_text(chosen.library),
-                end="",
-            )
+            if chosen.library == migration_table.WORDS:
+                print(words_text(), end="")
+            else:
+                print(migration_table.coming_from_text(chosen.library), end="")
         elif chosen.command == "bench":
             return bench.run(chosen, arguments[1:])
         elif chosen.command == "test":
@@ -111,9 +115,11 @@ def _settings() -> None:
         unit = f" {item.unit}" if item.unit else ""
         print(f"SYNCVAR_{item.name.upper()} = {item.default}{unit}: {item.text}")
     print(
-        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): the secret of a job of several hosts that another launcher has started"
+        f"SYNCVAR_KEY = ({2 * KEY_BYTES} hexadecimal digits): the secret of a job of several hosts "
+        "that another launcher has started"
     )
     print("SYNCVAR_KEY_FILE = (path): a file that holds it, mode 0600, in place of SYNCVAR_KEY")
     print(
-        "SYNCVAR_RENDEZVOUS_DIR = (path): a folder that all hosts have, where ranks meet that a scheduler has started; your home without it"
+        "SYNCVAR_RENDEZVOUS_DIR = (path): a folder that all hosts have, where ranks meet that a "
+        "scheduler has started; your home without it"
     )

@@ -1,38 +1,19 @@
-"""Where ranks parted: the first call that they did not all make, told from their flight records."""
+"""The first call in which ranks diverged, found from their flight records, for `explain_text`."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from syncvar.cli.record_files import (
-    FlightRecord,
-    LostRank,
-    calls_of,
-    duration,
-    lost_ranks,
-    members_of,
-    names_of,
-    newest,
-    number_of,
-)
-from syncvar.core.process_ids import is_server, process_name
-from syncvar.core.rank_text import process_list, rank_list
-from syncvar.core.stack_dump import where
+from syncvar.cli.record_files import calls_of, lost_ranks, members_of
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
+    from syncvar.cli.record_files import FlightRecord
     from syncvar.runtime.flight_recorder.call_record import Event
 
-__all__ = ["Divergence", "divergences", "explained"]
 
-_BEFORE = 5
-_ELSEWHERE = 4
-_LINES = 16
-_REASON = 160
-_DEADLOCK = "deadlock: "  # in the arbiter's verdict
-_TOLD = "SystemExit: 143"  # how a worker ends that gets SIGTERM
+_DEADLOCK = "deadlock: "  # in the error of the deadlock detector
 _FINAL = ("PeerLost", "DeadlineExceeded", "GroupBroken")  # after these a rank makes no more calls
 
 
@@ -42,9 +23,9 @@ class Divergence(NamedTuple):
     Args:
         group: Identity of the group.
         call: Number of the call.
-        made: By rank, what it did as this call.
-        absent: Ranks of which it is known that they did not enter the call.
-        began: When the first rank entered it.
+        made: Rank -> its event of this call.
+        absent: Ranks that certainly did not enter the call.
+        began: Time of the first entry.
     """
 
     group: int
@@ -54,15 +35,17 @@ class Divergence(NamedTuple):
     began: int
 
 
+def kind_of(detail: str) -> str:
+    """Return the error class in the detail of an event."""
+    return detail.split(":", 1)[0]
+
+
 def divergences(records: Sequence[FlightRecord]) -> list[Divergence]:
-    """Return the first divergence of each group: the earliest first, but those behind which nobody was held up last.
+    """Return the first divergence of each group, the earliest first, harmless ones last.
 
-    A call diverges when ranks made it with other fingerprints, or when a rank of which a record is there did not
-    enter it, or when it is known that a rank had ended before. What lies before the beginning of a full ring is not known, and neither is what a rank did after a record
-    that was made in the middle of its run.
-
-    Args:
-        records: Of one generation.
+    A call diverges if fingerprints differ, if a rank with a record did not enter it, or if a rank
+    had ended before. The time before a full ring, and after a record from the middle of a run, is
+    unknown.
     """
     groups = members_of(records)
     by_rank = {record.rank: record for record in records}
@@ -72,19 +55,17 @@ def divergences(records: Sequence[FlightRecord]) -> list[Divergence]:
             record.rank: [event.call for event in record.events if event.group == group]
             for record in records
         }
-        for call, made in calls.items():
-            began = min(event.began_ns for event in made.values())
-            absent = tuple(
-                rank
-                for rank in groups.get(group, ())
-                if rank not in made
-                and (
-                    _would_know(by_rank[rank], numbers[rank], call, began)
-                    if rank in by_rank
-                    else rank in _ended_before(made.values())
-                )
-            )
-            every.append(Divergence(group, call, made, absent, began))
+        for call, events in calls.items():
+            began = min(event.began_ns for event in events.values())
+            absent = []
+            for rank in groups.get(group, ()):
+                if rank in events:
+                    continue
+                if rank not in by_rank:
+                    absent += [rank] if rank in _ended_before(events.values()) else []
+                elif _would_know(by_rank[rank], numbers[rank], call, began):
+                    absent.append(rank)
+            every.append(Divergence(group, call, events, tuple(absent), began))
     found: dict[int, Divergence] = {}
     for one in _without_excuse(every):
         found.setdefault(one.group, one)
@@ -94,14 +75,11 @@ def divergences(records: Sequence[FlightRecord]) -> list[Divergence]:
 def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
     """Return the calls that diverge.
 
-    A rank may have missed a call because it was held up in another one. That is an excuse if nobody is to blame for
-    the other one: all whose records are there have made it, or were held up themselves in calls of this kind. Ranks
-    that hold each other up have no excuse.
+    A rank may have missed a call because another call blocked it. That excuses it if that other
+    call does not diverge itself, or is excused too. Ranks that block each other have no excuse.
     """
     suspects = [one for one in every if one.absent or _differs(one)]
-    held: dict[
-        int, list[Event]
-    ] = {}  # by rank, the calls that hold it up for good, or did for a while
+    held: dict[int, list[Event]] = {}  # rank -> calls that block it, or did for a while
     for one in every:
         for rank, event in one.made.items():
             if event.state != "done":
@@ -121,7 +99,7 @@ def _without_excuse(every: Sequence[Divergence]) -> list[Divergence]:
 
 
 def _is_done(one: Divergence) -> bool:
-    """Return whether nobody minds: a message may be sent, or a root be done, long before the others come."""
+    """Return whether no rank waited: a send, or a root, may be done before the others enter."""
     return all(event.state == "done" for event in one.made.values())
 
 
@@ -132,26 +110,25 @@ def _differs(one: Divergence) -> bool:
 def _held_up(held: Sequence[Event], one: Divergence, blamed: Container[tuple[int, int]]) -> bool:
     return any(
         (event.group, event.call) not in blamed
-        and (
-            event.state == "started" or event.ended_ns > one.began or _kind(event.detail) in _FINAL
-        )
+        and (event.ended_ns > one.began or event.state == "started" or _is_final(event))
         for event in held
     )
 
 
-def _cycle(found: Sequence[Divergence]) -> dict[int, Divergence]:
-    """Return the ranks that were told of a deadlock, each with the call in which it waits for the next one, the last for the first.
+def _is_final(event: Event) -> bool:
+    return kind_of(event.detail) in _FINAL
 
-    Nobody parted from the others then. Empty where what diverged first is something else.
+
+def cycle_of(found: Sequence[Divergence]) -> dict[int, Divergence]:
+    """Return the ranks of a deadlock with their calls, each waiting for the next in a cycle.
+
+    Empty if the first divergence is something else.
     """
     waits: dict[int, Divergence] = {}
     for one in found:
         for rank, event in one.made.items():
-            if (
-                one.absent
-                and _kind(event.detail) == "MismatchError"
-                and _DEADLOCK in event.detail.split("\n", 1)[0]
-            ):
+            is_mismatch = one.absent and kind_of(event.detail) == "MismatchError"
+            if is_mismatch and _DEADLOCK in event.detail.split("\n", 1)[0]:
                 waits.setdefault(rank, one)
     path: list[int] = []
     rank = next((rank for rank, one in waits.items() if one is found[0]), -1)
@@ -166,365 +143,19 @@ def _cycle(found: Sequence[Divergence]) -> dict[int, Divergence]:
 
 
 def _ended_before(events: Iterable[Event]) -> list[int]:
-    """Return the ranks that had ended before a call, as those heard who waited in it."""
+    """Return the ranks that had ended before a call, by the errors of those that waited in it."""
     return [
         rank for event in events for rank, lost in lost_ranks(event.detail).items() if lost.did_end
     ]
 
 
 def _would_know(record: FlightRecord, numbers: Sequence[int], call: int, began: int) -> bool:
-    """Return whether a call that is not in a record was not entered by its rank."""
-    if (
-        not record.is_final
-        and not record.written > began
-        and not any(number > call for number in numbers)
-    ):
-        return False  # the record was made before
+    """Return whether a call missing in a record was certainly not entered by its rank."""
+    is_later = record.written > began or any(number > call for number in numbers)
+    if not record.is_final and not is_later:
+        return False  # the record is older than the call
     if record.is_whole:
         return True
     if numbers and min(numbers) < call:
         return True
     return bool(record.events) and record.events[0].began_ns < began and not numbers
-
-
-def explained(records: Sequence[FlightRecord]) -> tuple[str, bool]:
-    """Return in words what the records tell, and whether the ranks diverged.
-
-    Args:
-        records: At least one. Where a job had several generations, the last one is told.
-    """
-    servers = newest(record for record in records if is_server(record.rank))
-    records = newest(record for record in records if not is_server(record.rank))
-    everybody = [*records, *servers]
-    zero = min((record.events[0].began_ns for record in everybody if record.events), default=0)
-    found, names = divergences(records), names_of(records)
-    lines = _head(everybody)
-    cycle = _cycle(found)
-    if cycle:
-        lines += _describe_cycle(records, cycle, names, zero)
-        lines += [
-            f"also: {_one_line(records, one, zero)}" for one in found if one not in cycle.values()
-        ][:_ELSEWHERE]
-    elif found:
-        lines += _told(records, found[0], zero)
-        lines += [f"also: {_one_line(records, one, zero)}" for one in found[1 : 1 + _ELSEWHERE]]
-        if len(found) > 1 + _ELSEWHERE:
-            lines.append(f"also: {len(found) - 1 - _ELSEWHERE} more groups")
-    else:
-        lines += _agreed(records, zero)
-    lines += [
-        "",
-        "at the end",
-        *(f"  {line}" for record in everybody for line in _last(record, zero, names)),
-    ]
-    lines += _waiting(records)
-    return "".join(f"{line}\n" for line in lines), bool(found)
-
-
-# -- parts -----------------------------------------------------------------------------------------
-
-
-def _head(records: Sequence[FlightRecord]) -> list[str]:
-    first = records[0]
-    ranks = [record.rank for record in records]  # and servers
-    missing = sorted(set(range(first.world_size)) - set(ranks))
-    job = f" of job {first.job[:8]}" if first.job else ""
-    generation = f", generation {first.generation}" if first.generation else ""
-    lines = [
-        f"flight records of {process_list(ranks)}{job}{generation}, {first.world_size} ranks in the world"
-    ]
-    lost = _lost(records)
-    how: dict[str, list[int]] = {}
-    for rank in missing:
-        how.setdefault(
-            lost[rank].words
-            if rank in lost
-            else "killed before there was time for it, never joined, or ended before anything went wrong",
-            [],
-        ).append(rank)
-    lines += [f"{rank_list(ranks)} left none: {words}" for words, ranks in how.items()]
-    boots = {record.boot: record.host for record in records}
-    if len(boots) > 1:
-        lines.append(
-            f"times of hosts {', '.join(sorted(boots.values()))} are not known to be of one clock"
-        )
-    return [*lines, ""]
-
-
-def _lost(records: Sequence[FlightRecord]) -> dict[int, LostRank]:
-    """Return how ranks ended that others heard of."""
-    lost: dict[int, LostRank] = {}
-    for record in records:
-        for event in record.events:
-            lost |= lost_ranks(event.detail)
-    return lost
-
-
-def _told(records: Sequence[FlightRecord], one: Divergence, zero: int) -> list[str]:
-    members = members_of(records).get(one.group, ())
-    names = names_of(records)
-    group = names[one.group]
-    after = duration(one.began - zero)
-    lines = [
-        f"first divergence: call {_number(records, one)} of {group}, {after} after the first event"
-    ]
-    does: dict[str, list[int]] = {}
-    for rank, event in sorted(one.made.items()):
-        does.setdefault(_did(event), []).append(rank)
-    by_rank = {record.rank: record for record in records}
-    texts = []
-    for text, ranks in does.items():
-        begins = [one.made[rank].began_ns - zero for rank in ranks]
-        when = f"at {duration(min(begins))}" + (
-            f" to {duration(max(begins))}" if len(ranks) > 1 else ""
-        )
-        texts.append((ranks, f"{rank_list(ranks)}: {text}, begun {when}"))
-    lost = _lost(records)
-    for rank in one.absent:
-        if rank in by_rank:
-            texts.append(
-                (
-                    [rank],
-                    f"{rank_list([rank])}: never entered it; {_instead(by_rank[rank], one, zero, names)}",
-                )
-            )
-        else:
-            call = _number(records, one)
-            texts.append(([rank], f"{rank_list([rank])}: {lost[rank].words} without call {call}"))
-    unknown = sorted(set(members) - set(one.made) - set(one.absent))
-    texts = sorted(texts, key=lambda item: item[0])
-    lines += [f"  {text}" for _, text in texts[:_LINES]]
-    if len(texts) > _LINES:
-        lines.append(
-            f"  {rank_list(rank for ranks, _ in texts[_LINES:] for rank in ranks)}: otherwise"
-        )
-    if unknown:
-        lines.append(f"  {rank_list(unknown)}: not known")
-    lines += _verdict(one)
-    return [*lines, "", f"before it, in {group}", *_before(records, one.group, one.call, zero)]
-
-
-def _describe_cycle(
-    records: Sequence[FlightRecord],
-    cycle: Mapping[int, Divergence],
-    names: Mapping[int, str],
-    zero: int,
-) -> list[str]:
-    ranks = list(cycle)
-    after = dict(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
-    waits = [
-        f"rank {rank} {'waits ' if rank == ranks[0] else ''}for {_awaited(cycle[rank].made[rank])}rank {after[rank]}"
-        for rank in ranks[:_LINES]
-    ]
-    lines = [f"deadlock: {', '.join(waits[:-1])}, and {waits[-1]}"]
-    for rank, one in list(cycle.items())[:_LINES]:
-        event = one.made[rank]
-        number = _number(records, one)
-        begun = duration(event.began_ns - zero)
-        lines.append(
-            f"  rank {rank}: call {number} of {names[one.group]}, {_did(event)}, begun at {begun}"
-        )
-    return [*lines, *_verdict(cycle[ranks[0]]), ""]
-
-
-def _number(records: Sequence[FlightRecord], one: Divergence) -> int:
-    """Return which call of its group a divergence is, as ranks count that made it."""
-    return number_of([record for record in records if record.rank in one.made], one.group, one.call)
-
-
-def _awaited(event: Event) -> str:
-    return "a message of " if event.what.startswith("recv") else ""
-
-
-def _did(event: Event) -> str:
-    if event.state == "failed":
-        return f"{event.what}, failed with {_kind(event.detail)}" + (
-            f" ({_first_line(event.detail)})" if event.fingerprint == 0 else ""
-        )
-    return f"{event.what}, " + ("not ended" if event.state == "started" else event.state)
-
-
-def _kind(detail: str) -> str:
-    return detail.split(":", 1)[0]
-
-
-def _first_line(detail: str) -> str:
-    return detail.split("\n", 1)[0].partition(": ")[2]
-
-
-def _instead(record: FlightRecord, one: Divergence, zero: int, names: Mapping[int, str]) -> str:
-    """Say what a rank did in place of a call."""
-    own = [event for event in record.events if event.group == one.group]
-    before = [event for event in own if event.call < one.call]
-    after = [event for event in own if event.call > one.call]
-    since = before[-1].began_ns if before else 0
-    if before:
-        number = number_of([record], one.group, before[-1].call)
-        text = f"its call {number} was {before[-1].what}, {before[-1].state}"
-    else:
-        text = (
-            "it made no call of the group before"
-            if record.is_whole
-            else "what it did before is not known"
-        )
-    if after:
-        number, at = (
-            number_of([record], one.group, after[0].call),
-            duration(after[0].began_ns - zero),
-        )
-        return f"{text}; it went on with its call {number}, {after[0].what}, at {at}"
-    others = [
-        event for event in record.events if event.group != one.group and event.state != "noted"
-    ]
-    later = [event for event in others if event.began_ns > since]
-    elsewhere = next(
-        (event for event in later if event.state != "done"), later[0] if before and later else None
-    )
-    if elsewhere is not None:
-        where = names[elsewhere.group] if elsewhere.group >= 0 else ""
-        number = number_of([record], elsewhere.group, elsewhere.call)
-        at = f"call {number} of {where}" if where else "a question"
-        return f"{text}; instead it made {at}, {elsewhere.what}, {_state(elsewhere)}, at {duration(elsewhere.began_ns - zero)}"
-    return f"{text}; it made no other call" + (
-        f": {_first(record.reason)}" if record.reason else ""
-    )
-
-
-def _first(reason: str) -> str:
-    line = "told to end (SIGTERM)" if reason == _TOLD else reason.split("\n", 1)[0]
-    return line if len(line) <= _REASON else f"{line[:_REASON]} …"
-
-
-def _state(event: Event) -> str:
-    return {"started": "not ended"}.get(event.state, event.state)
-
-
-def _verdict(one: Divergence) -> list[str]:
-    """Quote what a rank was told: it names file and line of those that were waiting."""
-    for event in one.made.values():
-        if _kind(event.detail) == "MismatchError":
-            quoted = event.detail.partition(": ")[2].split("\n")
-            return ["  the ranks were told:", *(f"    {line.strip()}" for line in quoted)]
-    return []
-
-
-def _before(records: Sequence[FlightRecord], group: int, call: int, zero: int) -> list[str]:
-    calls = calls_of(records).get(group, {})
-    numbers = [number for number in calls if number < call][-_BEFORE:]
-    if not numbers:
-        return ["  nothing"]
-    lines = []
-    for number in numbers:
-        events = calls[number]
-        what = next(iter(events.values())).what
-        states = {_state(event) for event in events.values()}
-        ended = max(event.ended_ns for event in events.values())
-        state = f"{', '.join(sorted(states))} at {duration(ended - zero)}" if ended else "not ended"
-        shown = number_of(records, group, number)
-        lines.append(f"  call {shown}: {what}, {rank_list(events)}, {state}")
-    return lines
-
-
-def _one_line(records: Sequence[FlightRecord], one: Divergence, zero: int) -> str:
-    group = names_of(records)[one.group]
-    what = "; ".join(
-        f"rank {rank} {event.what}" for rank, event in sorted(one.made.items())[:_ELSEWHERE]
-    )
-    absent = f"; not entered by {rank_list(one.absent)}" if one.absent else ""
-    return (
-        f"call {_number(records, one)} of {group} at {duration(one.began - zero)}: {what}{absent}"
-    )
-
-
-def _agreed(records: Sequence[FlightRecord], zero: int) -> list[str]:
-    """Tell of ranks that made the same calls; some may have come to no end."""
-    lines = ["no divergence: the ranks that left a record made the same calls"]
-    names = names_of(records)
-    for group, calls in calls_of(records).items():
-        for call, events in calls.items():
-            bad = {rank: event for rank, event in events.items() if event.state != "done"}
-            if not bad:
-                continue
-            states: dict[str, list[int]] = {}
-            for rank, event in sorted(bad.items()):
-                said = f"failed: {_first(event.detail)}" if event.state == "failed" else "not ended"
-                states.setdefault(said, []).append(rank)
-            what = next(iter(bad.values())).what
-            began = min(event.began_ns for event in events.values())
-            number = number_of(records, group, call)
-            at = duration(began - zero)
-            lines.append(
-                f"first without an end in {names[group]}: call {number}, {what}, begun at {at}"
-            )
-            lines += [f"  {rank_list(ranks)}: {said}" for said, ranks in states.items()]
-            lines += ["before it", *_before(records, group, call, zero)]
-            break
-    return lines
-
-
-def _last(record: FlightRecord, zero: int, names: Mapping[int, str]) -> list[str]:
-    """Tell what a rank did last."""
-    operations = [event for event in record.events if event.state != "noted"]
-    who = process_name(record.rank)
-    running = [event for event in operations if event.state == "started"]
-    last = (running or operations)[-1] if operations else None
-    if last is None:
-        text = f"{who}: no operation"
-    else:
-        where = "a request" if is_server(record.rank) else "a question"
-        if last.group >= 0:
-            where = f"call {number_of([record], last.group, last.call)} of {names[last.group]}"
-        if last.state == "started":
-            text = f"{who}: in {where}, {last.what}, for {duration(record.written - last.began_ns)}"
-        else:
-            text = f"{who}: after {where}, {last.what}, {last.state} at {duration(last.ended_ns - zero)}"
-    text += _place(record, last)
-    lines = [text]
-    if record.reason:
-        lines.append(f"  its record was made because: {_first(record.reason)}")
-    return lines
-
-
-def _place(record: FlightRecord, last: Event | None) -> str:
-    """Say where in the program a rank stood: the thread of its last call, or else its main thread; of a server, at which request."""
-    if is_server(record.rank):
-        place = where(record.stack, os.getcwd())
-        return f"; it stood {place}" if place.startswith("at ") else ""
-    site = record.threads.get(last.thread, {}).get("site", "") if last is not None else ""
-    if site and site != "a place unknown":
-        return f"; it stood at {site}"
-    place = where(record.stack, os.getcwd()) if record.stack else ""
-    return f"; it stood {place}" if place.startswith("in ") else ""
-
-
-def _waiting(records: Sequence[FlightRecord]) -> list[str]:
-    """Tell who waited, and for whom: for each call the rank that came last."""
-    waited = {record.rank: 0 for record in records}
-    caused = {record.rank: 0 for record in records}
-    last_in = {record.rank: 0 for record in records}
-    count = 0
-    groups = members_of(records)
-    for group, calls in calls_of(records).items():
-        for events in calls.values():
-            if set(events) != set(groups.get(group, ())) or len(events) < 2:
-                continue
-            if any(event.state != "done" for event in events.values()):
-                continue
-            count += 1
-            last = max(events, key=lambda rank: (events[rank].began_ns, rank))
-            for rank, event in events.items():
-                wait = max(0, min(events[last].began_ns, event.ended_ns) - event.began_ns)
-                waited[rank] += wait
-                caused[last] += wait
-            last_in[last] += any(
-                event.began_ns < events[last].began_ns for event in events.values()
-            )
-    if not count:
-        return []
-    lines = ["", f"waiting in calls that all have made ({count} calls)"]
-    lines += [
-        f"  rank {rank}: waited {duration(waited[rank])}; came last in {last_in[rank]}, where the others waited "
-        f"{duration(caused[rank])} for it"
-        for rank in sorted(waited, key=lambda rank: -caused[rank])[:_LINES]
-    ]
-    return lines

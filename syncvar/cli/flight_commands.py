@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncvar.cli.explain import explained
+from syncvar.cli.explain_text import explained
 from syncvar.cli.record_files import load
 from syncvar.cli.trace import merged, stragglers, unaligned
 from syncvar.core.errors import ConfigError
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping
 
-__all__ = ["COMMANDS", "add_options", "run"]
 
 COMMANDS = ("trace", "explain")
 _JOB_ID = re.compile("[0-9a-f]{8}")
@@ -49,43 +48,38 @@ def add_options(commands: Any) -> None:
     )
     explain = commands.add_parser(
         "explain",
-        help="name the first call in which ranks parted; exit code 1 if there is one, 0 if there is none",
+        help="name the first call in which ranks diverged; exit code 1 if there is one, else 0",
     )
     explain.add_argument(
         "records",
         nargs="*",
         metavar="JOB|DIR|FILE",
-        help="a job that failed, by the digits its failure block names; folders with flight-rank<r>.json, or such files "
-        "(the job that failed last)",
+        help="job id in the block of a failed job (default: the latest); or folders with "
+        "flight-rank<r>.json, or such files",
     )
 
 
 def _of_job(names: list[str]) -> list[str]:
-    """Return where the records are that were asked for: those of the newest job, or of the one that is named."""
-    job = (
-        names[0]
-        if len(names) == 1 and _JOB_ID.fullmatch(names[0]) and not os.path.exists(names[0])
-        else ""
-    )
+    """Return the paths of the records: those of the named job, or of the newest one."""
+    is_job = len(names) == 1 and _JOB_ID.fullmatch(names[0]) and not os.path.exists(names[0])
+    job = names[0] if is_job else ""
     if names and not job:
         return names
     found = find_job(os.environ, job)
     if found is None:
-        place = state_folder(os.environ).path
+        folder = state_folder(os.environ).path
+        title = f"job {job}" if job else "any job"
         raise ConfigError(
-            f"there are no flight records of {f'job {job}' if job else 'any job'}{f' in {place}' if place else ''}: ranks write them when "
-            f"something goes wrong (those of the last {JOBS_KEPT} such jobs are kept); those of a job with --log-dir are in that folder"
+            "there are no flight records of "
+            f"{title}{f' in {folder}' if folder else ''}: ranks write "
+            f"them when something goes wrong (those of the last {JOBS_KEPT} such jobs are kept); "
+            "those of a job with --log-dir are in that folder"
         )
     return [str(found)]
 
 
 def _write_trace(path: str, trace: Mapping[str, Any]) -> None:
-    """Write a trace: a regular file whole or not at all, a pipe or a device as it is.
-
-    Args:
-        path: The file, pipe or device.
-        trace: What `merged` returns.
-    """
+    """Write a trace: a regular file atomically, a pipe or a device in place."""
     is_replaced = not os.path.exists(path) or os.path.isfile(path)
     target = f"{path}.{os.getpid()}.tmp" if is_replaced else path
     try:
@@ -100,11 +94,7 @@ def _write_trace(path: str, trace: Mapping[str, Any]) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Run a command; returns the exit code.
-
-    Raises:
-        ConfigError: The records cannot be read, or the trace cannot be written.
-    """
+    """Run a command; return the exit code."""
     records = load(_of_job(chosen.records) if chosen.command == "explain" else chosen.records)
     if chosen.command == "explain":
         text, has_diverged = explained(records)
@@ -119,16 +109,16 @@ def run(chosen: argparse.Namespace) -> int:
         sys.stderr.write(
             f"syncvar: the clocks of hosts {', '.join(hosts)} are not known to be the same\n"
         )
-    count, servers = (
-        sum(len(record.events) for record in records),
-        sum(is_server(record.rank) for record in records),
-    )
+    count = sum(len(record.events) for record in records)
+    servers = sum(is_server(record.rank) for record in records)
     more = f" and {servers} server{'s' * (servers > 1)}" if servers else ""
     print(
-        f"{chosen.output}: {count} events of {len(records) - servers} ranks{more}; open it in ui.perfetto.dev or chrome://tracing"
+        f"{chosen.output}: {count} events of {len(records) - servers} ranks{more}; open it in "
+        "ui.perfetto.dev or chrome://tracing"
     )
     for rank, calls, seconds in stragglers(records)[:_STRAGGLERS]:
         print(
-            f"rank {rank} came last to {calls} call{'s' * (calls != 1)}; others waited up to {seconds:.3g} s for it in all"
+            f"rank {rank} came last to {calls} call{'s' * (calls != 1)}; others waited up to "
+            f"{seconds:.3g} s for it in all"
         )
     return 0

@@ -1,4 +1,4 @@
-"""`syncvar plan`: a plan as a figure, what it sends, how long it would take, and why it would be chosen."""
+"""`syncvar plan`: a schedule as a figure, its messages and predicted time, and why it is chosen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from syncvar.cli.plan_cost import CostModel
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["add_options", "text"]
 
 _INSTRUCTIONS = 24  # of a program
 _SHORT = 8  # ranks, rounds and steps of a figure
@@ -72,15 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
-    """Return what the command prints.
-
-    Args:
-        chosen: The parsed options.
-        config: The settings that a job would have here.
-
-    Raises:
-        ConfigError: An option is out of range.
-    """
+    """Return the output of the command."""
     n, collective = chosen.ranks, chosen.collective
     if not 1 <= n <= _RANKS_MAX:
         raise ConfigError(f"--ranks must be 1 to {_RANKS_MAX}, not {n}")
@@ -94,22 +85,14 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
     path = chosen.path or ("links" if config.transport == "zmq" else "shm")
     is_shared = path == "shm"
     nbytes = 0 if collective == "barrier" else count * blocks * itemsize
-    options: dict[str, Any] = {
-        "reproducible": chosen.reproducible,
-        "shared": is_shared,
-        "even": True,
-    }
-    demanded = suited(
-        collective,
-        parse_forced(config.algorithm).get(collective),
-        n,
-        even=True,
-        reproducible=chosen.reproducible,
-    )
+    fixed = chosen.reproducible
+    options: dict[str, Any] = {"reproducible": fixed, "shared": is_shared, "even": True}
+    setting = parse_forced(config.algorithm).get(collective)
+    demanded = suited(collective, setting, n, even=True, reproducible=fixed)
     choice = choose(collective, nbytes, n, forced=chosen.algorithm or demanded, **options)
     reason = choice.reason
     if demanded and not chosen.algorithm:
-        reason = f"{demanded}: SYNCVAR_ALGORITHM demands it"
+        reason = f"{demanded}: SYNCVAR_ALGORITHM names it"
     model = SHM if is_shared else LINKS
     plans = {
         algorithm: build_all(collective, algorithm, n, count=count, root=chosen.root)
@@ -122,7 +105,8 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
         lines.append(f"else {usual.reason}")
     if chosen.program is not None and not (is_shared and 0 <= chosen.program < n and n > 1):
         raise ConfigError(
-            f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares memory (--path shared memory), not {chosen.program}"
+            f"--program must be a rank from 0 to {n - 1} of a group of 2 or more that shares "
+            f"memory (--path shm), not {chosen.program}"
         )
     lines += [
         "",
@@ -145,14 +129,13 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
         )
     lines.append("")
     lines.append(
-        f"Predicted {'in shared memory' if is_shared else 'over links'} with {model.text()}: for comparison, no promise."
+        f"Predicted {'in shared memory' if is_shared else 'over links'} with {model.text()}: for "
+        "comparison, no promise."
     )
     if chosen.path is None:
-        lines.append(
-            "Jobs on one host share memory; --path links shows those over sockets."
-            if is_shared
-            else "SYNCVAR_TRANSPORT=zmq: over sockets; --path shared memory shows jobs that share memory."
-        )
+        other = "SYNCVAR_TRANSPORT=zmq: over sockets; --path shm shows jobs that share memory."
+        same = "Jobs on one host share memory; --path links shows those over sockets."
+        lines.append(same if is_shared else other)
     if any(sums_by_the_tree(collective, algorithm, n) for algorithm in plans):
         lines.append("tree: sums by the fixed tree over the ranks, as reproducible=True demands.")
     return "".join(f"{line}\n" for line in lines)
@@ -161,57 +144,40 @@ def text(chosen: argparse.Namespace, config: RuntimeConfig) -> str:
 def _table(
     collective: str, plans: dict[str, list[Schedule]], itemsize: int, model: CostModel, chosen: str
 ) -> list[str]:
-    """Return the algorithms by predicted time, and what they send."""
+    """Return the algorithms by predicted time, with their messages."""
     seconds = {
         algorithm: predicted_seconds(some, itemsize, model) for algorithm, some in plans.items()
     }
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("", "algorithm", "predicted", "rounds", "messages", "sent by a rank", "scratch", "tree")
     ]
     for algorithm in sorted(plans, key=lambda name: (seconds[name], name != chosen)):
         some = plans[algorithm]
         sent = traffic(some)
-        rows.append(
-            (
-                "*" if algorithm == chosen else "",
-                algorithm,
-                _duration(seconds[algorithm]),
-                str(sent.rounds),
-                str(sum(sent.messages)),
-                _size(max(sent.elements) * itemsize),
-                _size(max(plan.scratch_count for plan in some) * itemsize),
-                "yes" if sums_by_the_tree(collective, algorithm, len(some)) else "",
-            )
-        )
+        mark = "*" if algorithm == chosen else ""
+        tree = "yes" if sums_by_the_tree(collective, algorithm, len(some)) else ""
+        counts = str(sent.rounds), str(sum(sent.messages))
+        elements = max(sent.elements), max(plan.scratch_count for plan in some)
+        sizes = [_size(count * itemsize) for count in elements]
+        rows.append((mark, algorithm, _duration(seconds[algorithm]), *counts, *sizes, tree))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        left = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        lines.append("  ".join(left + right).rstrip())
+    return lines
 
 
 def _duration(seconds: float) -> str:
-    """Return a time for people.
-
-    Example:
-        >>> _duration(0.0000451), _duration(0.00123), _duration(2.5)
-        ('45 us', '1.23 ms', '2.50 s')
-    """
+    """Format a time."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _size(nbytes: int) -> str:
-    """Return bytes for people.
-
-    Example:
-        >>> _size(0), _size(1023), _size(1 << 20), _size(1677724)
-        ('0 B', '1023 B', '1.0 MiB', '1.6 MiB')
-    """
+    """Format a number of bytes."""
     amount = float(nbytes)
     for unit in ("B", "KiB", "MiB"):
         if amount < 1024:
@@ -221,11 +187,6 @@ def _size(nbytes: int) -> str:
 
 
 def _itemsize(name: str) -> int:
-    """Return the bytes of an element, which its name says.
-
-    Example:
-        >>> _itemsize("float32"), _itemsize("bool"), _itemsize("complex128")
-        (4, 1, 16)
-    """
+    """Return the bytes of an element, which the name of its dtype contains."""
     digits = "".join(character for character in name if character.isdigit())
     return int(digits) // 8 if digits else 1

@@ -1,16 +1,12 @@
-"""What plans cost in time: a second interpreter, which moves a clock instead of data.
+"""Predicted times and traffic of schedules: an interpreter that moves a clock instead of data.
 
-Over links a rank has one port to send and one to receive, both used at the same time. A message of b bytes takes
-latency + b * per_byte, and holds the sender's out-port and the receiver's in-port for all of it; a rank sends the
-messages of a round in the order of its plan. A transfer begins when both ends have come to its round. Reductions and
-copies follow when the transfers of the round are complete, at per_reduced_byte and per_copied_byte. This is the
-single-port, full-duplex alpha-beta-gamma model in which the papers of the algorithms count (Hockney 1994; Chan et al.
-2007, section 2), so their formulas are tests of this module.
+Over links a rank has one port to send and one to receive, used at the same time. A message of b
+bytes occupies both ports for latency + b * per_byte; a rank sends in the order of its schedule.
+Reductions and copies follow after the transfers of the round. This is the single-port, full-duplex
+alpha-beta-gamma model (Hockney 1994; Chan et al. 2007, section 2); formulas of papers test it.
 
-In memory that all ranks see, a round is a phase: all ranks publish, wait for each other, and take their parts. It
-costs the latency, what the slowest rank copies out and in, and its reductions.
-
-The constants are measured and rounded, for choices and for orientation; they promise nothing.
+In shared memory a round is a phase: all ranks publish, wait for each other, and read. It costs the
+latency, the copies of the slowest rank, and its reductions. The constants are rough measurements.
 """
 
 from __future__ import annotations
@@ -29,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """The constants of a path.
+    """Constants of a path.
 
     Args:
         latency: Seconds of a message, or of a phase in shared memory, whatever its size.
         per_byte: Seconds per byte of a message; in shared memory per byte copied out or in.
         per_reduced_byte: Seconds per byte of a reduction's result.
         per_copied_byte: Seconds per byte of a local copy.
-        shared: Rounds are phases in memory that all ranks see.
+        shared: Whether rounds are phases in shared memory.
     """
 
     latency: float
@@ -46,12 +42,7 @@ class CostModel:
     shared: bool = False
 
     def text(self) -> str:
-        """Return the constants in words.
-
-        Example:
-            >>> LINKS.text()
-            '45 us per message, 0.40 ns per byte, 0.10 ns per byte reduced'
-        """
+        """Return the constants in words."""
         unit = "phase" if self.shared else "message"
         return (
             f"{self.latency * 1e6:.0f} us per {unit}, {self.per_byte * 1e9:.2f} ns per byte, "
@@ -69,24 +60,7 @@ SHM = CostModel(
 
 
 def predicted_seconds(plans: Sequence[Schedule], itemsize: int, model: CostModel = LINKS) -> float:
-    """Return how long the plans of a group take by the model, from a common start to the end of the last rank.
-
-    Args:
-        plans: The plans of all ranks, in rank order.
-        itemsize: Bytes of an element.
-        model: The constants, and the kind of path.
-
-    Returns:
-        Seconds.
-
-    Cost: a heap operation per message; it does not depend on the counts.
-
-    Example:
-        >>> from syncvar.algorithms.builders import build_all
-        >>> model = CostModel(1.0, 0.5, 0.25, 0.0)
-        >>> predicted_seconds(build_all("all_reduce", "ring", 4, count=8), 1, model)  # 6 + 2 * 3/4 * 4 + 3/4 * 2
-        13.5
-    """
+    """Return the seconds from a common start to the end of the last rank."""
     one_round = _phase if model.shared else _round
     now = [0.0] * len(plans)
     for number in range(max(len(plan.rounds) for plan in plans)):
@@ -124,24 +98,23 @@ def _round(
 def _phase(
     steps: Sequence[tuple[Step, ...]], now: Sequence[float], itemsize: int, model: CostModel
 ) -> list[float]:
-    """Return when each rank ends a phase in shared memory; none begins to take before all have published."""
+    """Return when each rank ends a phase; no rank reads before all have published."""
     published = [
         sum(chunk.count for chunk in {step.chunk for step in mine if isinstance(step, Send)})
         for mine in steps
     ]
-    taken = [sum(step.chunk.count for step in mine if isinstance(step, Recv)) for mine in steps]
+    received = [sum(step.chunk.count for step in mine if isinstance(step, Recv)) for mine in steps]
     per_element = itemsize * model.per_byte
     ready = model.latency + max(
         begin + count * per_element for begin, count in zip(now, published, strict=True)
     )
     return [
         ready + count * per_element + _local(mine, itemsize, model)
-        for count, mine in zip(taken, steps, strict=True)
+        for count, mine in zip(received, steps, strict=True)
     ]
 
 
 def _local(steps: tuple[Step, ...], itemsize: int, model: CostModel) -> float:
-    """Return the seconds of the reductions and copies of a round."""
     seconds = 0.0
     for step in steps:
         if isinstance(step, RecvReduce):
@@ -155,10 +128,10 @@ def _local(steps: tuple[Step, ...], itemsize: int, model: CostModel) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrafficReport:
-    """What plans send.
+    """Traffic of schedules.
 
     Args:
-        rounds: Rounds in which some rank sends; purely local rounds are not counted.
+        rounds: Rounds in which some rank sends.
         messages: Messages sent by each rank.
         elements: Elements sent by each rank.
     """
@@ -169,14 +142,7 @@ class TrafficReport:
 
 
 def traffic(plans: Sequence[Schedule]) -> TrafficReport:
-    """Count what the plans of a group send, without proving anything.
-
-    Args:
-        plans: The plans of all ranks, in rank order.
-
-    Returns:
-        Counts of rounds, messages and elements.
-    """
+    """Count rounds, messages and elements of the schedules of all ranks."""
     sends = [
         [step for steps in plan.rounds for step in steps if isinstance(step, Send)]
         for plan in plans

@@ -1,4 +1,4 @@
-"""The program of one rank, as `syncvar plan --program RANK` shows it: what it does in shared memory."""
+"""`syncvar plan --program RANK`: the shared-memory program of one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
 if TYPE_CHECKING:
     from syncvar.runtime.programs.instructions import Program
 
-__all__ = ["program_lines"]
 
 _REDUCED = ("all_reduce", "reduce", "scan", "exscan")
 _MOVED = ("all_gather", "broadcast", "reduce_scatter", "all_to_all")
@@ -40,19 +39,7 @@ def program_lines(
     is_demanded: bool,
     most: int | None,
 ) -> list[str]:
-    """Return what a rank does in shared memory, and where this differs from the plan.
-
-    Args:
-        collective: The collective.
-        algorithm: Of its plan.
-        rank: Whose program is wanted.
-        size: Of the group; at least 2.
-        count: Elements of the vector, or of each block.
-        itemsize: Of an element, in bytes.
-        root: Of a broadcast.
-        is_demanded: Somebody demands the algorithm.
-        most: So many instructions after phase 0 at most.
-    """
+    """Return the program of a rank in shared memory."""
     about, program = _program(collective, algorithm, rank, size, count, itemsize, root, is_demanded)
     head = f"The program of rank {rank} in shared memory{about}:"
     return ["", head, *(f"  {line}" for line in program_text(program, most).splitlines())]
@@ -85,17 +72,14 @@ def _program(
 def _move(
     collective: str, rank: int, size: int, count: int, itemsize: int, root: int
 ) -> tuple[str, Program]:
-    is_apart = collective in (
-        "reduce_scatter",
-        "all_to_all",
-    )  # each rank puts a block for each other
+    has_block_each = collective in ("reduce_scatter", "all_to_all")  # one block for each peer
     is_root = collective == "broadcast" and rank == root
     peers = [peer for peer in range(size) if peer != rank]
     if collective == "broadcast":
         peers = [] if is_root else [root]
-    takes = tuple((peer, (rank - (rank > peer)) if is_apart else 0) for peer in peers)
-    puts = size - 1 if is_apart else int(is_root or collective == "all_gather")
-    most = size - 1 if is_apart else 1
+    takes = tuple((peer, (rank - (rank > peer)) if has_block_each else 0) for peer in peers)
+    puts = size - 1 if has_block_each else int(is_root or collective == "all_gather")
+    most = size - 1 if has_block_each else 1
     move = Move(
         rank,
         count,
@@ -108,8 +92,7 @@ def _move(
     )
     if fits_slots(count * itemsize * most, are_native=True):
         return ", side by side", lower_move(move, TransferPath.SLOTS)
-    if not move.folds and is_worth_reading(
-        count * itemsize, most, 1 if collective == "broadcast" else size - 1, are_native=True
-    ):
-        return ", of blocks that are read where they lie", lower_move(move, TransferPath.LYING)
+    readers = 1 if collective == "broadcast" else size - 1
+    if not move.folds and is_worth_reading(count * itemsize, most, readers, are_native=True):
+        return ", of blocks that peers read in place", lower_move(move, TransferPath.DIRECT)
     return ", of ordinary arrays, with the C extension", lower_move(move, TransferPath.CELLS)

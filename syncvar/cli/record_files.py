@@ -1,4 +1,4 @@
-"""Flight records, read from their files and laid beside each other: data in, data out."""
+"""Flight records, read from their files and joined by group, call and rank. Pure except `load`."""
 
 from __future__ import annotations
 
@@ -20,46 +20,35 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.flight_recorder.call_numbers import Gap
 
-__all__ = [
-    "FlightRecord",
-    "as_record",
-    "calls_of",
-    "duration",
-    "load",
-    "lost_ranks",
-    "members_of",
-    "names_of",
-    "newest",
-    "number_of",
-]
 
 _LARGEST = 64 << 20
-# What `PeerLost` says of a rank that has ended, in the words of the membership and of the launcher.
+# Texts of `PeerLost` by the membership and by the launcher.
 _LOST = re.compile(
-    r"PeerLost: rank (?P<rank>\d+)(?: on \S+)? was lost: (?:finished\b|left with status (?P<left>\d+) before shutdown|"
+    r"PeerLost: rank (?P<rank>\d+)(?: on \S+)? was lost: (?:finished\b|"
+    r"left with status (?P<left>\d+) before shutdown|"
     r"exited with status (?P<code>\d+)|signal (?P<signal>\d+))"
 )
 
 
 class FlightRecord(NamedTuple):
-    """The flight record of one rank or server. All times are those of rank 0's clock, in nanoseconds.
+    """The flight record of one rank or server; times are nanoseconds of rank 0's clock.
 
     Args:
         rank: Its rank, or the number of a server's process.
-        world_size: Ranks of the world.
+        world_size: Number of ranks.
         generation: Version of the membership.
         job: Identity of the job.
         host: Its host.
-        boot: Identity of the host's boot: ranks of one boot share their clock.
-        reason: Why the record was made.
-        is_final: The rank made no calls after that.
-        is_whole: The record begins with the rank's first event.
-        written: When it was made.
-        groups: Members of the groups in it.
-        gaps: Of groups in it: which numbers belong to no call.
-        threads: By number, name and place in the program of the threads that were alive then.
-        stack: The calls of the main thread then, innermost first; empty where they are not known.
-        events: Oldest first.
+        boot: Identity of the host's boot: ranks of one boot share a clock.
+        reason: Why the record was written.
+        is_final: Whether the rank made no later calls.
+        is_whole: Whether the record begins with the rank's first event.
+        written: Time of writing.
+        groups: Members of its groups.
+        gaps: For each group, ranges of numbers that belong to no call.
+        threads: For each live thread its name and place in the program.
+        stack: Stack of the main thread, innermost first; empty if unknown.
+        events: Events, oldest first.
     """
 
     rank: int
@@ -80,18 +69,14 @@ class FlightRecord(NamedTuple):
 
 
 def as_record(data: Mapping[str, Any]) -> FlightRecord:
-    """Return the record that a file holds.
-
-    Raises:
-        KeyError, TypeError, ValueError: It is none.
-    """
+    """Return the record in a file's data."""
     if data["format"] != FORMAT:
         raise ValueError(f"its format is {data['format']!r}, not {FORMAT!r}")
     offset = int(data["clock_offset_ns"])
-    places = [data["columns"].index(name) for name in Event._fields]
+    columns = [data["columns"].index(name) for name in Event._fields]
     events = []
     for row in data["events"]:
-        event = Event(*(row[place] for place in places))
+        event = Event(*(row[column] for column in columns))
         ended = event.ended_ns + offset if event.ended_ns else 0
         events.append(event._replace(began_ns=event.began_ns + offset, ended_ns=ended))
     return FlightRecord(
@@ -120,22 +105,13 @@ def as_record(data: Mapping[str, Any]) -> FlightRecord:
 
 
 def load(names: Sequence[str]) -> list[FlightRecord]:
-    """Read the records of a job, in the order of generations and ranks.
-
-    Args:
-        names: Files, or folders with files of the names flight-rank<r>.json and flight-server<s>.json.
-
-    Raises:
-        ConfigError: There are none, one of them is damaged, or they are of several jobs.
-    """
+    """Read the records of a job, ordered by generation and rank."""
     paths: list[Path] = []
     for name in names:
         path = Path(name)
-        found = (
-            sorted(one for one in path.glob(RECORDS) if is_record(one.name))
-            if path.is_dir()
-            else [path]
-        )
+        found = [path]
+        if path.is_dir():
+            found = sorted(one for one in path.glob(RECORDS) if is_record(one.name))
         if not found:
             raise ConfigError(
                 f"{name}: there is no flight record (flight-rank0.json, …) in this folder"
@@ -150,7 +126,8 @@ def load(names: Sequence[str]) -> list[FlightRecord]:
     jobs = sorted({record.job for record in records.values()})
     if len(jobs) > 1:
         raise ConfigError(
-            f"the records are of {len(jobs)} jobs ({', '.join(job[:8] for job in jobs)}): name those of one"
+            f"the records are of {len(jobs)} jobs ({', '.join(job[:8] for job in jobs)}): name "
+            "those of one"
         )
     return [records[key] for key in sorted(records)]
 
@@ -163,7 +140,8 @@ def _read(path: Path) -> FlightRecord:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is no flight record: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} is not a flight record: {reason}") from error
 
 
 def newest(records: Iterable[FlightRecord]) -> list[FlightRecord]:
@@ -174,7 +152,7 @@ def newest(records: Iterable[FlightRecord]) -> list[FlightRecord]:
 
 
 def members_of(records: Iterable[FlightRecord]) -> dict[int, tuple[int, ...]]:
-    """Return the members of every group that any record names."""
+    """Return the members of every group in the records."""
     groups: dict[int, tuple[int, ...]] = {}
     for record in records:
         groups |= record.groups
@@ -192,15 +170,15 @@ def calls_of(records: Iterable[FlightRecord]) -> dict[int, dict[int, dict[int, E
 
 
 def number_of(records: Iterable[FlightRecord], group: int, call: int) -> int:
-    """Return which call of its group a call is, from 1: by the first record that knows the group."""
+    """Return the number of a call in its group, from 1, by the first record with the group."""
     gaps = next((record.gaps[group] for record in records if group in record.gaps), ())
     return ordinal(gaps, call)
 
 
 def names_of(records: Iterable[FlightRecord]) -> dict[int, str]:
-    """Return every group in words: by its ranks, for its identity is nothing that a program knows.
+    """Return a name for every group, by its ranks, since a program does not know its identity.
 
-    Several groups of the same ranks are numbered in the order of their first calls.
+    Groups of the same ranks are numbered in the order of their first calls.
     """
     records = list(records)
     firsts: dict[int, int] = {}
@@ -218,20 +196,17 @@ def names_of(records: Iterable[FlightRecord]) -> dict[int, str]:
             alike.setdefault(members, []).append(group)
     for members, groups in alike.items():
         for number, group in enumerate(sorted(groups, key=lambda one: firsts.get(one, 0)), 1):
-            names[group] = (
-                f"group {number} of {rank_list(members)}"
-                if len(groups) > 1
-                else f"the group of {rank_list(members)}"
-            )
+            title = f"group {number}" if len(groups) > 1 else "the group"
+            names[group] = f"{title} of {rank_list(members)}"
     return names
 
 
 class LostRank(NamedTuple):
-    """How a rank ended that left no record, as another one heard.
+    """End of a rank without a record, as another rank learned it.
 
     Args:
-        words: In words.
-        did_end: It ended by itself, between two calls: what it had not entered then it never would have.
+        words: Text.
+        did_end: Whether it ended between two calls, so that it would never have entered the next.
     """
 
     words: str
@@ -239,14 +214,7 @@ class LostRank(NamedTuple):
 
 
 def lost_ranks(detail: str) -> dict[int, LostRank]:
-    """Return by rank how one ended of which a failed call tells; empty where it tells of none.
-
-    Example:
-        >>> lost_ranks("PeerLost: rank 1 on box was lost: finished (it ended before barrier (call 3))")
-        {1: LostRank(words='ended (exit 0)', did_end=True)}
-        >>> lost_ranks("PeerLost: rank 1 was lost: signal 9")
-        {1: LostRank(words='killed by signal 9', did_end=False)}
-    """
+    """Return the failed rank that the error of a call names; empty for other errors."""
     found = _LOST.match(detail)
     if found is None:
         return {}
@@ -259,12 +227,7 @@ def lost_ranks(detail: str) -> dict[int, LostRank]:
 
 
 def duration(ns: float) -> str:
-    """Return a time in words.
-
-    Example:
-        >>> duration(1500), duration(2.5e6), duration(61e9)
-        ('1.5 us', '2.500 ms', '61.000 s')
-    """
+    """Format a time."""
     if abs(ns) < 1e6:
         return f"{ns / 1e3:.1f} us"
     return f"{ns / 1e6:.3f} ms" if abs(ns) < 1e9 else f"{ns / 1e9:.3f} s"

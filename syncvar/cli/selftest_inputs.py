@@ -1,8 +1,7 @@
-"""What each rank brings to a call, and what the call must give: whole numbers, so that results are compared by ==.
+"""Inputs and expected results of `syncvar test` and `syncvar bench`, exact, so == compares them.
 
-A contribution is a short pattern, repeated. Its length is a prime, so that a chunk that lands in another chunk's place
-shows, and two ranks' patterns differ. The combination of all ranks is computed here without any part of the library,
-in float64 or in the integers themselves.
+An input is a short pattern, repeated. Its length is a prime, so a chunk in the wrong position
+shows; patterns of two ranks differ. The expected results use NumPy only, in float64 or in integers.
 """
 
 from __future__ import annotations
@@ -20,17 +19,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "FOLDED_OPS",
-    "PERIOD",
-    "Case",
-    "combined",
-    "count_wrong",
-    "cut",
-    "first_wrong",
-    "part",
-    "spoiled",
-]
 
 PERIOD = 1021
 
@@ -45,21 +33,20 @@ _FOLDS: dict[str, np.ufunc] = {
     "xor": np.bitwise_xor,
 }
 _LOCATING = {"minloc": np.argmin, "maxloc": np.argmax}
-FOLDED_OPS = (*_FOLDS, *_LOCATING)
-"""The ops whose result is known here."""
+FOLDED_OPS = (*_FOLDS, *_LOCATING)  # ops with an expected result
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call of a collective; the same on all ranks but for `rank`.
+    """One call of a collective; equal on all ranks except for `rank`.
 
     Args:
         rank: This rank.
-        size: Ranks of the group.
-        shape: Of the array that a rank passes.
+        size: Number of ranks.
+        shape: Shape of a rank's input.
         dtype: Its name.
-        op: The op, where the collective has one.
-        root: The root, where it has one.
+        op: Op, if the collective has one.
+        root: Root, if it has one.
     """
 
     rank: int
@@ -71,23 +58,12 @@ class Case:
 
 
 def part(case: Case, rank: int) -> NDArray[Any]:
-    """Return what a rank brings: a new array.
-
-    Example:
-        >>> part(Case(0, 2, (5,)), 1)
-        array([ 1., -3., -4.,  0., -4.], dtype=float32)
-    """
+    """Return a rank's input as a new array."""
     return np.resize(_pattern(case.dtype, case.op, rank, case.size), case.shape)
 
 
 def combined(case: Case, ranks: Sequence[int]) -> Any:
-    """Return the combination of some ranks' contributions; minloc and maxloc give (values, ranks).
-
-    Example:
-        >>> case = Case(0, 2, (3,), op="max")
-        >>> combined(case, (0, 1))
-        array([ 1.,  2., -2.], dtype=float32)
-    """
+    """Return the reduction of some ranks' inputs; (values, ranks) for minloc and maxloc."""
     found = _combined(case.dtype, case.op, tuple(ranks), case.size)
     if isinstance(found, tuple):
         return tuple(np.resize(one, case.shape) for one in found)
@@ -95,29 +71,19 @@ def combined(case: Case, ranks: Sequence[int]) -> Any:
 
 
 def cut(value: Any, size: int) -> list[Any]:
-    """Return `size` pieces of axis 0, the first ones longer; of a tuple, tuples of pieces.
-
-    Example:
-        >>> [len(piece) for piece in cut(np.zeros(7), 3)]
-        [3, 2, 2]
-    """
+    """Return `size` pieces of axis 0, the first ones longer; of a tuple, tuples of pieces."""
     if isinstance(value, tuple):
         return list(zip(*(cut(one, size) for one in value), strict=True))
     return [value[chunk.start : chunk.stop] for chunk in even_chunks(value.shape[0], size)]
 
 
 def spoiled(wanted: NDArray[Any]) -> NDArray[Any]:
-    """Return an array that differs from another in every element, to find those that nobody writes."""
+    """Return an array that differs in every element, to detect elements that nobody writes."""
     return np.asarray((wanted == 0).astype(wanted.dtype))
 
 
 def count_wrong(got: Any, wanted: Any) -> int:
-    """Return how many elements are not what they must be; a wrong shape or dtype makes all of them wrong, at least one.
-
-    Example:
-        >>> count_wrong(np.array([1.0, 2.0]), np.array([1.0, 3.0]))
-        1
-    """
+    """Return the number of wrong elements; all, at least one, if shape or dtype is wrong."""
     if wanted is None:
         return 0 if got is None else 1
     if isinstance(wanted, list | tuple):
@@ -130,12 +96,7 @@ def count_wrong(got: Any, wanted: Any) -> int:
 
 
 def first_wrong(got: Any, wanted: Any) -> str:
-    """Return in words where two results differ first, or an empty text.
-
-    Example:
-        >>> first_wrong(np.array([1.0, 2.0]), np.array([1.0, 3.0]))
-        'index 1 is 2.0 instead of 3.0'
-    """
+    """Describe the first difference of two results; "" if there is none."""
     if wanted is None:
         return "" if got is None else f"a {type(got).__name__} instead of None"
     if isinstance(wanted, list | tuple):
@@ -143,21 +104,21 @@ def first_wrong(got: Any, wanted: Any) -> str:
             return f"a {type(got).__name__} instead of {len(wanted)} arrays"
         if len(got) != len(wanted):
             return f"{len(got)} arrays instead of {len(wanted)}"
-        for place, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
+        for index, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
             found = first_wrong(mine, theirs)
             if found:
-                return f"array {place}: {found}"
+                return f"array {index}: {found}"
         return ""
     if not isinstance(got, np.ndarray):
         return f"a {type(got).__name__} instead of an array"
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"{got.dtype}{list(got.shape)} instead of {wanted.dtype}{list(wanted.shape)}"
-    places = np.argwhere(got != wanted)
-    if not len(places):
+    indexes = np.argwhere(got != wanted)
+    if not len(indexes):
         return ""
-    where = tuple(int(one) for one in places[0])
+    where = tuple(int(one) for one in indexes[0])
     shown = where[0] if len(where) == 1 else where
-    more = f" ({len(places)} of {wanted.size} are wrong)" if len(places) > 1 else ""
+    more = f" ({len(indexes)} of {wanted.size} are wrong)" if len(indexes) > 1 else ""
     return f"index {shown} is {got[where]} instead of {wanted[where]}{more}"
 
 
@@ -170,16 +131,12 @@ def _pattern(dtype: str, op: str, rank: int, size: int) -> NDArray[Any]:
         return (mixed % 2).astype(kind)
     if op in ("and", "or", "xor"):
         return ((mixed * 37 + 11) % 128).astype(kind)
-    if (
-        op == "prod"
-    ):  # one rank brings a 2 to each element, so that products stay small on any number of ranks
+    if op == "prod":  # one rank has a 2 in each element: products stay small on many ranks
         signs = np.ones(PERIOD) if kind.kind == "u" else 1.0 - 2.0 * (mixed % 2)
         factors = np.where(index % size == rank, 2.0, 1.0) * signs
-        return (
-            (factors * np.where(mixed % 3 == 0, 1j, 1)).astype(kind)
-            if kind.kind == "c"
-            else factors.astype(kind)
-        )
+        if kind.kind == "c":
+            factors = factors * np.where(mixed % 3 == 0, 1j, 1)
+        return factors.astype(kind)
     values = mixed % 6 if kind.kind == "u" else mixed % 8 - 5
     if op == "mean" and size * 5 <= np.iinfo(np.int8).max:
         values = values * size  # so that the mean is a whole number
@@ -193,17 +150,14 @@ def _combined(dtype: str, op: str, ranks: tuple[int, ...], size: int) -> Any:
     kind = _dtype(dtype)
     parts = [_pattern(dtype, op, rank, size) for rank in ranks]
     if op in _LOCATING:
-        wide = (
-            np.stack([one.astype(np.float64) for one in parts])
-            if kind.kind == "V"
-            else np.stack(parts)
-        )
-        at = _LOCATING[op](wide, axis=0)  # of equal values, that of the lowest rank
+        if kind.kind == "V":
+            parts = [one.astype(np.float64) for one in parts]
+        wide = np.stack(parts)
+        at = _LOCATING[op](wide, axis=0)  # the lowest rank of equal values
         return np.take_along_axis(wide, at[None], axis=0)[0].astype(kind), np.asarray(ranks)[at]
     if not parts:
-        return np.full(
-            PERIOD, _identity(op, kind), np.float64 if op == "mean" and kind.kind in "iu" else kind
-        )
+        is_float = op == "mean" and kind.kind in "iu"
+        return np.full(PERIOD, _identity(op, kind), np.float64 if is_float else kind)
     if kind.kind in "fV":
         parts = [one.astype(np.float64) for one in parts]
     elif kind.kind == "c":
@@ -212,15 +166,15 @@ def _combined(dtype: str, op: str, ranks: tuple[int, ...], size: int) -> Any:
         parts, kind = [one.astype(np.float64) for one in parts], np.dtype(np.float64)
     with np.errstate(over="ignore"):
         total = reduce(_FOLDS[op], parts)
-    if op == "mean":  # complex division is not rounded once: it has to be that of the dtype itself
-        total = (
-            total.astype(kind) / kind.type(len(ranks)) if kind.kind == "c" else total / len(ranks)
-        )
+    if op == "mean" and kind.kind == "c":
+        # Complex division rounds more than once: divide in the dtype itself.
+        total = total.astype(kind) / kind.type(len(ranks))
+    elif op == "mean":
+        total = total / len(ranks)
     return np.asarray(total).astype(kind)
 
 
 def _identity(op: str, kind: np.dtype[Any]) -> Any:
-    """Return the value that changes nothing."""
     if op in ("min", "max"):
         if kind.kind == "b":
             return op == "min"

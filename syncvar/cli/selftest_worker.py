@@ -1,4 +1,7 @@
-"""What every rank of `syncvar test` does: call every collective with everything it takes, and look at every element."""
+"""Each rank of `syncvar test`: call every collective with all dtypes, ops and roots.
+
+It compares every element of every result.
+"""
 
 from __future__ import annotations
 
@@ -16,55 +19,30 @@ import numpy as np
 
 import syncvar as sv
 from syncvar.bootstrap.process import current
-from syncvar.cli.collective_registry import available, dtypes, has_result_like_input, ops_of
-from syncvar.cli.selftest import SelfTestResult, outcome_lines, parsed
+from syncvar.cli.collective_registry import dtypes, has_result_like_input, ops_of
 from syncvar.cli.selftest_inputs import FOLDED_OPS, Case, first_wrong, part
-from syncvar.core.errors import ConfigError, SyncvarError, TransportError
-from syncvar.core.settings import nearest
+from syncvar.cli.selftest_options import SelfTestResult, outcome_lines, parsed, wanted
+from syncvar.core.errors import SyncvarError, TransportError
 from syncvar.shm.channel_table import SEGMENT_BYTES, SMALL_BYTES
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from syncvar.cli.collective_registry import Collective
 
-__all__ = ["wanted", "work"]
 
 _MANY = 10_007
-_LONG_BYTES = (
-    SMALL_BYTES + 4096,
-    SEGMENT_BYTES,
-    SEGMENT_BYTES + 4096,
-)  # in shared memory each goes another way
+# Each of these sizes takes another path in shared memory.
+_LONG_BYTES = (SMALL_BYTES + 4096, SEGMENT_BYTES, SEGMENT_BYTES + 4096)
 _TURNS = 8
-_PLACES = (
-    "private",
-    "in shared memory",
-    "inside something private",
-    "inside something in shared memory",
-)
+_MEMORY = ("private", "in shared memory", "part of a private array", "part of a shared array")
 _FAILURES_MAX = 5
 _BARRIERS = 20
 
 
-def wanted(names: Sequence[str]) -> list[Collective]:
-    """Return the collectives to be tested.
-
-    Raises:
-        ConfigError: There is none of a name.
-    """
-    known = {one.name: one for one in available()}
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"unknown collective {name!r}{nearest(name, known)}: it is one of {', '.join(known)}"
-            )
-    return [one for one in known.values() if not names or one.name in names]
-
-
 def work(chosen: argparse.Namespace) -> int:
-    """Test as one rank of a job; returns the exit code: 1 when something was wrong on any rank."""
+    """Test as one rank of a job; return the exit code: 1 if a result was wrong on any rank."""
     path = current().transport.partition(":")[0] if sv.world_size() > 1 else "nothing: one process"
     mine: list[SelfTestResult] = []
     broken: SyncvarError | None = None
@@ -81,48 +59,40 @@ def work(chosen: argparse.Namespace) -> int:
             break
     if broken is None:
         every = sv.all_gather_object([[one.calls, one.failures] for one in mine])
-        for place, outcome in enumerate(mine):
-            outcome.failures = [words for rank in every for words in rank[place][1]]
+        for index, outcome in enumerate(mine):
+            outcome.failures = [words for rank in every for words in rank[index][1]]
     failed = any(outcome.failures for outcome in mine)
     if sv.rank() == 0 and chosen.result is not None:
-        Path(chosen.result).write_text(
-            json.dumps({"path": path, "outcomes": list(map(asdict, mine))}), "utf-8"
-        )
+        report = json.dumps({"path": path, "outcomes": list(map(asdict, mine))})
+        Path(chosen.result).write_text(report, "utf-8")
     elif sv.rank() == 0:
         print("\n".join(outcome_lines({path: mine})[0]), flush=True)
     if broken is not None:
         raise broken
-    if chosen.result is None:
-        return int(failed)
-    return 0
+    return int(failed and chosen.result is None)
 
 
 def _proves(one: Collective) -> str:
     size = sv.world_size()
     if one.name == "barrier":
-        return "nobody leaves before the last has come"
+        return "no rank leaves before the last has entered"
     if one.name == "send_recv" and size == 1:
         return "not called: it needs two ranks"
     if one.layout == "none":
-        return f"{one.gets}; {len(_objects(0))} kinds of plain data{', every root' if one.has_root else ''}"
+        roots = ", every root" * one.has_root
+        return f"{one.gets}; {len(_objects(0))} types of plain data{roots}"
     words = [one.gets, f"{len(dtypes())} dtypes"]
     if one.has_op:
         words.append(f"{len({op for dtype in dtypes() for op in ops_of(one, dtype)})} ops")
     if one.has_root:
         words.append("every root")
     parameters = signature(getattr(sv, one.functions[-1])).parameters
-    ways = ["out="] * ("out" in parameters and one.name != "all_to_all") + [
-        "in place"
-    ] * one.in_place
-    ways += ["async"] * ("async_op" in parameters) or ["brought in reverse order"]
-    ways.append("repeated with arrays anywhere")
-    return "; ".join(
-        [
-            *words,
-            f"counts {', '.join(map(str, _counts(size)))} and {_matrix(size)}",
-            ", ".join(ways),
-        ]
-    )
+    ways = ["out="] * ("out" in parameters and one.name != "all_to_all")
+    ways += ["in place"] * one.in_place
+    ways += ["async"] * ("async_op" in parameters) or ["inputs in reverse order"]
+    ways.append("repeated with arrays in private and shared memory")
+    counts = f"counts {', '.join(map(str, _counts(size)))} and {_matrix(size)}"
+    return "; ".join([*words, counts, ", ".join(ways)])
 
 
 def _counts(size: int) -> list[int]:
@@ -153,56 +123,50 @@ def _test_arrays(one: Collective, outcome: SelfTestResult) -> None:
         for op, shape in product(ops, shapes):
             root = next(number) % size
             case = Case(sv.rank(), size, shape, dtype, op or "sum", root)
-            for how, got in _ways(one, case, is_first=op == ops[0]):
-                what = f"{dtype}{f', {op}' if op else ''}, {_shape_text(shape)}{f', root {root}' if one.has_root else ''}"
-                _judge(outcome, f"{what}{how}", got, one.wanted(case), case, one)
+            for way, got in _ways(one, case, is_first=op == ops[0]):
+                title = f"{dtype}{f', {op}' if op else ''}, {_shape_text(shape)}"
+                title += f", root {root}" * one.has_root + way
+                _judge(outcome, title, got, case, one)
     _test_places(one, outcome)
 
 
 def _test_places(one: Collective, outcome: SelfTestResult) -> None:
-    """Repeat calls until they are prepared and beyond, while the array of each rank lies elsewhere each time."""
+    """Repeat calls, beyond the point where they are cached, with arrays in different memory."""
     rank, size = sv.rank(), sv.world_size()
     draw = np.random.default_rng(0)
     for nbytes in _LONG_BYTES:
         case = Case(rank, size, one.shape(nbytes // 4, size), root=size - 1)
         x, target = one.contribution(case), one.wanted(case)
         for turn in range(_TURNS):
-            where = _PLACES[draw.integers(0, len(_PLACES), size)[rank]]
+            where = _MEMORY[draw.integers(0, len(_MEMORY), size)[rank]]
             is_same = one.in_place and turn % 2 == 0
             mine = _placed(where, x if x is not None else part(case, rank) if is_same else None)
             out = {"out": mine} if is_same and target is not None else {}
-            what = f"call {turn + 1} of {_shape_text(case.shape)}{', in place' if is_same else ''}, {where}"
-            _judge(
-                outcome,
-                what,
-                partial(one.call, case, None if x is None else mine, **out),
-                target,
-                case,
-                one,
-            )
+            title = f"call {turn + 1} of {_shape_text(case.shape)}{', in place' * is_same}, {where}"
+            call = partial(one.call, case, None if x is None else mine, **out)
+            _judge(outcome, title, call, case, one)
 
 
 def _placed(where: str, x: Any) -> Any:
-    """Return a copy of an array that lies in private memory, in shared memory, or inside something larger."""
+    """Return a copy of an array in the named memory."""
     if x is None:
         return None
-    make = np.empty if where.endswith("private") else sv.empty
-    made = (
-        make(x.size + 2, x.dtype)[1:-1].reshape(x.shape)
-        if where.startswith("inside")
-        else make(x.shape, x.dtype)
-    )
-    made[...] = x
-    return made
+    make = np.empty if "private" in where else sv.empty
+    if where.startswith("part"):
+        copy = make(x.size + 2, x.dtype)[1:-1].reshape(x.shape)
+    else:
+        copy = make(x.shape, x.dtype)
+    copy[...] = x
+    return copy
 
 
 def _ways(
     one: Collective, case: Case, *, is_first: bool
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the ways in which a case is called: plainly; with one dtype's first op also with out=, in place, later."""
+    """Yield calls of a case; with the first op of a dtype also with out=, in place and async."""
     x = one.contribution(case)
     if x is None and case.rank % 2 and one.name == "broadcast":
-        x = part(case, case.rank)  # others than the root pass None, or an array of the same shape
+        x = part(case, case.rank)  # other ranks pass None, or an array of the same shape
     yield "", lambda: _unchanged(one, case, x)
     parameters = signature(getattr(sv, one.functions[-1])).parameters
     if case.shape != (_MANY,) or not is_first:
@@ -212,22 +176,22 @@ def _ways(
         out = None if target is None else np.zeros_like(target)
         yield ", out=", lambda: one.call(case, x, out=out)
     if one.in_place and has_result_like_input(case):
-        for words, made in (("in place", np.empty), ("in place, resident", sv.empty)):
-            same = None if x is None and target is None else made(case.shape, part(case, 0).dtype)
+        for words, make in (("in place", np.empty), ("in place, resident", sv.empty)):
+            same = None if x is None and target is None else make(case.shape, part(case, 0).dtype)
             if same is not None and x is not None:
                 same[...] = x
             if target is not None or x is not None:
-                yield f", {words}", _in_place(one, case, same, x, target)
+                yield f", {words}", _overwriting(one, case, same, x, target)
     if "async_op" in parameters:
         yield ", async", lambda: one.call(case, x, async_op=True).wait()
 
 
-def _in_place(one: Collective, case: Case, same: Any, x: Any, target: Any) -> Callable[[], Any]:
+def _overwriting(one: Collective, case: Case, same: Any, x: Any, target: Any) -> Callable[[], Any]:
     return lambda: one.call(case, None if x is None else same, out=None if target is None else same)
 
 
 def _unchanged(one: Collective, case: Case, x: Any) -> Any:
-    """Make the call, and make sure that it leaves alone what it was given."""
+    """Make the call, and check that it does not change its input."""
     before = None if x is None else x.copy()
     result = one.call(case, x)
     changed = "" if x is None else first_wrong(x, before)
@@ -237,23 +201,18 @@ def _unchanged(one: Collective, case: Case, x: Any) -> Any:
 
 
 def _judge(
-    outcome: SelfTestResult,
-    what: str,
-    call: Callable[[], Any],
-    target: Any,
-    case: Case,
-    one: Collective,
+    outcome: SelfTestResult, title: str, call: Callable[[], Any], case: Case, one: Collective
 ) -> None:
     outcome.calls += 1
     try:
-        words = first_wrong(call(), target)
+        words = first_wrong(call(), one.wanted(case))
     except TransportError as error:
-        _fail(outcome, case.rank, f"{one.name}: {what}: {type(error).__name__}: {error}")
+        _fail(outcome, case.rank, f"{one.name}: {title}: {type(error).__name__}: {error}")
         raise
     except (SyncvarError, AssertionError, ValueError, TypeError, IndexError) as error:
         words = f"{type(error).__name__}: {error}"
     if words:
-        _fail(outcome, case.rank, f"{one.name}: {what}: {words}")
+        _fail(outcome, case.rank, f"{one.name}: {title}: {words}")
 
 
 def _fail(outcome: SelfTestResult, rank: int, words: str) -> None:
@@ -262,49 +221,36 @@ def _fail(outcome: SelfTestResult, rank: int, words: str) -> None:
 
 
 def _test_barrier(outcome: SelfTestResult) -> None:
-    """Nobody may leave before the last has come: the clock is the same for all processes of a host."""
+    """Check that no rank leaves before the last has entered, by the clock of the host."""
     rank, size = sv.rank(), sv.world_size()
     for turn in range(_BARRIERS):
         if turn % size == rank:
-            time.sleep(0.002)  # somebody else is late each time
-        came = time.monotonic()
+            time.sleep(0.002)  # another rank is late each time
+        entered = time.monotonic()
         sv.barrier()
         left = time.monotonic()
         outcome.calls += 1
-        every = sv.all_gather_object([came, left])
+        every = sv.all_gather_object([entered, left])
         if sv.host_count() == 1 and min(one[1] for one in every) < max(one[0] for one in every):
-            _fail(outcome, rank, f"barrier: turn {turn}: a rank left before the last had come")
+            _fail(outcome, rank, f"barrier: turn {turn}: a rank left before the last had entered")
 
 
 def _test_objects(one: Collective, outcome: SelfTestResult) -> None:
     rank, size = sv.rank(), sv.world_size()
-    for root in range(size):
-        for kind in range(len(_objects(0))):
-            everyone = [_objects(who)[kind] for who in range(size)]
-            call, target = _object_call(one.name, everyone, rank, root)
-            outcome.calls += 1
-            try:
-                got = call()
-            except TransportError as error:
-                _fail(
-                    outcome,
-                    rank,
-                    f"{one.name}: object {kind}, root {root}: {type(error).__name__}: {error}",
-                )
+    for root, index in product(range(size), range(len(_objects(0)))):
+        everyone = [_objects(other)[index] for other in range(size)]
+        call, target = _object_call(one.name, everyone, rank, root)
+        title = f"{one.name}: object {index}, root {root}"
+        outcome.calls += 1
+        try:
+            got = call()
+        except SyncvarError as error:
+            _fail(outcome, rank, f"{title}: {type(error).__name__}: {error}")
+            if isinstance(error, TransportError):
                 raise
-            except SyncvarError as error:
-                _fail(
-                    outcome,
-                    rank,
-                    f"{one.name}: object {kind}, root {root}: {type(error).__name__}: {error}",
-                )
-                continue
-            if _plain(got) != _plain(target):
-                _fail(
-                    outcome,
-                    rank,
-                    f"{one.name}: object {kind}, root {root}: {got!r} instead of {target!r}"[:300],
-                )
+            continue
+        if _plain(got) != _plain(target):
+            _fail(outcome, rank, f"{title}: {got!r} instead of {target!r}"[:300])
 
 
 def _object_call(

@@ -1,4 +1,4 @@
-"""`syncvar stacks`: where the ranks and servers of a running job stand, as its launcher is told by them."""
+"""`syncvar stacks`: the stacks of the ranks and servers of a running job, from its launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["add_options", "run", "stacks_text"]
 
 _SOCKET = "inquiries"
 _LIMIT_S = 5.0  # the launcher itself waits 2 s for its ranks
@@ -51,15 +50,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Print where the ranks of a job stand; returns 1 where one of them does not answer.
-
-    Raises:
-        ConfigError: No such job runs, or it cannot be asked.
-    """
+    """Print the stacks of a job; return 1 if a rank does not answer."""
     path, others = _find(chosen.job, os.environ)
     if others:
         sys.stderr.write(
-            f"syncvar: {len(others) + 1} jobs are running; this is the newest. The others: {'; '.join(map(_named, others))}\n"
+            f"syncvar: {len(others) + 1} jobs are running; this is the newest. The others: "
+            f"{'; '.join(map(_named, others))}\n"
         )
     answer = _ask(path, question="stacks", all_threads=chosen.all_threads)
     if answer is None:
@@ -73,13 +69,7 @@ def run(chosen: argparse.Namespace) -> int:
 def stacks_text(
     answer: Mapping[str, Any], *, all_threads: bool = False, verbose: bool = False
 ) -> str:
-    """Return the stacks of all ranks and servers, equal ones once.
-
-    Args:
-        answer: What the launcher says: "job" and "ranks".
-        all_threads: Not of the main thread alone.
-        verbose: With all frames.
-    """
+    """Return the stacks of all ranks and servers, equal ones once."""
     folder = answer["job"]["folder"]
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank in answer["ranks"]:
@@ -88,17 +78,14 @@ def stacks_text(
             frames = [StackFrame(*frame) for frame in raw]
             if all_threads:
                 lines.append("main thread:" if is_main else f"thread {ident}:")
+            indent = "  " * all_threads
             kept = frames if verbose else shown(frames) or frames[:1]
-            lines += [
-                f"{'  ' * all_threads}{frame.file}:{frame.line or '?'} in {frame.name}"
-                for frame in kept
-            ]
+            lines += [f"{indent}{one.file}:{one.line or '?'} in {one.name}" for one in kept]
         groups.setdefault(tuple(lines), []).append(rank["rank"])
     blocks = [f"job {_named(answer['job'])}\n"]
     for (headline, *rest), ranks in groups.items():
-        blocks.append(
-            "".join([f"{process_list(ranks)}: {headline}\n", *(f"  {line}\n" for line in rest)])
-        )
+        blocks.append(f"{process_list(ranks)}: {headline}\n")
+        blocks += [f"  {line}\n" for line in rest]
     return "".join(blocks)
 
 
@@ -106,29 +93,27 @@ def _headline(rank: Mapping[str, Any], folder: str) -> str:
     if rank["threads"] is None:
         return f"does not answer within 2 s (process {rank['pid']}); {rank['position']}"
     main = next((frames for _, is_main, frames in rank["threads"] if is_main), None)
-    place = (
-        rank["instead"] if main is None else where([StackFrame(*frame) for frame in main], folder)
-    )
-    return doing(rank["position"], place)
+    if main is None:
+        return doing(rank["position"], rank["instead"])
+    return doing(rank["position"], where([StackFrame(*frame) for frame in main], folder))
 
 
 def _named(job: Mapping[str, Any]) -> str:
     ranks = f"{job['workers']} rank{'s' * (job['workers'] != 1)}"
     if servers := job["servers"]:
         ranks += f" and {servers} server{'s' * (servers != 1)}"
-    return f"{job['name']}: {ranks}, launcher {job['pid']}, since {job['lasted_s']:.0f} s: {job['command']}"
+    since = f"since {job['lasted_s']:.0f} s"
+    return f"{job['name']}: {ranks}, launcher {job['pid']}, {since}: {job['command']}"
 
 
 # -- finding the job -------------------------------------------------------------------------------
 
 
 def _find(name: str | None, environ: Mapping[str, str]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the socket of a job, and the other jobs that run where none was named."""
+    """Return the socket of a job, and without a name also the other running jobs."""
     folders = _folders(environ)
     if name is not None and name.isdigit():
-        folders += [
-            folder for folder in _folders(_environment_of(int(name))) if folder not in folders
-        ]
+        folders = list(dict.fromkeys([*folders, *_folders(_environment_of(int(name)))]))
     found: list[tuple[str, dict[str, Any]]] = []
     for folder in folders:
         with contextlib.suppress(OSError):
@@ -141,46 +126,46 @@ def _find(name: str | None, environ: Mapping[str, str]) -> tuple[str, list[dict[
     if name is None:
         if not found:
             raise ConfigError(
-                f"no job of yours is running that syncvar-launch or sv.run has started (looked in {', '.join(folders)})"
-                f"{_jobs_of_other_launchers(folders)}"
+                "no job of yours is running that syncvar-launch or sv.run has started (looked in "
+                f"{', '.join(folders)}){_jobs_of_other_launchers(folders)}"
             )
         return found[0][0], [job for _, job in found[1:]]
-    named = [one for one in found if name == str(one[1]["pid"])] or [
-        one for one in found if one[1]["name"].startswith(name)
-    ]
+    named = [one for one in found if name == str(one[1]["pid"])]
+    named = named or [one for one in found if one[1]["name"].startswith(name)]
     if len(named) > 1:
         raise ConfigError(
-            f"{len(named)} jobs have names that begin with {name!r}: {'; '.join(_named(job) for _, job in named)}"
+            f"{len(named)} jobs have names that begin with {name!r}: "
+            f"{'; '.join(_named(job) for _, job in named)}"
         )
     if not named:
-        raise ConfigError(
-            _why_not_found(name, [job for _, job in found]) + _jobs_of_other_launchers(folders)
-        )
+        reason = _unknown_job(name, [job for _, job in found])
+        raise ConfigError(reason + _jobs_of_other_launchers(folders))
     return named[0][0], []
 
 
-def _why_not_found(name: str, jobs: Sequence[Mapping[str, Any]]) -> str:
-    running = (
-        f"; running: {'; '.join(map(_named, jobs))}" if jobs else "; no job of yours is running"
-    )
+def _unknown_job(name: str, jobs: Sequence[Mapping[str, Any]]) -> str:
+    running = "; no job of yours is running"
+    if jobs:
+        running = f"; running: {'; '.join(map(_named, jobs))}"
     if name.isdigit():
         with contextlib.suppress(OSError):
             owner = os.stat(f"/proc/{name}").st_uid
             if owner != os.getuid():
-                return f"process {name} belongs to {_user(owner)}: only its own user can ask a job where its ranks stand"
+                return f"process {name} belongs to {_user(owner)}, who alone can ask for its stacks"
             return f"process {name} is not the syncvar-launch of a running job{running}"
     return f"no running job is called {name!r}, and no launcher has that process number{running}"
 
 
 def _jobs_of_other_launchers(folders: Sequence[str]) -> str:
-    """Return a sentence about jobs that cannot be asked, because another launcher has started them; empty where none runs."""
+    """Describe jobs of other launchers, which this command cannot ask; "" if there are none."""
     holders = [holder for folder in folders for holder in holders_of_meetings(Path(folder))]
     if not holders:
         return ""
     return (
-        f". mpirun, srun or another launcher has started {len(holders)} that run{'s' * (len(holders) == 1)} here "
-        f"(first rank: {', '.join(holders)}): syncvar stacks asks syncvar-launch, which such a job does not have. "
-        f"`py-spy dump --pid PROCESS` shows where one rank stands"
+        f". mpirun, srun or another launcher has started {len(holders)} that "
+        f"run{'s' * (len(holders) == 1)} here (first rank: {', '.join(holders)}): syncvar stacks "
+        "asks syncvar-launch, which such a job does not have. `py-spy dump --pid PROCESS` shows "
+        "where one rank stands"
     )
 
 
@@ -192,10 +177,10 @@ def _user(number: int) -> str:
 
 
 def _folders(environ: Mapping[str, str]) -> list[str]:
-    """Return where the private folders of this user's jobs may be."""
+    """Return the possible private folders of this user's jobs."""
     user = os.getuid()
     parents = [environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"]
-    shared = [environ.get("TMPDIR", ""), "/tmp"]  # noqa: S108  (who listens there is looked at)
+    shared = [environ.get("TMPDIR", ""), "/tmp"]  # noqa: S108  (`_ask` checks the owner)
     found = [os.path.join(parent, "syncvar") for parent in parents if parent]
     found += [os.path.join(parent, f"syncvar-{user}") for parent in shared if parent]
     return list(dict.fromkeys(found))
@@ -209,7 +194,7 @@ def _environment_of(pid: int) -> dict[str, str]:
 
 
 def _ask(path: str, **request: Any) -> dict[str, Any] | None:
-    """Return what a launcher answers; None where there is none of this user, or no answer."""
+    """Return a launcher's answer; None without a launcher of this user, or without an answer."""
     with (
         contextlib.suppress(OSError, ValueError, msgpack.UnpackException),
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end,

@@ -1,4 +1,4 @@
-"""Start this package's own workers, for a command that needs some: through the launcher, as a child."""
+"""Start workers through the launcher as a child, for `syncvar bench` and `syncvar test`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from syncvar.core.environment import PREFIX, RankEnvironment
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["is_launched", "start_workers"]
 
-_OF_A_RANK = tuple(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
+_RANK_VARIABLES = tuple(RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping())
 _STATUS = PREFIX + "STATUS_FD"
 
 
@@ -33,20 +32,10 @@ def start_workers(
     timeout_s: float | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> int:
-    """Run a module as every rank of a new job and wait for its end.
+    """Run a module as every rank of a new job; return the launcher's exit code.
 
-    What rank 0 writes to the descriptor that it is told by `--report-to` appears on our standard output without the
-    mark of its rank. If this process goes, so does the job.
-
-    Args:
-        module: To run by `-m`.
-        arguments: Its arguments.
-        workers: How many ranks, or "auto".
-        timeout_s: Limit of the whole job.
-        settings: Further variables for the launcher.
-
-    Returns:
-        The launcher's exit code.
+    `--report-to` gives rank 0 a descriptor: text written there appears on our standard output
+    without the prefix of the rank. The job ends with this process.
     """
     options = ["--workers", workers]
     if timeout_s is not None:
@@ -54,22 +43,14 @@ def start_workers(
     sys.stdout.flush()
     report = os.dup(1)
     alive_read, alive_write = os.pipe2(os.O_CLOEXEC)
-    environ = {
-        name: value for name, value in os.environ.items() if name not in (*_OF_A_RANK, _STATUS)
-    }
+    removed = (*_RANK_VARIABLES, _STATUS)
+    environ = {name: value for name, value in os.environ.items() if name not in removed}
     environ |= settings or {}
     environ |= {"SYNCVAR_PASS_FDS": str(report), "SYNCVAR_PARENT_FD": str(alive_read)}
-    command = [
-        *command_of("syncvar_launcher.main"),
-        *options,
-        "-m",
-        module,
-        "--report-to",
-        str(report),
-        *arguments,
-    ]
+    command = [*command_of("syncvar_launcher.main"), *options, "-m", module]
+    command += ["--report-to", str(report), *arguments]
     try:
-        # In a session of its own it gets no Ctrl-C but ours: what a terminal sends to all, and `kill` to one, is the same.
+        # Its own session shields it from Ctrl-C in a terminal; we forward the signal ourselves.
         process = subprocess.Popen(  # noqa: S603
             command,
             env=environ,

@@ -1,8 +1,8 @@
-"""A trace of all ranks in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""A trace of all ranks in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 
-A process of the trace is a rank, a row is a group (with more rows where its calls overlap), a slice is an operation. In
-a slice lies another one where the rank waits for the last to come; an arrow leads from the beginning of that last
-rank's slice to the end of each slice that had to wait for it. Long arrows from one rank mean that it is late.
+A process of the trace is a rank, a row is a group (more rows if its calls overlap), a slice is an
+operation. A slice inside it is the wait for the last rank. An arrow leads from the start of that
+rank's slice to the end of each slice that waited. Long arrows from one rank mean that it is late.
 """
 
 from __future__ import annotations
@@ -17,35 +17,22 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.flight_recorder.call_record import Event
 
-__all__ = ["merged", "stragglers", "unaligned"]
 
 _EVENTS_ROW = 0
 
 
 def merged(records: Sequence[FlightRecord]) -> dict[str, Any]:
-    """Return the trace of the records, ready to be written as JSON.
-
-    Args:
-        records: Of all ranks that left one.
-    """
+    """Return the trace of the records of all ranks, ready for JSON."""
     zero = min((record.events[0].began_ns for record in records if record.events), default=0)
     events: list[dict[str, Any]] = []
     groups = names_of(records)
     for record in records:
-        label = process_name(record.rank) + (
-            f" generation {record.generation}" if record.generation else ""
-        )
-        pid = record.generation * 1_000_000 + record.rank
+        label = process_name(record.rank)
+        if record.generation:
+            label += f" generation {record.generation}"
+        pid = _pid_of(record)
         events.append(_about("process_name", pid, 0, label))
-        events.append(
-            {
-                "ph": "M",
-                "name": "process_sort_index",
-                "pid": pid,
-                "tid": 0,
-                "args": {"sort_index": pid},
-            }
-        )
+        events.append(_about("process_sort_index", pid, 0, pid, "sort_index"))
         events.append(_about("process_labels", pid, 0, record.host, "labels"))
         rows, names = _rows(record, groups)
         events += [_about("thread_name", pid, row, name) for row, name in sorted(names.items())]
@@ -61,40 +48,38 @@ def merged(records: Sequence[FlightRecord]) -> dict[str, Any]:
 
 
 def stragglers(records: Sequence[FlightRecord]) -> list[tuple[int, int, float]]:
-    """Return (rank, calls to which it came last, seconds that others waited for it), the most waited for first.
-
-    Args:
-        records: Of all ranks that left one.
-    """
+    """Return (rank, calls that it entered last, seconds that others waited), longest wait first."""
     last_in: dict[int, int] = {}
     waited_ns: dict[int, int] = {}
     for generation in {record.generation for record in records}:
-        for calls in calls_of(
-            [record for record in records if record.generation == generation]
-        ).values():
+        some = [record for record in records if record.generation == generation]
+        for calls in calls_of(some).values():
             for events in calls.values():
                 if len(events) > 1:
                     last = max(events, key=lambda rank: (events[rank].began_ns, rank))
                     last_in[last] = last_in.get(last, 0) + 1
                     first = min(event.began_ns for event in events.values())
                     waited_ns[last] = waited_ns.get(last, 0) + events[last].began_ns - first
-    return sorted(
-        ((rank, last_in[rank], waited_ns[rank] / 1e9) for rank in last_in), key=lambda one: -one[2]
-    )
+    found = [(rank, last_in[rank], waited_ns[rank] / 1e9) for rank in last_in]
+    return sorted(found, key=lambda one: -one[2])
 
 
 def unaligned(records: Iterable[FlightRecord]) -> list[str]:
-    """Return the hosts, if the clocks of the records are not known to be the same."""
+    """Return the hosts if their clocks may differ, else an empty list."""
     hosts = {record.boot: record.host for record in records}
     return sorted(hosts.values()) if len(hosts) > 1 else []
 
 
-def _about(what: str, pid: int, tid: int, name: str, key: str = "name") -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {key: name}}
+def _pid_of(record: FlightRecord) -> int:
+    return record.generation * 1_000_000 + record.rank
+
+
+def _about(title: str, pid: int, tid: int, value: Any, key: str = "name") -> dict[str, Any]:
+    return {"ph": "M", "name": title, "pid": pid, "tid": tid, "args": {key: value}}
 
 
 def _rows(record: FlightRecord, groups: dict[int, str]) -> tuple[dict[Event, int], dict[int, str]]:
-    """Return the row of each event, and the rows' names: calls of a group that overlap have rows of their own."""
+    """Return the row of each event, and the names of the rows; overlapping calls get extra rows."""
     rows: dict[Event, int] = {}
     names: dict[int, str] = {}
     lanes: dict[int, list[tuple[int, int]]] = {}  # group -> (row, end of its last slice)
@@ -141,49 +126,37 @@ def _drawn(
     }
     if event.detail:
         arguments["detail"] = event.detail
-    end = max(event.ended_ns or record.written, event.began_ns)
-    return [
-        at
-        | {"ph": "X", "cat": "operation", "dur": (end - event.began_ns) / 1000, "args": arguments}
-    ]
+    lasted = max(event.ended_ns or record.written, event.began_ns) - event.began_ns
+    return [at | {"ph": "X", "cat": "operation", "dur": lasted / 1000, "args": arguments}]
 
 
 def _arrows(records: Sequence[FlightRecord], zero: int) -> list[dict[str, Any]]:
-    """Return the waits and the arrows of the calls of a generation."""
+    """Return the waits and the arrows of the calls of one attempt."""
     by_rank = {record.rank: record for record in records}
-    places = {record.rank: _rows(record, {})[0] for record in records}
+    rows = {record.rank: _rows(record, {})[0] for record in records}
     drawn: list[dict[str, Any]] = []
     for group, calls in calls_of(records).items():
         for call, events in calls.items():
             if len(events) < 2 or len({event.fingerprint for event in events.values()}) > 1:
                 continue
             last = max(events, key=lambda rank: (events[rank].began_ns, rank))
-            came = events[last].began_ns
-            start = _place(by_rank[last], places[last][events[last]], came, zero)
+            entered = events[last].began_ns
+            start = _point(by_rank[last], rows[last][events[last]], entered, zero)
             for rank, event in sorted(events.items()):
                 end = event.ended_ns
-                if rank == last or not event.began_ns < came < end:
+                if rank == last or not event.began_ns < entered < end:
                     continue  # it did not wait
-                place = _place(by_rank[rank], places[rank][event], event.began_ns, zero)
+                point = _point(by_rank[rank], rows[rank][event], event.began_ns, zero)
                 about = {"args": {"for_rank": last, "call": number_of(records, group, call)}}
-                wait = {
-                    "ph": "X",
-                    "cat": "wait",
-                    "name": f"wait for rank {last}",
-                    "dur": (came - event.began_ns) / 1000,
-                }
-                drawn.append(place | wait | about)
-                arrow = {
-                    "cat": "waited for",
-                    "name": "came",
-                    "id": f"{by_rank[rank].generation}.{group}.{call}.{rank}",
-                }
+                wait = {"ph": "X", "cat": "wait", "name": f"wait for rank {last}"}
+                drawn.append(point | wait | about | {"dur": (entered - event.began_ns) / 1000})
+                ident = f"{by_rank[rank].generation}.{group}.{call}.{rank}"
+                arrow = {"cat": "waited for", "name": "came", "id": ident}
                 drawn.append(start | arrow | {"ph": "s"})
-                drawn.append(
-                    place | arrow | {"ph": "f", "bp": "e", "ts": _us(max(end - 1, came), zero)}
-                )
+                head = {"ph": "f", "bp": "e", "ts": _us(max(end - 1, entered), zero)}
+                drawn.append(point | arrow | head)
     return drawn
 
 
-def _place(record: FlightRecord, row: int, ns: int, zero: int) -> dict[str, Any]:
-    return {"pid": record.generation * 1_000_000 + record.rank, "tid": row, "ts": _us(ns, zero)}
+def _point(record: FlightRecord, row: int, ns: int, zero: int) -> dict[str, Any]:
+    return {"pid": _pid_of(record), "tid": row, "ts": _us(ns, zero)}

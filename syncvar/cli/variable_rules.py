@@ -1,4 +1,4 @@
-"""The rules of the variable layer as one table, made from the table that decides."""
+"""`syncvar rules`: the decision table of variables (`variables.policy`) in Markdown."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from syncvar.variables.policy import (
     VariableSynchronization,
     decide,
 )
-
-__all__ = ["rules_text"]
 
 _WORDS = {
     (Travel.NOTHING, Effect.RETURN): "own copy",
@@ -39,34 +37,23 @@ _Cells = tuple[str, ...]
 
 
 def rules_text() -> str:
-    """Return the table in Markdown; rows and columns that say the same are joined.
-
-    Example:
-        >>> print(rules_text().splitlines()[0])
-        | operation | synchronization | aggregation | replica | cross, merge | spmd |
-    """
+    """Return the table; rows and columns with equal cells are joined."""
     joined = _columns()
-    lines = [
-        "| operation | synchronization | aggregation | "
-        + " | ".join(", ".join(c.value for c in same) for same in joined)
-        + " |",
-        "|---" * (3 + len(joined)) + "|",
-    ]
+    titles = ["operation", "synchronization", "aggregation"]
+    titles += [", ".join(context.value for context in same) for same in joined]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for operations, rows in _operations():
         for synchronizations, aggregations, cells in rows:
             shown = [cells[_CONTEXTS.index(same[0])] for same in joined]
-            lines.append(
-                f"| {operations} | {synchronizations} | {aggregations} | "
-                + " | ".join(shown)
-                + " |"
-            )
+            row = " | ".join([operations, synchronizations, aggregations, *shown])
+            lines.append(f"| {row} |")
     return "\n".join(lines) + "\n"
 
 
 def _cell(action: Action) -> str:
-    return (
-        action.error.__name__ if action.error is not None else _WORDS[action.travel, action.effect]
-    )
+    if action.error is not None:
+        return action.error.__name__
+    return _WORDS[action.travel, action.effect]
 
 
 def _cells(s: VariableSynchronization, a: VariableAggregation, o: AccessKind) -> _Cells:
@@ -74,7 +61,7 @@ def _cells(s: VariableSynchronization, a: VariableAggregation, o: AccessKind) ->
 
 
 def _columns() -> list[list[CallContext]]:
-    """Return the contexts, those together that agree in every cell."""
+    """Return the contexts, in groups that agree in every cell."""
     joined: list[list[CallContext]] = []
     for context in _CONTEXTS:
         for same in joined:
@@ -92,7 +79,7 @@ def _columns() -> list[list[CallContext]]:
 
 
 def _operations() -> list[tuple[str, list[tuple[str, str, _Cells]]]]:
-    """Return the operations with their rows, those together whose rows are the same."""
+    """Return the operations with their rows, in groups with equal rows."""
     groups: list[tuple[list[str], list[tuple[str, str, _Cells]]]] = []
     for operation in AccessKind:
         rows = _rows(operation)
@@ -106,14 +93,13 @@ def _operations() -> list[tuple[str, list[tuple[str, str, _Cells]]]]:
 
 
 def _rows(operation: AccessKind) -> list[tuple[str, str, _Cells]]:
-    """Return (synchronizations, aggregations, cells), joined first over aggregations, then over synchronizations."""
+    """Return (synchronizations, aggregations, cells), joined over aggregations first."""
     by_aggregations: dict[tuple[str, _Cells], list[str]] = {}
     for synchronization in VariableSynchronization:
         same: dict[_Cells, list[str]] = {}
         for aggregation in VariableAggregation:
-            same.setdefault(_cells(synchronization, aggregation, operation), []).append(
-                aggregation.name
-            )
+            cells = _cells(synchronization, aggregation, operation)
+            same.setdefault(cells, []).append(aggregation.name)
         for cells, aggregations in same.items():
             every = len(aggregations) == len(VariableAggregation)
             shown = "any" if every else ", ".join(aggregations)

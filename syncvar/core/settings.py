@@ -1,7 +1,8 @@
-"""Every knob of the runtime: name, unit, default, range and meaning in one table.
+"""Every runtime setting: name, unit, default, range and meaning in one table.
 
-A knob is set by a command line option of the launcher, by the variable `SYNCVAR_<NAME>`, by the `[runtime]` table of
-a TOML file, or by its default, in this order. The launcher hands its result to the workers as variables.
+A setting comes from, in this order: an option of the launcher, the variable `SYNCVAR_<NAME>`, the
+table `[runtime]` of a TOML file, its default. The launcher passes the values to the workers in
+environment variables. Docs, help and config files are generated from this table.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from syncvar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-__all__ = ["RuntimeConfig", "Setting", "doubtful_variables", "nearest"]
 
 _INTERNAL = frozenset(
     PREFIX + name
@@ -41,19 +40,14 @@ _BETWEEN_HOSTS = {
     "control-only": "unencrypted tcp with encrypted control",
     "off": "unencrypted tcp",
 }
-_FIRST_PAUSE_S = 0.4  # of TCP: 0.2 s and the time of a round
+_FIRST_RETRY_S = 0.4  # pause before TCP's first retransmission: 0.2 s, and one round trip
 _OPENED = (
-    "whoever reaches the ports of this job can read and change what its hosts send, and end it"
+    "anyone who reaches the ports of this job can read and change what its hosts send, and end it"
 )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return " (did you mean …?)" for the known name closest to `name`, or an empty text.
-
-    Example:
-        >>> nearest("worker", ["workers", "timeout"])
-        ' (did you mean workers?)'
-    """
+    """Return " (did you mean …?)" for the known name closest to `name`, or an empty text."""
     import difflib  # only a wrong name needs it
 
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
@@ -61,18 +55,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class Setting:
-    """One knob.
+    """One setting.
 
     Args:
-        default: Its value where nothing else is said.
-        unit: "s", "B", or what else it counts or names; empty for a choice.
-        text: What it is, in words.
-        low: The least value of a number.
-        choices: The texts that it may be; empty for any.
-        is_shared: All ranks must have it alike, for results depend on it.
-
-    Attributes:
-        name: As the settings have it.
+        default: Value if nothing sets it.
+        unit: "s", "B" or another unit; empty for a choice.
+        text: Meaning, for docs and help.
+        low: Least value of a number.
+        choices: Allowed texts; empty for any.
+        is_shared: Whether all ranks must have the same value, because results depend on it.
     """
 
     __slots__ = ("choices", "default", "is_shared", "low", "name", "text", "unit")
@@ -99,7 +90,7 @@ class Setting:
         self.name = name
 
     def check(self, value: Any) -> None:
-        """Refuse a value that it cannot have, with a ConfigError that names it."""
+        """Raise ConfigError if the setting cannot have this value."""
         if self.choices:
             if value not in self.choices:
                 raise ConfigError(
@@ -122,7 +113,7 @@ class Setting:
             )
 
 
-def _knob(
+def _setting(
     unit: str,
     text: str,
     low: float = 0.0,
@@ -134,30 +125,30 @@ def _knob(
     return Setting(default, unit, text, low, choices, is_shared=is_shared)
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(_knob,))
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(_setting,))
 class _Settings:
-    """What a frozen dataclass would be, which costs several times as much to load: every start of a job waits for it."""
+    """Base like a frozen dataclass; dataclasses take several times as long to import."""
 
     def __init__(self, **values: Any) -> None:
-        knobs = type(self).knobs()
-        if unknown := values.keys() - {knob.name for knob in knobs}:
+        settings = type(self).knobs()
+        if unknown := values.keys() - {setting.name for setting in settings}:
             raise TypeError(f"there is no setting {', '.join(sorted(unknown))}")
-        for knob in knobs:
-            value = values.get(knob.name, knob.default)
-            knob.check(value)
-            self.__dict__[knob.name] = value
+        for setting in settings:
+            value = values.get(setting.name, setting.default)
+            setting.check(value)
+            self.__dict__[setting.name] = value
 
     @classmethod
     def knobs(cls) -> tuple[Setting, ...]:
-        """Return every knob, in order."""
-        return tuple(knob for knob in vars(cls).values() if isinstance(knob, Setting))
+        """Return every setting, in order."""
+        return tuple(item for item in vars(cls).values() if isinstance(item, Setting))
 
     def replaced(self, **values: Any) -> Self:
-        """Return these settings with some values instead of theirs."""
+        """Return a copy with other values."""
         return type(self)(**{**self.__dict__, **values})
 
     def __setattr__(self, name: str, _value: object) -> None:
-        raise AttributeError(f"{name} cannot be set: settings do not change")
+        raise AttributeError(f"{name} cannot be set: settings are constant while a job runs")
 
     def __eq__(self, other: object) -> bool:
         return self.__dict__ == other.__dict__ if isinstance(other, type(self)) else NotImplemented
@@ -166,248 +157,247 @@ class _Settings:
         return hash(tuple(self.__dict__.values()))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__dict__.items())})"
+        values = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items())
+        return f"{type(self).__name__}({values})"
 
 
 class RuntimeConfig(_Settings):
-    """The knobs, all with defaults.
+    """All settings of the runtime, each with a default.
 
     Example:
         >>> RuntimeConfig.from_mapping({"SYNCVAR_LOST_AFTER_S": "1.5"}).lost_after_s
         1.5
     """
 
-    rendezvous_timeout_s: float = _knob("s", "longest wait for all ranks to meet", default=300.0)
-    handshake_timeout_s: float = _knob(
+    rendezvous_timeout_s: float = _setting("s", "longest wait for all ranks to meet", default=300.0)
+    handshake_timeout_s: float = _setting(
         "s",
-        "longest wait for a link to open; a rank that has joined has lost_after_s at least",
+        "longest wait for a link to open; at least lost_after_s once the rank has joined",
         default=10.0,
     )
-    missing_report_s: float = _knob(
-        "s", "how often the ranks still missing are named while others wait", 0.05, default=5.0
+    missing_report_s: float = _setting(
+        "s", "interval of messages that name missing ranks while others wait", 0.05, default=5.0
     )
-    heartbeat_interval_s: float = _knob(
-        "s", "time between signs of life on a link", 0.01, default=1.0
+    heartbeat_interval_s: float = _setting(
+        "s", "time between heartbeats on a link", 0.01, default=1.0
     )
-    suspect_after_s: float = _knob("s", "silence after which a rank is suspected", default=5.0)
-    lost_after_s: float = _knob(
+    suspect_after_s: float = _setting("s", "silence after which a rank is suspected", default=5.0)
+    lost_after_s: float = _setting(
         "s",
-        "silence after which a rank is lost, also one that does not answer a new link",
+        "silence after which a rank has failed, also if it does not answer a new link",
         default=15.0,
     )
-    stall_warning_s: float = _knob(
+    stall_warning_s: float = _setting(
         "s",
-        "wait after which one sentence says who waits for whom, and what those do; again after 6 and 30 times as long",
+        "wait after which a warning names the waiting and the late ranks; "
+        "again after 6 and 30 times as long",
         default=10.0,
     )
-    report_after_s: float = _knob(
-        "s", "wait after which a rank reports its call to the arbiter", 0.01, default=0.1
+    report_after_s: float = _setting(
+        "s", "wait after which a rank reports its call to the deadlock detector", 0.01, default=0.1
     )
-    collective_timeout_s: float = _knob(
-        "s", "longest wait of a call that is given no timeout", default=1800.0
+    collective_timeout_s: float = _setting(
+        "s", "longest wait of a call without timeout=", default=1800.0
     )
-    abort_grace_s: float = _knob(
-        "s", "time for survivors to end by themselves after a failure", default=2.0
+    abort_grace_s: float = _setting(
+        "s", "time for the other ranks to end by themselves after a failure", default=2.0
     )
-    term_grace_s: float = _knob("s", "time between SIGTERM and SIGKILL", default=10.0)
-    preempt_grace_s: float = _knob(
-        "s", "time that ranks which take SIGTERM as a notice get to save and end", default=20.0
+    term_grace_s: float = _setting("s", "time between SIGTERM and SIGKILL", default=10.0)
+    preempt_grace_s: float = _setting(
+        "s", "time to save and end for ranks that handle SIGTERM as a notice", default=20.0
     )
-    restart_delay_s: float = _knob(
-        "s",
-        "pause before the first restart; each further one waits twice as long, up to 30 s",
-        default=1.0,
+    restart_delay_s: float = _setting(
+        "s", "pause before the first restart; it doubles with each restart, up to 30 s", default=1.0
     )
-    shutdown_timeout_s: float = _knob(
-        "s", "longest wait for the peers' goodbye at the end", default=2.0
+    shutdown_timeout_s: float = _setting(
+        "s", "longest wait for the other ranks in sv.shutdown()", default=2.0
     )
-    window_bytes: int = _knob(
+    window_bytes: int = _setting(
         "B", "unconsumed bytes allowed on a link for each group", 4096, default=64 << 20
     )
-    segment_bytes: int = _knob(
+    segment_bytes: int = _setting(
         "B",
-        "largest payload of one frame, which is also what a stranger at a port can make a rank hold",
+        "largest payload of a frame; an unauthenticated peer can make a rank allocate that much",
         1024,
         default=1 << 20,
     )
-    shm_bytes: int = _knob(
-        "B",
-        "virtual size of the memory that the processes of one host share",
-        16 << 20,
-        default=1 << 40,
+    shm_bytes: int = _setting(
+        "B", "virtual size of the shared memory of a host", 16 << 20, default=1 << 40
     )
-    algorithm: str = _knob(
+    algorithm: str = _setting(
         "list",
-        "algorithms demanded for the whole job, such as all_reduce:ring,broadcast:tree",
+        "algorithms for the whole job, such as all_reduce:ring,broadcast:tree",
         default="",
         is_shared=True,
     )
-    eager_bytes: int = _knob(
-        "B", "longest message of send that does not wait for its receiver", 0, default=65536
+    eager_bytes: int = _setting(
+        "B", "longest message of send that returns before the receiver takes it", 0, default=65536
     )
-    log_level: str = _knob(
+    log_level: str = _setting(
         "",
-        "what workers log on standard error",
+        "least severe messages that workers log on standard error",
         choices=("warning", "info", "debug"),
         default="warning",
     )
-    trace: str = _knob(
+    trace: str = _setting(
         "path",
         "folder for the flight record of every rank, written at the end of every run",
         default="",
     )
-    transport: str = _knob(
+    transport: str = _setting(
         "",
-        "data path: memory that the processes of a host share, and ZeroMQ (auto); ZeroMQ alone (zmq); or, under mpirun, MPI in place "
-        "of ZeroMQ (mpi), or MPI alone (mpi-only)",
+        "data path: shared memory on a host and ZeroMQ (auto); ZeroMQ only (zmq); "
+        "under mpirun, MPI in place of ZeroMQ (mpi), or MPI only (mpi-only)",
         choices=("auto", "zmq", "mpi", "mpi-only"),
         default="auto",
     )
-    encryption: str = _knob(
+    encryption: str = _setting(
         "",
-        "links between hosts: all encrypted, those of the launcher only, or none (which needs insecure)",
+        "encrypted links between hosts: all, those of the launcher only, or none "
+        "(which needs insecure)",
         choices=("required", "control-only", "off"),
         default="required",
         is_shared=True,
     )
-    insecure: str = _knob(
+    insecure: str = _setting(
         "",
-        "encryption may be off: for networks that nobody else reaches",
+        "allow encryption off, for networks that nobody else reaches",
         choices=("off", "on"),
         default="off",
     )
-    single_copy: str = _knob(
+    single_copy: str = _setting(
         "",
-        "read arrays where they lie in another worker's memory, where the system allows it",
+        "read arrays directly from the memory of another worker, if the system allows it",
         choices=("auto", "off"),
         default="auto",
     )
-    call_runner: str = _knob(
+    call_runner: str = _setting(
         "",
-        "what runs persistent calls: the C extension where there is one, or Python",
+        "runner of persistent calls: the C extension if there is one (auto), or Python",
         choices=("auto", "c", "python"),
         default="auto",
     )
-    check_shm: str = _knob(
+    check_shm: str = _setting(
         "",
-        "compare every use of shared memory with what has been given out, to find bugs of this library",
+        "check every access to shared memory against its allocations, to find bugs in syncvar",
         choices=("off", "on"),
         default="off",
     )
-    check_every: int = _knob(
+    check_every: int = _setting(
         "runs",
-        "every variable that is kept equal is compared once in so many runs (outside runs: steps, as the variable written most often "
-        "counts them), a MiB of them, or one larger variable, at a time; 0 for never",
+        "compare replicas every N runs (outside strategy.run: every N writes of the most-written "
+        "variable); 1 MiB of variables, or one larger one, at a time; 0 for never",
         0,
         default=100,
         is_shared=True,
     )
-    check_finite: str = _knob(
+    check_finite: str = _setting(
         "",
-        "what to do about NaN and infinity in what a rank brings to a reduction or writes to a variable",
+        "reaction to NaN and infinity in the input of a reduction or the write of a variable",
         choices=("off", "warn", "raise"),
         default="off",
         is_shared=True,
     )
-    auto_log: str = _knob(
-        "path", "file to which AUTO's decisions are added, as JSON lines", default=""
+    auto_log: str = _setting(
+        "path", "file to which AUTO appends its decisions, as JSON lines", default=""
     )
-    auto_replay: str = _knob(
-        "path", "file of such decisions, which AUTO follows instead of deciding", default=""
+    auto_replay: str = _setting(
+        "path", "file of decisions that AUTO follows instead of deciding", default=""
     )
 
     def consistent(self) -> RuntimeConfig:
-        """Return these settings if they fit together; each alone has been checked already.
+        """Return these settings if they fit together.
 
-        Layers (file, variables, command line) are read one by one, so this is asked when all are there.
+        Single values are checked before. Layers (file, variables, command line) are read one by
+        one, so this check runs when all are known.
 
         Raises:
-            ConfigError: Two of them contradict each other; both are named.
-
-        Example:
-            >>> RuntimeConfig(heartbeat_interval_s=0.1, suspect_after_s=0.5, lost_after_s=1.5).consistent().lost_after_s
-            1.5
+            ConfigError: Two settings contradict each other; the message names both.
         """
         for name in ("suspect_after_s", "lost_after_s"):
             if self.heartbeat_interval_s > getattr(self, name):
                 raise ConfigError(
                     f"heartbeat_interval_s ({self.heartbeat_interval_s:g}) must not exceed {name} "
-                    f"({getattr(self, name):g}): a silence shorter than the time between signs of life means nothing"
+                    f"({getattr(self, name):g}): a silence shorter than a heartbeat interval means "
+                    f"nothing"
                 )
         if self.encryption == "off" and self.insecure == "off":
             raise ConfigError(
-                f"encryption off needs insecure on (--insecure, or SYNCVAR_INSECURE=on for ranks that another launcher starts): {_OPENED}. "
-                f"encryption control-only keeps strangers out"
+                f"encryption off needs insecure on (--insecure, or SYNCVAR_INSECURE=on for ranks "
+                f"that another launcher starts): {_OPENED}. With encryption control-only nobody "
+                f"else can join the job"
             )
-        # Who only lowers lost_after_s has not asked for suspicion after that.
-        said = self.suspect_after_s not in (math.inf, type(self)().suspect_after_s)
-        if said and self.suspect_after_s > self.lost_after_s:
+        # A user who only lowers lost_after_s need not lower the default of suspect_after_s too.
+        is_chosen = self.suspect_after_s not in (math.inf, type(self)().suspect_after_s)
+        if is_chosen and self.suspect_after_s > self.lost_after_s:
             raise ConfigError(
-                f"suspect_after_s ({self.suspect_after_s:g}) must not exceed lost_after_s ({self.lost_after_s:g})"
+                f"suspect_after_s ({self.suspect_after_s:g}) must not exceed lost_after_s "
+                f"({self.lost_after_s:g})"
             )
         return self
 
     @property
     def link_silence_s(self) -> float:
-        """How long a connection between hosts may be silent, in seconds.
+        """Longest silence of a connection between hosts, in seconds.
 
-        Who has been cut off for half of `lost_after_s` is to be back in time. TCP tries again after pauses that it doubles: at
-        the latest after as long again as the cut has lasted, and its first pause.
+        A host that was cut off for half of `lost_after_s` must be back in time. TCP doubles the
+        pauses between its retries: it recovers at most as long after the cut as the cut lasted,
+        plus its first pause.
         """
-        return self.lost_after_s + _FIRST_PAUSE_S
+        return self.lost_after_s + _FIRST_RETRY_S
 
     @property
     def link_opening_s(self) -> float:
-        """How long a link between processes that have joined may take to open, in seconds.
+        """Longest time in which a link between joined processes may open, in seconds.
 
-        A process that is stopped answers no new link. It is lost no sooner by that than by its silence.
+        A stopped process does not answer a new link. It fails no sooner by that than by silence.
         """
         return max(self.handshake_timeout_s, self.link_silence_s)
 
     @property
     def host_silence_s(self) -> float:
-        """How long the launcher and the agent of another host may not hear of each other, in seconds: from the last sign of life."""
+        """Longest silence between the launcher and another host's agent, in seconds."""
         return self.link_silence_s + self.heartbeat_interval_s
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the processes of a host are to share memory, where they can."""
+        """Whether the processes of a host use shared memory, if they can."""
         return self.transport in ("auto", "mpi")
 
     @property
     def uses_mpi(self) -> bool:
-        """Whether what does not go through shared memory goes through MPI."""
+        """Whether data that does not go through shared memory goes through MPI."""
         return self.transport in ("mpi", "mpi-only")
 
     @property
     def between_hosts(self) -> str:
-        """What goes between hosts, in words."""
-        return (
-            "MPI (not encrypted by syncvar)" if self.uses_mpi else _BETWEEN_HOSTS[self.encryption]
-        )
+        """The links between hosts, as text."""
+        if self.uses_mpi:
+            return "MPI (not encrypted by syncvar)"
+        return _BETWEEN_HOSTS[self.encryption]
 
     @property
     def opened(self) -> str:
-        """What these settings open to others, in a sentence; empty where nothing."""
+        """Warning about access that these settings give to others; empty if none."""
         return f"encryption is off: {_OPENED}" if self.encryption == "off" else ""
 
     def shared(self) -> dict[str, int | str]:
-        """Return the settings that all ranks of a job must have alike, for results depend on them."""
-        return {knob.name: getattr(self, knob.name) for knob in self.knobs() if knob.is_shared}
+        """Return the settings that must be equal on all ranks, because results depend on them."""
+        return {item.name: getattr(self, item.name) for item in self.knobs() if item.is_shared}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return the name of every knob."""
+        """Return the name of every setting."""
         return tuple(item.name for item in cls.knobs())
 
     @classmethod
     def from_mapping(
         cls, environ: Mapping[str, str], base: Mapping[str, Any] | None = None
     ) -> RuntimeConfig:
-        """Build the settings from an environment laid over `base` (already parsed values, for instance of a file).
+        """Return the settings of an environment over `base`, parsed values of a file for instance.
 
         Raises:
-            ConfigError: A value cannot be read or is out of range; the message names it.
+            ConfigError: A value cannot be parsed or is out of range; the message names it.
         """
         values: dict[str, Any] = dict(base or {})
         for name in values:
@@ -420,7 +410,7 @@ class RuntimeConfig(_Settings):
         return cls(**values)
 
     def to_mapping(self) -> dict[str, str]:
-        """Return the variables that hand the settings which are not defaults to a worker."""
+        """Return the environment variables that pass all settings but defaults to a worker."""
         return {
             PREFIX + item.name.upper(): str(getattr(self, item.name))
             for item in self.knobs()
@@ -432,36 +422,25 @@ def _parse(name: str, text: str, kind: type) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise ConfigError(
-            f"{PREFIX}{name.upper()}={text!r} is not {'an integer' if kind is int else 'a number'}"
-        ) from None
+        number = "an integer" if kind is int else "a number"
+        raise ConfigError(f"{PREFIX}{name.upper()}={text!r} is not {number}") from None
 
 
 def doubtful_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each variable that nobody reads and whose name is nearly that of a setting.
+    """Return a sentence for each unknown `SYNCVAR_` variable whose name is close to a setting's.
 
-    Others that begin likewise may be the program's own.
-
-    Example:
-        >>> doubtful_variables({"SYNCVAR_COLECTIVE_TIMEOUT_S": "1", "SYNCVAR_MY_OWN": "x", "SYNCVAR_KEY_FD": "3"})
-        ['SYNCVAR_COLECTIVE_TIMEOUT_S is no setting (did you mean SYNCVAR_COLLECTIVE_TIMEOUT_S?)']
+    Other variables with the prefix may be the program's own.
     """
     settings = [PREFIX + name.upper() for name in RuntimeConfig.names()]
     contract = RankEnvironment(0, 1, 0, 1, 0, 1, 0, "", "").to_mapping()
     known = {*settings, *contract, *_INTERNAL}
-    said = []
+    # The common prefix is left out, because it would make any two names similar.
+    candidates = [one.removeprefix(PREFIX) for one in (*settings, *_INTERNAL)]
+    sentences = []
     for name in environ:
-        if (
-            name.startswith(PREFIX)
-            and not name.startswith(PREFIX + "LAUNCH_")
-            and name not in known
-        ):
-            # Without what all of them begin with, which would make any two alike.
-            close = nearest(
-                name.removeprefix(PREFIX),
-                [one.removeprefix(PREFIX) for one in (*settings, *_INTERNAL)],
-            )
-            said += (
-                [f"{name} is no setting{close.replace('mean ', 'mean ' + PREFIX)}"] if close else []
-            )
-    return said
+        if not name.startswith(PREFIX) or name.startswith(PREFIX + "LAUNCH_") or name in known:
+            continue
+        if close := nearest(name.removeprefix(PREFIX), candidates):
+            hint = close.replace("mean ", "mean " + PREFIX)
+            sentences.append(f"{name} is no setting{hint}")
+    return sentences

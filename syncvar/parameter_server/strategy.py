@@ -1,7 +1,8 @@
-"""The strategy whose variables live on servers: workers push and pull, each at its own pace."""
+"""`ParameterServerStrategy`: variables live on servers; workers push to them and pull from them."""
 
 from __future__ import annotations
 
+import collections
 import os
 import threading
 from typing import TYPE_CHECKING, Any, Never
@@ -15,7 +16,7 @@ from syncvar.parameter_server.client.local_servers import LocalServers
 from syncvar.parameter_server.client.request_builder import RequestBuilder
 from syncvar.parameter_server.client.request_client import Ticket
 from syncvar.parameter_server.server_access import ServerAccess, ServersHere, checked_staleness
-from syncvar.parameter_server.server_variables import Reads, ServerVariable
+from syncvar.parameter_server.server_variables import PullBatch, ServerVariable
 from syncvar.runtime.timeouts import checked_timeout
 from syncvar.strategies.base import Strategy
 from syncvar.variables.policy import CallContext, VariableSynchronization
@@ -27,39 +28,39 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from syncvar.bootstrap.context import ProcessContext as Joined
+    from syncvar.bootstrap.context import ProcessContext
     from syncvar.core.environment import RankEnvironment
     from syncvar.variables.variable import Variable
 
-__all__ = ["ParameterServerStrategy"]
-
-_APART = (VariableSynchronization.ON_READ, VariableSynchronization.NONE)
+_PER_WORKER = (VariableSynchronization.ON_READ.name, VariableSynchronization.NONE.name)
 
 
 class ParameterServerStrategy(Strategy):
-    """Variables live on server processes: `syncvar-launch --workers 4 --servers 2 train.py`. Each worker goes at its own pace.
+    """Variables live on server processes, and workers push and pull without waiting for each other.
 
-    `v.assign_add(x)` pushes and returns at once; it is applied exactly once, whatever is sent again or dies. `v.read_value()`
-    pulls. Whole variables, or the parts into which a partitioner cuts them, are given to the servers in turns. With one
-    worker and no launcher a server inside the process serves.
+    Start it with `syncvar-launch --workers 4 --servers 2 train.py`. `v.assign_add(x)` pushes and
+    returns at once; servers apply each push exactly once, even if processes die. `v.read_value()`
+    pulls. Servers get whole variables, or the parts that a partitioner makes, in round-robin order.
+    With one worker and no launcher, a server inside the process serves.
 
-    How old what a worker reads may be is counted in ticks: each worker ends its step with `strategy.tick()`. With `staleness`
-    k a read at clock c waits until it has all pushes that the others made before their tick c - k. With 0 the pushes of a
-    step are combined as in synchronous training, to the same bits as with reproducible=True: by the variable's aggregation,
-    SUM where it is NONE. With None nobody waits.
+    A clock of ticks bounds how old a read may be: each worker ends its step with
+    `strategy.tick()`. With `staleness` k, a read at clock c waits until it includes all pushes that
+    other workers made before their tick c - k. With 0, servers combine the pushes of a step as
+    synchronous training does, with the bytes of reproducible=True. They use the variable's
+    aggregation, or SUM where it is NONE. With None, no read waits.
 
-    Constructing it, making variables, reading and writing are no collectives; a worker that dies can be started again alone.
-    `reduce`, `gather` and datasets are collectives of all workers, as in any strategy.
+    The constructor, variables, reads and writes are no collectives, and the launcher can restart a
+    worker that dies. `reduce`, `gather` and datasets are collectives of all workers.
 
     Args:
-        variable_partitioner: Cuts large variables along their first axis: one of `sv.partitioners`, or a function of shape and dtype
-            that returns the number of parts of each axis; None for none.
-        staleness: Of variables whose `set_staleness` was not called: at least 0, or None.
+        variable_partitioner: One of `sv.partitioners`, or a function of shape and dtype that
+            returns the number of parts of each axis; None for whole variables.
+        staleness: Bound in ticks of variables without `set_staleness`: at least 0, or None.
         timeout: Seconds that a call waits; None means the job's default.
 
     Raises:
         UsageError: There are several workers and no servers.
-        ConfigError: A wrong argument.
+        ConfigError: An argument is invalid.
 
     Example:
         >>> import syncvar as sv
@@ -88,30 +89,25 @@ class ParameterServerStrategy(Strategy):
 
             hint = object_hint(variable_partitioner)
             if hint or not callable(variable_partitioner):
+                hint = hint or ": write sv.partitioners.FixedShards(2)"
                 raise ConfigError(
-                    "variable_partitioner must be a partitioner or None, not "
-                    f"{variable_partitioner!r:.80}{hint or ': write sv.partitioners.FixedShards(2)'}"
+                    f"variable_partitioner must be a partitioner or None, not "
+                    f"{variable_partitioner!r:.80}{hint}"
                 )
         self.staleness = checked_staleness(staleness)
         self.timeout = None if timeout is None else checked_timeout(timeout)
-        self.strict, self.check_cross_writes, self.reproducible, self.is_default = (
-            False,
-            False,
-            True,
-            False,
-        )
+        self.strict = self.check_cross_writes = self.is_default = False
+        self.reproducible = True
         self._check_every = 0
-        self._aligned, self._replica = (
-            (),
-            ScopeEntry(self, CallContext.REPLICA),
-        )  # `run` is no meeting: each worker goes at its own pace
+        self._aligned = ()  # `run` is no collective
+        self._replica = ScopeEntry(self, CallContext.REPLICA)
         self.queue = self.roster = None
         self.here = _servers_here()
         self.places = stacks_here()
         self.servers = ServerAccess(self, self.here, variable_partitioner)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("context", "_communicator"):  # joining is for what needs the other workers
+        if name in ("context", "_communicator"):  # join only for what needs the other workers
             self.context = current()
             self._communicator = self.context.world
             return self.__dict__[name]
@@ -121,32 +117,29 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker gives variables their initial values."""
+        """Whether this worker creates the variables' values."""
         return self.here.rank == 0
 
     @property
     def server_count(self) -> int:
-        """How many servers the job has."""
+        """Number of servers of the job."""
         return self.here.count
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Workers of the job; 1 in a function that a ClusterCoordinator has scheduled."""
-        return 1 if self.servers.is_one else self.here.workers
+        """Number of workers; 1 in a function that a ClusterCoordinator has scheduled."""
+        return 1 if self.servers.in_scheduled_function else self.here.workers
 
     @property
     def replica_id(self) -> int:
-        """This worker."""
-        return 0 if self.servers.is_one else self.here.rank
+        """Number of this worker."""
+        return 0 if self.servers.in_scheduled_function else self.here.rank
 
     def _kind_of_variable(self, synchronization: Any) -> type[Any] | None:
-        """Return the class of its variables: those that are each worker's own are the usual ones."""
+        """Return the class of server-side variables; None for variables of each worker."""
         name = getattr(synchronization, "name", synchronization)
-        return (
-            None
-            if isinstance(name, str) and name.upper() in [one.name for one in _APART]
-            else ServerVariable
-        )
+        is_per_worker = isinstance(name, str) and name.upper() in _PER_WORKER
+        return None if is_per_worker else ServerVariable
 
     # -- what programs call ------------------------------------------------------------------------
 
@@ -154,15 +147,16 @@ class ParameterServerStrategy(Strategy):
         """Pull several variables, or rows of them, in one round trip.
 
         Args:
-            variables: Of this strategy, on servers; (variable, indices) stands for `variable.lookup(indices)`.
+            variables: Server-side variables of this strategy; (variable, indices) stands for
+                `variable.lookup(indices)`.
 
         Returns:
             Their values, read-only, in order.
 
         Raises:
-            ConfigError: Something else than such variables.
-            PeerLost: A server is gone, and no other holds a copy.
-            DeadlineExceeded: No answer in time.
+            ConfigError: An item is no such variable.
+            PeerLost: A server has failed, and no other has a copy.
+            DeadlineExceeded: The servers did not answer in time.
 
         Example:
             >>> import syncvar as sv
@@ -175,18 +169,20 @@ class ParameterServerStrategy(Strategy):
         return self._read(self._checked(variables, "read_all"), snapshot=False)
 
     def snapshot(self, variables: Iterable[Variable | tuple[Variable, Any]]) -> list[NDArray[Any]]:
-        """Read several variables as they were at one version of all servers, while other workers go on writing.
+        """Read several variables at one version of all servers; other workers continue to write.
 
-        Of each worker the result has the same pushes in all variables: all that it made up to some point, and none after it; a
-        transaction is in it as a whole or not at all. All pushes of this worker are in it. For evaluation and saving.
+        The result has a prefix of each worker's pushes, the same prefix in all variables. It
+        contains all pushes of this worker, and each transaction as a whole or not at all. Use it
+        for evaluation and saving.
 
         Args:
-            variables: As `read_all`.
+            variables: As in `read_all`.
 
         Returns:
             Their values, read-only, in order.
 
-        Cost: one round trip, if what the servers have then is one version; else two more, during which they hold pushes back.
+        Cost: one round trip if the servers happen to be at one version; else two more, during
+            which they delay pushes.
 
         Example:
             >>> import syncvar as sv
@@ -201,10 +197,10 @@ class ParameterServerStrategy(Strategy):
         return self._read(chosen, snapshot=True)
 
     def tick(self) -> None:
-        """End this worker's clock step, after its pushes are acknowledged.
+        """End this worker's clock step, after servers have acknowledged its pushes.
 
         Raises:
-            SyncvarError: A push was refused, or a server is gone.
+            SyncvarError: A server refused a push or has failed.
 
         Example:
             >>> import syncvar as sv
@@ -213,15 +209,15 @@ class ParameterServerStrategy(Strategy):
         here = self.here
         here.settle("tick", self.timeout)
         here.clock += 1
-        asking = RequestBuilder()
-        for server in range(here.count):
-            asking.tick(server, here.clock)
-        here.pushes.append((self.here.session.request(asking.parts()), "tick"))
+        request = RequestBuilder()
+        request.on_all(here.count, "tick", clock=here.clock)
+        here.pushes.append((here.session.request(request.parts()), "tick"))
 
     def staleness_counts(self) -> dict[int, int]:
-        """Return how stale reads may have been: ticks that readers were ahead of the slowest worker -> reads, of all workers so far.
+        """Return how stale the reads of all workers were: lead in ticks -> number of reads.
 
-        Reads of variables with staleness None are not counted.
+        The lead is that of the reader over the slowest worker. Reads of variables with staleness
+        None do not count.
 
         Example:
             >>> import syncvar as sv
@@ -231,22 +227,22 @@ class ParameterServerStrategy(Strategy):
             >>> int(v), 0 in strategy.staleness_counts()
             (0, True)
         """
-        asking = RequestBuilder()
-        found = [asking.stats(server) for server in range(self.here.count)]
-        told = self.servers.ask(asking, "staleness_counts")
-        made: dict[int, int] = {}
-        for server, number in found:
-            for ticks, reads in told.results[server][number]["staleness"].items():
-                made[ticks] = made.get(ticks, 0) + reads
-        return dict(sorted(made.items()))
+        request = RequestBuilder()
+        refs = request.on_all(self.here.count, "stats")
+        ticket = self.servers.ask(request, "staleness_counts")
+        counts: collections.Counter[int] = collections.Counter()
+        for server, number in refs:
+            counts.update(ticket.results[server][number]["staleness"])
+        return dict(sorted(counts.items()))
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Make all writes of a block one: applied together on all servers, or not at all, and seen so by snapshots.
+        """Return a context manager that makes all writes of its block atomic on all servers.
 
-        They are sent when the block ends; nothing is, if an exception leaves it. What is read inside does not have them.
+        The writes start when the block ends. Servers apply all or none, and snapshots see all or
+        none. If an exception leaves the block, no write starts. Reads inside do not see them.
 
         Raises:
-            UsageError: Inside another one.
+            UsageError: The block is inside another transaction.
 
         Example:
             >>> import syncvar as sv
@@ -267,92 +263,93 @@ class ParameterServerStrategy(Strategy):
         """Do nothing: every worker is a member."""
 
     def _send_queued(self) -> None:
-        """Do nothing: no write of these variables waits in a queue."""
+        """Do nothing: these variables have no deferred writes."""
 
-    def _checked(self, variables: Iterable[Any], what: str) -> list[tuple[ServerVariable, Any]]:
-        chosen = [
+    def _checked(self, variables: Iterable[Any], method: str) -> list[tuple[ServerVariable, Any]]:
+        pairs = [
             one if isinstance(one, tuple) and len(one) == 2 else (one, None) for one in variables
         ]
-        for one, _ in chosen:
+        for one, _ in pairs:
             if not isinstance(one, ServerVariable) or one.strategy.here is not self.here:
                 raise ConfigError(
-                    f"{what} takes variables on servers that this strategy has made, not {one!r:.80}"
+                    f"{method} takes server-side variables of this strategy, not {one!r:.80}"
                 )
-        return chosen
+        return pairs
 
     def _read(
-        self, chosen: list[tuple[ServerVariable, Any]], *, snapshot: bool
+        self, pairs: list[tuple[ServerVariable, Any]], *, snapshot: bool
     ) -> list[NDArray[Any]]:
-        what = (
-            "snapshot"
-            if snapshot
-            else f"reading {', '.join(repr(one.name) for one, _ in chosen[:3])}"
-        )
-        self.servers.require_place(what)
-        asking = RequestBuilder()
-        reads = Reads(asking)
-        for one, indices in chosen:
-            reads.add(one, indices)
-        parts = asking.parts()
-        ticket = self.here.session.request(parts, snapshot=snapshot) if parts else Ticket({})
-        return reads.arrays(self.here.session.wait(ticket, what, self.timeout) if parts else ticket)
+        names = ", ".join(repr(one.name) for one, _ in pairs[:3])
+        call = "snapshot" if snapshot else f"reading {names}"
+        self.servers.require_scope(call)
+        request = RequestBuilder()
+        pulls = PullBatch(request)
+        for one, indices in pairs:
+            pulls.add(one, indices)
+        if not request:
+            return pulls.arrays(Ticket({}))
+        session = self.here.session
+        ticket = session.request(request.parts(), snapshot=snapshot)
+        return pulls.arrays(session.wait(ticket, call, self.timeout))
 
 
-# -- the way to the servers ------------------------------------------------------------------------
+# -- the connection to the servers -----------------------------------------------------------------
 
-_of_process: dict[int, ServersHere] = {}  # by the id of the process: one that is forked has none
-_making = threading.Lock()
+_by_process: dict[int, ServersHere] = {}  # process id -> connection: a forked process has none
+_lock = threading.Lock()
 
 
 def _servers_here() -> ServersHere:
-    """Return this worker's way to the servers, made when it is first needed."""
+    """Return this worker's connection to the servers; the first call makes it."""
     context = joined()
     local: LocalServers | None = None if context is None else context.extras.get("servers")
     if context is not None and local is not None:
-        made: ServersHere | None = context.extras.get("servers_here")
-        if made is None:
+        here: ServersHere | None = context.extras.get("servers_here")
+        if here is None:
             session = local.session(context.rank, context.config.collective_timeout_s)
-            made = context.extras["servers_here"] = ServersHere(
-                session, context.rank, context.world_size
-            )
-            _look_at_calls(context, made)
-        return made
+            here = ServersHere(session, context.rank, context.world_size)
+            context.extras["servers_here"] = here
+            _listen_to_calls(context, here)
+        return here
     environment = environment_here()
-    if (environment is None or not environment.servers) and current().world_size > 1:
-        raise UsageError(
-            f"ParameterServerStrategy: {current().world_size} workers and no servers to hold their variables; start them with "
-            f"syncvar-launch --workers {current().world_size} --servers 1 …"
-        )
-    with _making:
-        made = _of_process.get(os.getpid())
-        if made is None:
-            made = _of_process[os.getpid()] = _of_job(environment)
-        return made
+    if environment is None or not environment.servers:
+        workers = current().world_size
+        if workers > 1:
+            raise UsageError(
+                f"ParameterServerStrategy: {workers} workers and no servers to hold their "
+                f"variables; start them with syncvar-launch --workers {workers} --servers 1 …"
+            )
+    with _lock:
+        here = _by_process.get(os.getpid())
+        if here is None:
+            here = _by_process[os.getpid()] = _connect(environment)
+        return here
 
 
-def _of_job(environment: RankEnvironment | None) -> ServersHere:
+def _connect(environment: RankEnvironment | None) -> ServersHere:
     if environment is not None and environment.servers:
         from syncvar.parameter_server.client.worker_session import WorkerSession
 
         config = RuntimeConfig.from_mapping(os.environ).consistent()
-        edge = WorkerSession(environment, config, os.environ)
-        made = ServersHere(edge, environment.rank, environment.world_size)
-        edge.before_end.append(made.settle)
+        session = WorkerSession(environment, config, os.environ)
+        here = ServersHere(session, environment.rank, environment.world_size)
+        session.before_end.append(here.settle)
     else:
-        made = ServersHere(LocalServers(1).session(0, current().config.collective_timeout_s), 0, 1)
-    register_exit(made.leave)
+        local_session = LocalServers(1).session(0, current().config.collective_timeout_s)
+        here = ServersHere(local_session, 0, 1)
+    register_exit(here.leave)
 
-    def join(context: Joined) -> None:
+    def join(context: ProcessContext) -> None:
         take_places_along(context)
-        _look_at_calls(context, made)
+        _listen_to_calls(context, here)
 
     on_join(join)
-    here = joined()
-    if here is not None:
-        _look_at_calls(here, made)
-    return made
+    context = joined()
+    if context is not None:
+        _listen_to_calls(context, here)
+    return here
 
 
-def _look_at_calls(context: Joined, here: ServersHere) -> None:
+def _listen_to_calls(context: ProcessContext, here: ServersHere) -> None:
     if context.engine is not None:
         context.engine.before_each_call(here.before_call)

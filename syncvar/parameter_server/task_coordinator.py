@@ -1,4 +1,4 @@
-"""A coordinator: one worker hands functions to the others, which run them beside the variables on the servers."""
+"""`ClusterCoordinator`: rank 0 schedules functions, and the other workers run them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
     from syncvar.parameter_server.client.request_client import Ticket
 
-__all__ = ["ClusterCoordinator", "PerWorkerDataset", "RemoteValue"]
-
-_BOARD = 0  # the server that has the tasks
-_FOR_EVER_S = 1e9
+_QUEUE = 0  # the server that has the task queue
+_FOREVER_S = 1e9
 _DATASET = "syncvar per-worker dataset"
 _REMEDY = (
     "Move the line with sv.ClusterCoordinator below the functions and variables that scheduled "
@@ -37,7 +35,7 @@ _REMEDY = (
 
 
 class RemoteValue:
-    """What a scheduled function will have returned; made by `ClusterCoordinator.schedule`."""
+    """The future result of a scheduled function; `ClusterCoordinator.schedule` returns it."""
 
     def __init__(self, wait: Callable[[int, float | None], tuple[bool, Any]], task: int) -> None:
         self._wait, self._task = wait, task
@@ -49,10 +47,13 @@ class RemoteValue:
         Args:
             timeout: Seconds; None means the job's default.
 
+        Returns:
+            The result of the function.
+
         Raises:
-            Exception: What the function raised.
-            UsageError: It was taken back, because another function had failed.
-            DeadlineExceeded: It was not over in time; ask again later.
+            Exception: The function raised it.
+            UsageError: The coordinator cancelled the task, because another function had failed.
+            DeadlineExceeded: The function was not over in time; call again later.
         """
         if self._outcome is None:
             self._outcome = self._wait(self._task, timeout)
@@ -63,9 +64,9 @@ class RemoteValue:
 
 
 class PerWorkerDataset:
-    """A dataset of which each worker has its own iterator; made by `ClusterCoordinator.create_per_worker_dataset`.
+    """A dataset with one iterator on each worker; see `create_per_worker_dataset`.
 
-    Passed to `schedule` as an argument, the function gets the iterator of the worker that runs it.
+    If you pass it to `schedule`, the function gets the iterator of the worker that runs it.
     `iter(dataset)` gives another iterator on each worker, from the start.
     """
 
@@ -77,13 +78,13 @@ class PerWorkerDataset:
         return PerWorkerIterator(self._name, self._numbers)
 
     @property
-    def _sent(self) -> dict[str, Any]:
-        """What travels of it."""
+    def _reference(self) -> dict[str, Any]:
+        """The argument that travels in place of the dataset."""
         return {"is": _DATASET, "number": self._number, "fn": self._name}
 
 
 class PerWorkerIterator(PerWorkerDataset):
-    """An iterator on each worker, an argument of `schedule`; made by `iter(dataset)`."""
+    """An iterator on each worker, for an argument of `schedule`; see `PerWorkerDataset`."""
 
     def __iter__(self) -> PerWorkerIterator:
         return self
@@ -96,23 +97,24 @@ class PerWorkerIterator(PerWorkerDataset):
 
 
 class ClusterCoordinator:
-    """Rank 0 hands functions to the other workers: `schedule`, `join`, `fetch`.
+    """Schedules functions of rank 0 on the other workers: `schedule`, `join`, `fetch`.
 
-    All workers run the same script. On rank 0 constructing returns the coordinator. On the others it runs the functions that they
-    are given, until rank 0 has ended, and then ends the process in order: what stands below it is
-    rank 0's. So define above it the functions and variables that scheduled functions use. With one
-    worker functions run where they are scheduled.
+    All workers run the same script. On rank 0 the constructor returns the coordinator. On the other
+    workers it runs scheduled functions until rank 0 has ended, and then ends the process. Only rank
+    0 runs the lines below it. So define the functions and variables that scheduled functions use
+    above it. With one worker, `schedule` runs the function at once.
 
-    A function travels by its name, never as code: it is a function at the top level of the script or of a module. What it gets
-    and returns are numbers, texts, arrays and structures of these. It reads and writes the strategy's variables. If its worker
-    dies, another one runs it again; so what it pushed before may be there twice, unless it is one transaction with a count.
+    A function travels by its name, never as code, and must stand at the top level of the script or
+    of a module. Its arguments and results are numbers, texts, arrays and pytrees of these. It reads
+    and writes the strategy's variables. If its worker dies, another worker runs it again. Its
+    earlier pushes may then count twice, unless they are one transaction with a counter.
 
     Args:
-        strategy: With staleness None: the workers have no common steps.
+        strategy: ParameterServerStrategy with staleness None: the workers have no common steps.
 
     Raises:
-        ConfigError: Another strategy, or one with a bound of staleness.
-        UsageError: The script defines below this line what its scheduled functions need.
+        ConfigError: `strategy` is another strategy, or has a bound of staleness.
+        UsageError: The script defines names below this line that its scheduled functions need.
 
     Example:
         >>> import operator, syncvar as sv
@@ -126,8 +128,9 @@ class ClusterCoordinator:
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         if not isinstance(strategy, ParameterServerStrategy) or strategy.staleness is not None:
             raise ConfigError(
-                f"ClusterCoordinator needs sv.ParameterServerStrategy(staleness=None), not {strategy!r:.80}: functions go to any "
-                f"worker, so workers have no steps that others could wait for"
+                f"ClusterCoordinator needs sv.ParameterServerStrategy(staleness=None), not "
+                f"{strategy!r:.80}: functions go to any worker, so workers have no steps that "
+                f"others could wait for"
             )
         self._strategy = strategy
         self._tasks = 0
@@ -135,58 +138,75 @@ class ClusterCoordinator:
         self._cancelled: set[int] = set()
         self._reported: set[int] = set()
         self._iterators: dict[int, Iterator[Any]] = {}
-        self._alone: dict[int, tuple[bool, Any]] | None = (
-            {} if strategy.num_replicas_in_sync == 1 else None
-        )
+        # Task -> (failed, result or error) with one worker, which runs functions itself.
+        self._local: dict[int, tuple[bool, Any]] | None = None
+        if strategy.num_replicas_in_sync == 1:
+            self._local = {}
         self._place = _checked_order(sys._getframe(1))  # noqa: SLF001
         if strategy.replica_id != 0:
             self._serve()
-        if self._alone is None:
+        if self._local is None:
             register_exit(self._close)
 
     def schedule(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> RemoteValue:
-        """Let a worker call `fn(*args, **kwargs)`; returns at once.
+        """Schedule `fn(*args, **kwargs)` on a worker; returns at once.
+
+        Args:
+            fn: Function at the top level of the script or of a module.
+            args: Tuple or list of numbers, texts, arrays, pytrees or per-worker datasets.
+            kwargs: Dict of such arguments, or None.
+
+        Returns:
+            The future result.
 
         Raises:
             ConfigError: `fn` has no importable name, or an argument cannot travel.
-            Exception: What an earlier function raised, once; those that had not begun are taken back.
+            Exception: An earlier function raised it. Tasks that had not begun are cancelled.
         """
         self._raise_first()
         if not isinstance(args, tuple | list):
-            raise ConfigError(
-                f"args must be a tuple or list, not {type(args).__name__}: write args=(x,)"
-            )
+            found = type(args).__name__
+            raise ConfigError(f"args must be a tuple or list, not {found}: write args=(x,)")
         positional = [_sendable(one) for one in args]
         named = {key: _sendable(one) for key, one in dict(kwargs or {}).items()}
         call = pack_object([_name_of(fn), positional, named])
         self._tasks += 1
-        if self._alone is not None:
-            self._alone[self._tasks] = self._called(call)
+        if self._local is not None:
+            self._local[self._tasks] = self._run(call)
         else:
-            asking = RequestBuilder()
-            asking.put(_BOARD, self._tasks, np.frombuffer(call, np.uint8))
-            self._strategy.servers.push(asking, "schedule")
+            request = RequestBuilder()
+            request.put(_QUEUE, self._tasks, np.frombuffer(call, np.uint8))
+            self._strategy.servers.push(request, "schedule")
         return RemoteValue(self._outcome_of, self._tasks)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until all scheduled functions are over.
 
+        Args:
+            timeout: Seconds; None means the job's default.
+
         Raises:
-            Exception: What one of them raised, once; those that had not begun are taken back.
-            DeadlineExceeded: They were not over in time.
+            Exception: A function raised it. Tasks that had not begun are cancelled.
+            DeadlineExceeded: The functions were not over in time.
         """
-        if self._alone is None:
-            asking = RequestBuilder()
-            asking.drained(_BOARD)
-            self._ask(asking, "join", timeout)
+        if self._local is None:
+            self._ask("drained", "join", timeout)
         self._raise_first()
 
     def done(self) -> bool:
         """Return whether all scheduled functions are over, without waiting for them."""
-        return self._alone is not None or bool(self._progress()["drained"])
+        return self._local is not None or bool(self._progress()["drained"])
 
     def fetch(self, values: Any, timeout: float | None = None) -> Any:
-        """Return a structure with each RemoteValue in it replaced by its result."""
+        """Return a dict, list or tuple with results in place of each RemoteValue.
+
+        Args:
+            values: RemoteValue, or a nesting of dicts, lists and tuples with some.
+            timeout: Seconds for each; None means the job's default.
+
+        Returns:
+            The same nesting with results.
+        """
         if isinstance(values, RemoteValue):
             return values.fetch(timeout)
         if isinstance(values, dict):
@@ -196,7 +216,13 @@ class ClusterCoordinator:
         return values
 
     def create_per_worker_dataset(self, fn: Callable[[], Any]) -> PerWorkerDataset:
-        """Return a dataset whose iterator each worker makes for itself: iter(fn()), when it first needs it.
+        """Return a dataset with an iterator on each worker: `iter(fn())`, at its first use.
+
+        Args:
+            fn: Function at the top level of the script or of a module; returns an iterable.
+
+        Returns:
+            The dataset, for arguments of `schedule`.
 
         Raises:
             ConfigError: `fn` has no importable name.
@@ -204,102 +230,98 @@ class ClusterCoordinator:
         return PerWorkerDataset(_name_of(fn), self._numbers)
 
     def _outcome_of(self, task: int, timeout: float | None) -> tuple[bool, Any]:
-        """Wait for a task; returns whether it failed, and its result or error."""
-        if self._alone is not None:
+        """Wait for a task; return whether it failed, and its result or error."""
+        if self._local is not None:
             self._reported.add(task)
-            return self._alone.pop(task)
+            return self._local.pop(task)
         if task not in self._cancelled:
-            asking = RequestBuilder()
-            at = asking.outcome(_BOARD, task)
-            ticket = self._ask(asking, "fetch", timeout)
-            told = ticket.results[_BOARD][at[1]]
-            if not told["cancelled"]:
-                value = unpack_object(ticket.array(*at).tobytes())
+            ticket = self._ask("outcome", "fetch", timeout, task=task)
+            outcome = ticket.results[_QUEUE][0]
+            if not outcome["cancelled"]:
+                value = unpack_object(ticket.array(_QUEUE, 0).tobytes())
                 self._reported.add(task)
-                asking = RequestBuilder()
-                asking.forget(_BOARD, [task])
-                self._strategy.servers.push(asking, "fetch")
-                return (True, _error_of(*value)) if told["failed"] else (False, value)
+                request = RequestBuilder()
+                request.add(_QUEUE, "forget", tasks=[task])
+                self._strategy.servers.push(request, "fetch")
+                return (True, _error_of(*value)) if outcome["failed"] else (False, value)
             self._cancelled.add(task)
         return True, UsageError(
-            "the function was taken back before it began, because another one had failed"
+            "the function was cancelled before it began, because another one had failed"
         )
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _ask(self, asking: RequestBuilder, what: str, timeout: float | None = None) -> Ticket:
+    def _ask(
+        self, operation: str, call: str, timeout: float | None = None, **fields: Any
+    ) -> Ticket:
+        request = RequestBuilder()
+        request.add(_QUEUE, operation, **fields)
+        return self._send(request, call, timeout)
+
+    def _send(self, request: RequestBuilder, call: str, timeout: float | None) -> Ticket:
         session = self._strategy.here.session
-        return session.wait(
-            session.request(asking.parts()),
-            what,
-            self._strategy.timeout if timeout is None else timeout,
-        )
+        timeout = self._strategy.timeout if timeout is None else timeout
+        return session.wait(session.request(request.parts()), call, timeout)
 
     def _progress(self) -> dict[str, Any]:
-        asking = RequestBuilder()
-        at = asking.progress(_BOARD)
-        return self._ask(asking, "asking for functions").results[_BOARD][at[1]]
+        return self._ask("progress", "asking for functions").results[_QUEUE][0]
 
     def _raise_first(self) -> None:
-        """Raise what the first function has raised of which nobody was told, and take back those that have not begun."""
-        failed = (
-            [task for task, (bad, _) in self._alone.items() if bad]
-            if self._alone is not None
-            else self._progress()["failed"]
-        )
-        task = min((one for one in failed if one not in self._reported), default=None)
+        """Raise the first error that no call has raised; cancel the tasks that have not begun."""
+        if self._local is not None:
+            failures = [task for task, (failed, _) in self._local.items() if failed]
+        else:
+            failures = self._progress()["failed"]
+        task = min((one for one in failures if one not in self._reported), default=None)
         if task is None:
             return
-        if self._alone is None:
-            asking = RequestBuilder()
-            asking.cancel(_BOARD)
-            self._strategy.servers.push(asking, "cancel")
+        if self._local is None:
+            request = RequestBuilder()
+            request.add(_QUEUE, "cancel")
+            self._strategy.servers.push(request, "cancel")
         _, error = self._outcome_of(task, None)
-        self._reported.update(failed)
+        self._reported.update(failures)
         raise error
 
     def _close(self) -> None:
         with contextlib.suppress(SyncvarError):
-            asking = RequestBuilder()
-            asking.close(_BOARD)
-            self._ask(asking, "ending the workers")
+            self._ask("close", "ending the workers")
 
     def _serve(self) -> NoReturn:
-        """Run what this worker is given until there is no more, then end the process."""
+        """Run tasks until the queue is closed, then end the process."""
         outcome: tuple[int, bool, bytes] | None = None
         while True:
-            asking = RequestBuilder()
+            request = RequestBuilder()
             if outcome is not None:
                 task, failed, value = outcome
-                asking.finish(_BOARD, task, np.frombuffer(value, np.uint8), failed=failed)
-            asking.ask_for_task(_BOARD)
-            at = asking.task(_BOARD)
-            ticket = self._ask(asking, "waiting for a function", _FOR_EVER_S)
-            told = ticket.results[_BOARD][at[1]]
-            if told["closed"]:
+                request.finish(_QUEUE, task, np.frombuffer(value, np.uint8), failed=failed)
+            request.add(_QUEUE, "ask")
+            ref = request.add(_QUEUE, "task")
+            ticket = self._send(request, "waiting for a function", _FOREVER_S)
+            found = ticket.results[_QUEUE][ref[1]]
+            if found["closed"]:
                 raise SystemExit(0)
-            failed, value = self._called(ticket.array(*at).tobytes())
+            failed, value = self._run(ticket.array(*ref).tobytes())
             self._strategy.here.settle("a scheduled function", self._strategy.timeout)
-            outcome = told["task"], *_packed(value, failed=failed)
+            outcome = found["task"], *_packed(value, failed=failed)
 
-    def _called(self, call: bytes) -> tuple[bool, Any]:
-        """Make a call; returns whether it failed, and its result or its error."""
+    def _run(self, call: bytes) -> tuple[bool, Any]:
+        """Run a packed call; return whether it failed, and its result or error."""
         name, positional, named = unpack_object(call)
         try:
             arguments = [self._received(one) for one in positional]
             keywords = {key: self._received(one) for key, one in named.items()}
             function = self._function(name)
-            with self._strategy.servers.as_one():
+            with self._strategy.servers.as_only_worker():
                 return False, function(*arguments, **keywords)
         except SyncvarError as error:
             if self._strategy.here.session.client.broken is not None:
                 raise
             return True, error
-        except Exception as error:  # the function's own: rank 0 is told
+        except Exception as error:  # raised by the function; rank 0 raises it again
             return True, error
 
     def _received(self, argument: Any) -> Any:
-        """Return an argument as the function gets it."""
         if not isinstance(argument, dict) or argument.get("is") != _DATASET:
             return argument
         number = argument["number"]
@@ -308,20 +330,16 @@ class ClusterCoordinator:
         return self._iterators[number]
 
     def _function(self, name: list[str]) -> Callable[..., Any]:
-        """Return a function by its name.
-
-        Raises:
-            MissingFunctionError: This worker does not have it.
-        """
+        """Return a function by its name; raise MissingFunctionError if this worker lacks it."""
         try:
             function: Callable[..., Any] = object_named(*name)
         except (ImportError, AttributeError):
             from syncvar.parameter_server.script_order import line_of
 
             module, path = name
-            place = line_of(module, path.partition(".")[0])
+            line = line_of(module, path.partition(".")[0])
             raise MissingFunctionError(
-                f"{path}{f', {place},' if place else ''} does not exist on rank "
+                f"{path}{f', {line},' if line else ''} does not exist on rank "
                 f"{self._strategy.here.rank}, which has run the script down to "
                 f"sv.ClusterCoordinator, {self._place}. {_REMEDY}"
             ) from None
@@ -329,15 +347,11 @@ class ClusterCoordinator:
 
 
 class MissingFunctionError(UsageError):
-    """A worker does not have a function that it was to call."""
+    """A worker does not have a scheduled function."""
 
 
 def _checked_order(frame: FrameType) -> str:
-    """Return where the script has arrived: "train.py line 7".
-
-    Raises:
-        UsageError: It binds below this line what its scheduled functions need.
-    """
+    """Return the running line, "train.py line 7"; raise UsageError for names bound below it."""
     from syncvar.parameter_server.script_order import RunningModule, late_names, running_modules
 
     modules = running_modules(frame)
@@ -354,22 +368,13 @@ def _checked_order(frame: FrameType) -> str:
 
 
 def _sendable(argument: Any) -> Any:
-    """Return what travels of an argument.
-
-    Raises:
-        ConfigError: It is a RemoteValue.
-    """
     if isinstance(argument, RemoteValue):
         raise ConfigError("a RemoteValue cannot be an argument of schedule: pass value.fetch()")
-    return argument._sent if isinstance(argument, PerWorkerDataset) else argument  # noqa: SLF001
+    return argument._reference if isinstance(argument, PerWorkerDataset) else argument  # noqa: SLF001
 
 
 def _name_of(fn: Any) -> list[str]:
-    """Return module and qualified name of a function.
-
-    Raises:
-        ConfigError: It is not found by them.
-    """
+    """Return module and qualified name of a function; raise ConfigError if it has none."""
     module, name = getattr(fn, "__module__", "") or "", getattr(fn, "__qualname__", "")
     try:
         found = object_named(module, name) if module and name else None
@@ -377,7 +382,8 @@ def _name_of(fn: Any) -> list[str]:
         found = None
     if found is not fn:
         raise ConfigError(
-            f"schedule takes a function that the workers find by its name, not {fn!r:.80}: define it with def at the top level of the "
+            f"schedule takes a function that the workers find by its name, not {fn!r:.80}: "
+            f"define it with def at the top level of the "
             f"script, and pass what it needs as arguments"
         )
     return [module, name]
@@ -389,7 +395,7 @@ def _packed(value: Any, *, failed: bool) -> tuple[bool, bytes]:
     A result that cannot travel is an error.
     """
     if failed:
-        if isinstance(value, MissingFunctionError):  # its text says all there is to say
+        if isinstance(value, MissingFunctionError):  # the traceback would add nothing
             return True, pack_object([pack_exception(UsageError(str(value))), ""])
         where = "".join(traceback.format_exception(value))
         return True, pack_object([pack_exception(value), where])
@@ -401,7 +407,6 @@ def _packed(value: Any, *, failed: bool) -> tuple[bool, bytes]:
 
 
 def _error_of(packed: bytes, where: str) -> BaseException:
-    """Return the error that a function has raised elsewhere."""
     error = unpack_exception(packed)
     if where:
         error.add_note(f"raised by a worker:\n{where}")

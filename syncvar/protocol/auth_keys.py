@@ -1,32 +1,20 @@
-"""The secret of a job, and what is derived from it. Pure: where it comes from is the business of the rooms above."""
+"""Derive keys from the secret of a job, and parse a secret from text."""
 
 from __future__ import annotations
 
 from syncvar.core.errors import ConfigError
-
-__all__ = ["KEY_BYTES", "derive", "parse_key"]
 
 KEY_BYTES = 32
 _HASH_BYTES = 32
 
 
 def derive(secret: bytes, purpose: bytes, nbytes: int = KEY_BYTES, salt: bytes = b"") -> bytes:
-    """Return bytes derived from a secret: the same for the same purpose, and telling nothing of the others'.
+    """Return a key derived from a secret; keys for different purposes reveal nothing of each other.
 
-    Args:
-        secret: What both sides know.
-        purpose: What the bytes are for.
-        nbytes: How many, at most 8160.
-        salt: Not secret; empty for none.
-
-    Source: RFC 5869, HKDF with SHA-256.
-
-    Example:
-        >>> derive(b"secret", b"one") == derive(b"secret", b"one"), derive(b"secret", b"one") == derive(b"secret", b"two")
-        (True, False)
+    At most 8160 bytes. `salt` need not be secret. Source: RFC 5869, HKDF with SHA-256.
     """
     import hashlib
-    import hmac  # both load OpenSSL, and a job on one host derives nothing
+    import hmac  # both load OpenSSL, which jobs on one host never need
 
     key = hmac.digest(salt or bytes(_HASH_BYTES), secret, hashlib.sha256)
     result = block = b""
@@ -37,14 +25,11 @@ def derive(secret: bytes, purpose: bytes, nbytes: int = KEY_BYTES, salt: bytes =
 
 
 def parse_key(text: str, source: str) -> bytes:
-    """Read a secret as people pass it on: 64 hexadecimal digits.
+    """Return the bytes of a secret of 64 hexadecimal digits.
 
     Args:
-        text: The digits; blanks around them do not matter.
-        source: Where they come from, for the message, which never shows them.
-
-    Raises:
-        ConfigError: It is something else.
+        text: The digits; blanks around them are ignored.
+        source: Origin of the text for the error, which never shows the digits.
     """
     try:
         key = bytes.fromhex(text.strip())

@@ -1,4 +1,4 @@
-"""Messages between a worker and the launcher: small maps, checked field by field before anyone looks at them."""
+"""Messages between a worker or server and the launcher: small maps, checked field by field."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from syncvar.core.errors import WireError
 from syncvar.protocol.compatibility import check_about
 from syncvar.protocol.message_limits import CONTROL_NBYTES_MAX
 
-__all__ = ["Message", "pack_message", "parse_message"]
-
 _DEPTH_MAX = 8
 _ITEMS_MAX = 4096
 _TEXT_MAX = 65536
 
 Message = dict[str, Any]
 
-# kind -> field -> type. Every field is required; a float may be an integer too.
+# Message kind -> field -> type. Every field is required. A float may arrive as an integer.
 _Ranks = list[int]
 _Counts = dict[int, int]
 _Texts = dict[int, str]
@@ -109,28 +107,13 @@ _SCHEMA: dict[str, dict[str, Any]] = {
 
 
 def pack_message(kind: str, **fields: Any) -> bytes:
-    """Return a message as bytes; what of a text is no UTF-8, as in names of files, is escaped.
-
-    Example:
-        >>> parse_message(pack_message("resumed", group=0, call=4))["call"]
-        4
-    """
-    return bytes(
-        msgpack.packb(
-            {"kind": kind, **fields}, use_bin_type=True, unicode_errors="backslashreplace"
-        )
-    )
+    """Return a message as bytes; characters that UTF-8 cannot encode (file names) are escaped."""
+    message = {"kind": kind, **fields}
+    return bytes(msgpack.packb(message, use_bin_type=True, unicode_errors="backslashreplace"))
 
 
 def parse_message(data: bytes) -> Message:
-    """Read a message.
-
-    Returns:
-        A map whose "kind" is known and whose fields are present and of the right type.
-
-    Raises:
-        WireError: Anything else.
-    """
+    """Return a message with a known "kind" and all fields of the right type, or raise WireError."""
     if len(data) > CONTROL_NBYTES_MAX:
         raise WireError(f"a control message of {len(data)} bytes exceeds {CONTROL_NBYTES_MAX}")
     try:
@@ -151,15 +134,16 @@ def parse_message(data: bytes) -> Message:
         raise WireError(f"not a control message: {error}") from error
     if not isinstance(message, dict):
         raise WireError("a control message must be a map")
-    schema = _SCHEMA.get(message.get("kind", "")) if isinstance(message.get("kind"), str) else None
+    name = message.get("kind")
+    schema = _SCHEMA.get(name) if isinstance(name, str) else None
     if schema is None:
-        raise WireError(f"unknown kind of control message {str(message.get('kind'))[:40]!r}")
-    for name, kind in schema.items():
-        if not _is_of(message.get(name), kind):
+        raise WireError(f"unknown kind of control message {str(name)[:40]!r}")
+    for field, kind in schema.items():
+        if not _is_of(message.get(field), kind):
             raise WireError(
-                f"control message {message['kind']!r}: field {name!r} is missing or of a wrong type"
+                f"control message {name!r}: field {field!r} is missing or of a wrong type"
             )
-    if message["kind"] == "join":
+    if name == "join":
         check_about(message["about"])
     _check_depth(message, 1)
     return message
@@ -168,11 +152,9 @@ def parse_message(data: bytes) -> Message:
 def _is_of(value: Any, kind: Any) -> bool:
     origin = get_origin(kind)
     if origin is None:
-        return (
-            type(value) is kind
-            if kind is not float
-            else type(value) in (int, float) and value == value  # noqa: PLR0124  (no NaN)
-        )
+        if kind is float:
+            return type(value) in (int, float) and value == value  # noqa: PLR0124  (no NaN)
+        return type(value) is kind
     if origin is UnionType:
         return any(_is_of(value, one) for one in get_args(kind))
     if type(value) is not origin:

@@ -1,7 +1,7 @@
-"""What the launcher knows of a job, and what it tells the ranks: roll call, aborts, reports and verdicts.
+"""The launcher's state of a job: joins, failures and waits of ranks in, control messages out.
 
-One pure machine serves the launcher (which adds a ZeroMQ socket and a clock) and the in-memory world of the tests.
-Every input returns the actions that follow from it, in order.
+It is pure: every input returns the actions that follow, in order. The launcher adds a ZeroMQ
+socket and a clock (`bootstrap.rendezvous_server`), the in-memory world of tests adds neither.
 """
 
 from __future__ import annotations
@@ -25,23 +25,21 @@ if TYPE_CHECKING:
 
     from syncvar.core.settings import RuntimeConfig
 
-__all__ = ["AbortJob", "Action", "Coordinator", "SendMessage", "ShowMessage", "Unresponsive"]
-
 
 class SendMessage(NamedTuple):
-    """Send a control message to a rank."""
+    """Control message for a rank."""
 
     rank: int
     data: bytes
 
 
 class ShowMessage(NamedTuple):
-    """Show a sentence to the user.
+    """Text for the user.
 
     Args:
-        text: The sentence.
-        is_stall: Somebody waits for others for long.
-        absent: The ranks that others wait for, where they have not joined.
+        text: The text.
+        is_stall: Whether it is about a stalled call.
+        absent: Ranks that have not joined and that others wait for.
     """
 
     text: str
@@ -50,7 +48,7 @@ class ShowMessage(NamedTuple):
 
 
 class AbortJob(NamedTuple):
-    """The job cannot come together; `absent` are the ranks that have not joined."""
+    """Failed start of the job; `absent` are the ranks that have not joined."""
 
     error: str
     reason: str
@@ -58,7 +56,7 @@ class AbortJob(NamedTuple):
 
 
 class Unresponsive(NamedTuple):
-    """No thread of a rank has answered for so many seconds: say so, with what can be seen of its process."""
+    """Rank of which no thread has answered for `seconds`; show it with the state of its process."""
 
     rank: int
     seconds: float
@@ -68,11 +66,11 @@ Action = SendMessage | ShowMessage | AbortJob | Unresponsive
 
 
 class Coordinator:
-    """The state of one generation.
+    """State of one version of the membership.
 
     Args:
-        world_size: Ranks of the job.
-        job_id: Its random identity.
+        world_size: Number of ranks.
+        job_id: Random identity of the job.
         config: Deadlines and intervals.
         generation: Version of the membership.
     """
@@ -87,9 +85,8 @@ class Coordinator:
         self.next_roll = self._new_roll(generation + 1)
         self.left: dict[int, dict[int, int]] = {}
         self.gone: dict[int, str] = {}
-        self.lost: set[int] = (
-            set()
-        )  # by another rank, which has said so; nobody else may know it yet
+        # Ranks whose failure another rank has reported, perhaps before the launcher notices it.
+        self.lost: set[int] = set()
         self.broken_by: tuple[int, str] | None = None
         self._reports: dict[tuple[int, int, int], WaitReport] = {}
         self.stalls = Stalls(config.stall_warning_s)
@@ -99,26 +96,25 @@ class Coordinator:
     # -- messages of ranks -------------------------------------------------------------------------
 
     def join(self, message: Message, now: float) -> tuple[str, list[Action]]:
-        """Take a rank in.
+        """Add a rank to the handshake.
 
         Returns:
-            (reason of refusal or "", actions). A refused peer is no member: the caller answers it directly.
+            (reason of refusal or "", actions). The caller answers a refused peer directly.
         """
+        current = self.roll.generation
+        wanted = message["generation"]
         if message["job"] != self.job_id:
             return "this is another job", []
-        roll = self.roll if message["generation"] == self.roll.generation else self.next_roll
-        if message["generation"] != roll.generation:
-            return (
-                f"generation {message['generation']} cannot be joined, {self.roll.generation} is in force",
-                [],
-            )
+        roll = self.roll if wanted == current else self.next_roll
+        if wanted != roll.generation:
+            return f"generation {wanted} cannot be joined, {current} is in force", []
         member = Member(
             message["rank"], message["address"], message["host"], message["pid"], message["about"]
         )
         refused = roll.join(member, now)
         if refused:
             return refused, []
-        if roll.missing():  # whoever comes after a rank was lost need not wait for it
+        if roll.missing():  # a rank that joins after another has failed need not wait for it
             return "", [
                 SendMessage(member.rank, self._lost_data(rank, reason))
                 for rank, reason in self.gone.items()
@@ -129,7 +125,7 @@ class Coordinator:
                 "refused", error="HandshakeError", reason=roll.failed, missing=[]
             )
             return "", [SendMessage(rank, refusal) for rank in sorted(roll.members)]
-        if roll is self.next_roll:  # every rank has left the old generation and joined anew
+        if roll is self.next_roll:  # every rank has joined the next membership
             self.roll, self.next_roll = roll, self._new_roll(roll.generation + 1)
             self.left.clear()
             self._unreceived = UnreceivedMessages()
@@ -138,13 +134,14 @@ class Coordinator:
             self._reports.clear()
             self.stalls = Stalls(self.config.stall_warning_s)
         actions: list[Action] = [ShowMessage(warning)] if warning and not self.has_warned else []
-        self.has_warned = True  # at the first meeting: who meets again is the same
-        data: dict[int, bytes] = {}  # by host: whom it reaches where depends on it
+        self.has_warned = True  # later handshakes of the same ranks would only repeat the warning
+        # The addresses of the others depend only on the host of the rank that receives them.
+        by_host: dict[int, bytes] = {}
         for rank in range(self.world_size):
-            told = self.roll.members[rank]
-            if told.host_index not in data:
-                data[told.host_index] = self._roll_data(told)
-            actions.append(SendMessage(rank, data[told.host_index]))
+            member = self.roll.members[rank]
+            if member.host_index not in by_host:
+                by_host[member.host_index] = self._roll_data(member)
+            actions.append(SendMessage(rank, by_host[member.host_index]))
         for rank, reason in self.gone.items():
             actions += self._abort(rank, reason)
         return "", actions
@@ -161,7 +158,7 @@ class Coordinator:
             self._reports.pop((rank, message["group"], message["call"]), None)
             return []
         if kind == "poison":
-            return self._poison(rank, message)
+            return self._refuse_call(rank, message)
         if kind == "left_run":
             data = pack_message(
                 "verdict",
@@ -173,24 +170,10 @@ class Coordinator:
                 waits=False,
             )
             return self._tell(message["members"], data, but=rank)
-        if kind == "failed":  # where no launcher sees how it ends
+        if kind == "failed":  # sent only if no launcher observes the process
             return self.ended(rank, message["reason"], now)
         if kind == "broke":
-            self._drop_reports(rank)
-            if self.broken_by is None:
-                self.broken_by = (rank, message["reason"])
-            if message["kind_of_break"] == "lost":  # it is not the reporter that was lost
-                lost = [peer for peer in message["missing"] if peer in self.roll.members]
-                self.lost |= set(lost)
-                others = [other for other in self.roll.members if other not in lost]
-                return [
-                    one
-                    for peer in lost
-                    for one in self._tell(
-                        others, self._lost_data(peer, message["reason"]), but=rank
-                    )
-                ]
-            return self._tell_others(rank, self._abort_data(rank, message))
+            return self._link_failed(rank, message)
         if kind == "leaving":
             self._drop_reports(rank)
             self.left[rank] = message["entered"]
@@ -203,8 +186,25 @@ class Coordinator:
             return [*map(ShowMessage, texts), *self._tell_others(rank, data)]
         raise WireError(f"a worker may not send {kind!r}")
 
+    def _link_failed(self, rank: int, message: Message) -> list[Action]:
+        self._drop_reports(rank)
+        reason = message["reason"]
+        if self.broken_by is None:
+            self.broken_by = (rank, reason)
+        if message["kind_of_break"] != "lost":
+            return self._tell_others(rank, self._abort_data(rank, message))
+        # The reporter is alive; it has lost the connection to the peers in `missing`.
+        failed = [peer for peer in message["missing"] if peer in self.roll.members]
+        self.lost |= set(failed)
+        others = [other for other in self.roll.members if other not in failed]
+        return [
+            action
+            for peer in failed
+            for action in self._tell(others, self._lost_data(peer, reason), but=rank)
+        ]
+
     def ended(self, rank: int, reason: str, now: float) -> list[Action]:
-        """Note that a rank's process has ended badly, for instance with "signal 9"."""
+        """Record that a rank's process has failed, for instance with "signal 9"."""
         del now
         if rank in self.gone:
             return []
@@ -217,16 +217,17 @@ class Coordinator:
         return self._tell_others(rank, data) + joining
 
     def given_up(self, rank: int, reason: str, now: float) -> list[Action]:
-        """Note that a rank gives no sign of life, and fence it: should it wake, it learns that it takes no part any more."""
-        fence = (
-            [SendMessage(rank, self._lost_data(rank, reason))]
-            if rank in self.roll.members and rank not in self.gone
-            else []
-        )
+        """Record that a rank is unresponsive, and fence it.
+
+        If its process wakes up, the message stops it from taking part in later calls.
+        """
+        fence: list[Action] = []
+        if rank in self.roll.members and rank not in self.gone:
+            fence = [SendMessage(rank, self._lost_data(rank, reason))]
         return self.ended(rank, reason, now) + fence
 
     def finished(self, rank: int, now: float) -> list[Action]:
-        """Note that a rank's process ended in order."""
+        """Record that a rank's process ended normally."""
         del now
         actions: list[Action] = []
         for roll in (self.roll, self.next_roll):
@@ -236,7 +237,7 @@ class Coordinator:
         return actions
 
     def tick(self, now: float) -> list[Action]:
-        """Look at the clock: roll call, verdicts, stalls."""
+        """Return what is due now: handshake timeouts, deadlocks, stall warnings."""
         actions: list[Action] = []
         for roll in (self.roll, self.next_roll):
             sentence, failure = roll.tick(now)
@@ -246,16 +247,16 @@ class Coordinator:
                 actions += self._rendezvous_failed(roll, failure)
         if self._reports:
             actions += self._judge(now)
-        told = self.stalls.tick(list(self._reports.values()), now, self._may_answer)
-        actions += [ShowMessage(sentence, is_stall=True) for sentence in told.sentences]
-        actions += self._tell(told.ask, pack_message("are_you_there"))
-        actions += [Unresponsive(rank, seconds) for rank, seconds in told.silent]
+        due = self.stalls.tick(list(self._reports.values()), now, self._may_answer)
+        actions += [ShowMessage(sentence, is_stall=True) for sentence in due.sentences]
+        actions += self._tell(due.ask, pack_message("are_you_there"))
+        actions += [Unresponsive(rank, seconds) for rank, seconds in due.silent]
         return actions
 
-    # -- what others may ask -----------------------------------------------------------------------
+    # -- state of a rank ---------------------------------------------------------------------------
 
     def position(self, rank: int) -> str:
-        """Return what a rank is known to do, in words, for the failure block."""
+        """Return the last known state of a rank, for the failure report."""
         for (reporter, _, _), report in self._reports.items():
             if reporter == rank:
                 return f"waiting in {report.describe()}"
@@ -263,12 +264,11 @@ class Coordinator:
             return "finished"
         if rank not in self.roll.members:
             return "not joined yet"
-        return "not waiting in any call" + (
-            f"; {silence}" if (silence := self.stalls.silence(rank)) else ""
-        )
+        silence = self.stalls.silence(rank)
+        return "not waiting in any call" + (f"; {silence}" if silence else "")
 
     def host(self, rank: int) -> str:
-        """Return the host of a rank that has joined, else an empty text."""
+        """Return the host name of a rank that has joined, else an empty text."""
         member = self.roll.members.get(rank)
         return member.host if member else ""
 
@@ -298,15 +298,16 @@ class Coordinator:
         reports = list(self._reports.values())
         verdicts = find_mismatch(reports, now) or find_deadlock(reports)
         waiting = set(self._reports)
-        told = [(verdict, tell) for verdict in verdicts for tell in self._announce(verdict)]
-        # What lets a rank go on comes last: it must not enter another refused call before it knows of that one too.
-        told.sort(
+        actions = [(verdict, action) for verdict in verdicts for action in self._announce(verdict)]
+        # A rank that waits in a refused call continues when it gets its message. Send that one
+        # last: the rank must first know of the other refused calls.
+        actions.sort(
             key=lambda one: (
                 isinstance(one[1], SendMessage)
                 and (one[1].rank, one[0].group, one[0].call) in waiting
             )
         )
-        return [tell for _, tell in told]
+        return [action for _, action in actions]
 
     def _announce(self, verdict: DeadlockReport) -> list[Action]:
         for key in [key for key in self._reports if key[1:] == (verdict.group, verdict.call)]:
@@ -318,14 +319,14 @@ class Coordinator:
             last_call=verdict.call,
             text=verdict.text,
             table=verdict.table,
-            waits=True,  # ranks that went on without this call have to be refused their next one
+            waits=True,  # ranks that are already past this call get the error in their next one
         )
         return self._tell(verdict.members, data)
 
     def _may_answer(self, rank: int) -> bool:
         return rank in self.roll.members and rank not in self.left and rank not in self.gone
 
-    def _poison(self, rank: int, message: Message) -> list[Action]:
+    def _refuse_call(self, rank: int, message: Message) -> list[Action]:
         group, call = message["group"], message["call"]
         table = {rank: f"{message['what']}: {message['reason']}"}
         for (other, other_group, other_call), report in self._reports.items():
@@ -342,12 +343,12 @@ class Coordinator:
         )
         return self._tell(message["members"], data, but=rank)
 
-    def _roll_data(self, told: Member) -> bytes:
+    def _roll_data(self, receiver: Member) -> bytes:
         members = self.roll.members.items()
         return pack_message(
             "roll",
             generation=self.roll.generation,
-            addresses={rank: one.address_for(told) for rank, one in members},
+            addresses={rank: one.address_for(receiver) for rank, one in members},
             hosts={rank: one.host for rank, one in members},
             places={rank: one.host_index for rank, one in members},
             without_shm={rank: one.about["shm"] for rank, one in members if one.about.get("shm")},

@@ -1,46 +1,46 @@
-"""Reports of long waits in, verdicts out: mismatch, certain deadlock, or keep waiting.
+"""Find mismatches, deadlocks and stalls in the reports of waiting ranks.
 
-A rank that waits longer than a moment reports where it stands. All collectives here share a property that the checker
-of the plans proves: no rank can finish a call before every rank of the group has entered it. Therefore
+The coordinator collects the reports. Both certain findings rest on one proved property of all
+schedules, the entry property: no rank finishes a call before all ranks of the group enter it.
 
-* two ranks at the same call of the same group with different fingerprints can never agree: a mismatch;
-* a rank that waits waits for every member that has not entered its call. When these arrows form a cycle among ranks
-  that cannot move otherwise, nobody will ever move again. This is certain even though reports are of different times:
-  a rank blocked at its report stays blocked until the one it waits for enters, and that one was blocked later still.
+* Mismatch: two ranks report different fingerprints for the same call of the same group.
+* Deadlock: a waiting rank waits for each member that has not entered its call. If these edges
+  form a cycle of ranks with no other active thread, none of them ever moves again. Reports may be
+  of different times: a rank that has reported stays blocked until the next rank enters its call.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from syncvar.core.rank_text import rank_list
-
-__all__ = ["DeadlockReport", "Stall", "WaitReport", "find_deadlock", "find_mismatch", "stalls"]
-
-_MISMATCH = (
-    "the ranks do not make the same call. Write the same calls in the same order on every rank, with the same shape and "
-    "dtype, and none of them inside `if sv.rank() == 0:`"
+from syncvar.protocol.stall_text import (
+    DEADLOCK,
+    MISMATCH,
+    NOT_REPORTED,
+    call_text,
+    deadlock_row,
+    stall_sentence,
 )
 
 
 class WaitReport(NamedTuple):
-    """Where a waiting rank stands.
+    """A waiting rank's report of its call.
 
     Args:
-        rank: Who reports, in the world.
+        rank: World rank of the reporter.
         group: Identity of the group.
-        members: Ranks of the group, in the world.
+        members: World ranks of the group.
         call: Call number within the group.
-        ordinal: Which call of the group it is, as the program counts from 1.
-        fingerprint: What the call is, as a number.
-        what: What the call is, in words.
+        ordinal: Number of the call as the program counts the group's calls, from 1.
+        fingerprint: Hash of the call.
+        what: Text of the call.
         site: file:line of the caller.
         awaiting: Ranks whose frames are missing.
-        since: When the wait began, on the receiver's clock.
-        received: When the report came, on the same clock.
-        mismatch: The rank has seen a frame of another fingerprint.
-        may_move: Another thread of the rank could still make calls.
-        entered: For each group, the last call that the rank has entered.
+        since: Begin of the wait, on the receiver's clock.
+        received: Arrival of the report, on the same clock.
+        mismatch: Whether the rank has seen a frame with another fingerprint.
+        may_move: Whether another thread of the rank could still make calls.
+        entered: Last call that the rank has entered, by group.
     """
 
     rank: int
@@ -59,19 +59,19 @@ class WaitReport(NamedTuple):
     entered: dict[int, int]
 
     def describe(self) -> str:
-        """Return the call in words, with its place."""
-        return f"{self.what} (call {self.ordinal}) at {self.site}"
+        """Return the call with its number and its place in the program."""
+        return call_text(self.what, self.ordinal, self.site)
 
 
 class DeadlockReport(NamedTuple):
-    """One call of one group cannot succeed.
+    """A call that cannot succeed: a mismatch or a deadlock.
 
     Args:
         group: Identity of the group.
         call: Call number.
-        members: Ranks that must hear of it.
-        text: Why, in a sentence.
-        table: What each rank does.
+        members: Ranks that must abort the call.
+        text: Reason, as a sentence.
+        table: State of each rank.
     """
 
     group: int
@@ -81,40 +81,40 @@ class DeadlockReport(NamedTuple):
     table: dict[int, str]
 
 
-def find_mismatch(
-    reports: list[WaitReport], now: float, patience_s: float = 0.3
-) -> list[DeadlockReport]:
-    """Return a verdict for each call at which ranks disagree.
-
-    A verdict waits until all members have reported, or `patience_s` after the disagreement is known, so that the table
-    names as many ranks as possible.
-    """
+def _by_call(reports: list[WaitReport]) -> dict[tuple[int, int], list[WaitReport]]:
     calls: dict[tuple[int, int], list[WaitReport]] = {}
     for report in reports:
         calls.setdefault((report.group, report.call), []).append(report)
-    verdicts = []
-    for (group, call), here in calls.items():
-        if len({report.fingerprint for report in here}) < 2 and not any(
-            report.mismatch for report in here
-        ):
+    return calls
+
+
+def find_mismatch(
+    reports: list[WaitReport], now: float, patience_s: float = 0.3
+) -> list[DeadlockReport]:
+    """Return one entry for each call at which ranks disagree.
+
+    It waits until all members have reported, or `patience_s` seconds after the last report, so
+    that the table names as many ranks as possible.
+    """
+    found = []
+    for (group, call), ours in _by_call(reports).items():
+        if len({r.fingerprint for r in ours}) < 2 and not any(r.mismatch for r in ours):
             continue
-        members = here[0].members
-        if (
-            len({report.rank for report in here}) < len(members)
-            and now - max(r.received for r in here) < patience_s
-        ):
+        members = ours[0].members
+        is_recent = now - max(r.received for r in ours) < patience_s
+        if len({r.rank for r in ours}) < len(members) and is_recent:
             continue
-        table = {report.rank: report.describe() for report in here}
+        table = {report.rank: report.describe() for report in ours}
         for rank in members:
             if rank not in table:
-                elsewhere = [report for report in reports if report.rank == rank]
-                table[rank] = elsewhere[0].describe() if elsewhere else "has not reported"
-        verdicts.append(DeadlockReport(group, call, members, _MISMATCH, table))
-    return verdicts
+                other = next((r for r in reports if r.rank == rank), None)
+                table[rank] = other.describe() if other else NOT_REPORTED
+        found.append(DeadlockReport(group, call, members, MISMATCH, table))
+    return found
 
 
 def find_deadlock(reports: list[WaitReport]) -> list[DeadlockReport]:
-    """Return a verdict for each call that lies on a cycle of ranks waiting for one another, if there is one."""
+    """Return one entry for each call on a cycle of ranks that wait for one another, if any."""
     waiting: dict[int, WaitReport] = {}
     movable: set[int] = set()
     for report in reports:
@@ -122,7 +122,7 @@ def find_deadlock(reports: list[WaitReport]) -> list[DeadlockReport]:
             movable.add(report.rank)
         waiting[report.rank] = report
     waiting = {rank: report for rank, report in waiting.items() if rank not in movable}
-    arrows = {
+    edges = {
         rank: [
             other
             for other in report.members
@@ -132,25 +132,21 @@ def find_deadlock(reports: list[WaitReport]) -> list[DeadlockReport]:
         ]
         for rank, report in waiting.items()
     }
-    cycle = _cycle(arrows)
-    if not cycle:
-        return []
+    cycle = _find_cycle(edges)
     table = {
-        rank: f"waits in {waiting[rank].describe()} for rank {cycle[(index + 1) % len(cycle)]}"
+        rank: deadlock_row(waiting[rank].describe(), cycle[(index + 1) % len(cycle)])
         for index, rank in enumerate(cycle)
     }
     calls = {(waiting[rank].group, waiting[rank].call): waiting[rank].members for rank in cycle}
     return [
-        DeadlockReport(
-            group, call, members, "deadlock: each of these ranks waits for the next one", table
-        )
+        DeadlockReport(group, call, members, DEADLOCK, table)
         for (group, call), members in calls.items()
     ]
 
 
-def _cycle(arrows: dict[int, list[int]]) -> list[int]:
+def _find_cycle(edges: dict[int, list[int]]) -> list[int]:
     done: set[int] = set()
-    for start in sorted(arrows):
+    for start in sorted(edges):
         path: list[int] = []
         position: dict[int, int] = {}
         stack: list[tuple[int, int]] = [(start, 0)]
@@ -161,7 +157,7 @@ def _cycle(arrows: dict[int, list[int]]) -> list[int]:
                     continue
                 position[rank] = len(path)
                 path.append(rank)
-            targets = arrows[rank]
+            targets = edges[rank]
             if index < len(targets):
                 stack.append((rank, index + 1))
                 target = targets[index]
@@ -177,13 +173,13 @@ def _cycle(arrows: dict[int, list[int]]) -> list[int]:
 
 
 class Stall(NamedTuple):
-    """A call that has been waited for for long.
+    """A call in which ranks have waited for a long time.
 
     Args:
         key: (group, call).
-        waited_s: Since it began to be waited for.
-        sentence: Who waits for whom, since when and where.
-        late: Ranks that have not come.
+        waited_s: Time since the first rank began to wait, in seconds.
+        sentence: Text for the user.
+        late: Ranks that have not entered the call.
     """
 
     key: tuple[int, int]
@@ -193,37 +189,28 @@ class Stall(NamedTuple):
 
 
 def stalls(reports: list[WaitReport], now: float, after_s: float) -> list[Stall]:
-    """Return each call that has been waited for for longer than `after_s` seconds."""
-    calls: dict[tuple[int, int], list[WaitReport]] = {}
-    for report in reports:
-        calls.setdefault((report.group, report.call), []).append(report)
+    """Return each call in which a rank has waited for longer than `after_s` seconds."""
+    calls = _by_call(reports)
     groups = {group for group, _ in calls}
-    furthest: dict[
-        tuple[int, int], int
-    ] = {}  # by rank and group: the last call that it has entered
+    latest: dict[tuple[int, int], int] = {}  # (rank, group): last call that the rank has entered
     first: dict[int, WaitReport] = {}
     for report in reports:
         first.setdefault(report.rank, report)
         for group in groups & report.entered.keys():
-            furthest[report.rank, group] = max(
-                report.entered[group], furthest.get((report.rank, group), -1)
-            )
+            key = (report.rank, group)
+            latest[key] = max(report.entered[group], latest.get(key, -1))
     result = []
-    for key, here in sorted(calls.items()):
-        waited_s = now - min(report.since for report in here)
+    for (group, call), ours in sorted(calls.items()):
+        waited_s = now - min(report.since for report in ours)
         if waited_s < after_s:
             continue
-        late = [rank for rank in here[0].members if furthest.get((rank, key[0]), -1) < key[1]]
-        others = [
-            f"rank {rank} waits in {first[rank].describe()}" for rank in late if rank in first
-        ]
-        verb = "waits" if len(here) == 1 else "wait"
-        whom = f"{rank_list(late)}, not there yet" if late else "data; all ranks are there"
-        sentence = (
-            f"{rank_list(r.rank for r in here)} {verb} since {waited_s:.0f} s in "
-            f"{here[0].describe()} for {whom}"
+        late = [rank for rank in ours[0].members if latest.get((rank, group), -1) < call]
+        sentence = stall_sentence(
+            [report.rank for report in ours],
+            waited_s,
+            ours[0].describe(),
+            late,
+            {rank: first[rank].describe() for rank in late if rank in first},
         )
-        result.append(
-            Stall(key, waited_s, sentence + "".join(f"; {other}" for other in others), late)
-        )
+        result.append(Stall((group, call), waited_s, sentence, late))
     return result

@@ -1,6 +1,6 @@
-"""Exceptions as data and back: classes by module and name, arguments as plain objects.
+"""Exceptions as plain data and back, without pickle.
 
-Nothing is unpickled.
+A class travels as its module and name, its arguments as plain objects (`object_codec`).
 """
 
 from __future__ import annotations
@@ -12,27 +12,20 @@ from syncvar.core.errors import ConfigError
 from syncvar.core.lazy_import import object_named
 from syncvar.protocol.object_codec import pack_object, unpack_object
 
-__all__ = ["CALLER_MAIN", "pack_exception", "unpack_exception"]
-
 CALLER_MAIN = "__syncvar_main__"
-"""The name under which a worker of `sv.run` imports the script that its caller runs."""
+"""Module name under which a worker of `sv.run` imports its caller's script."""
 
 _BASES = (BaseException, Exception, object)
 
 
 def pack_exception(error: BaseException) -> bytes:
-    """Return an exception as bytes.
-
-    Example:
-        >>> unpack_exception(pack_exception(KeyError("a")))
-        KeyError('a')
-    """
+    """Return an exception as bytes."""
     builtin: Any = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
         _, args, *state = builtin.__reduce__(error)
         attributes = dict(state[0]) if state and state[0] else {}
         pack_object(args)
-    except Exception:  # arguments that cannot travel, or an exception that is not what it seems
+    except Exception:  # arguments that are no plain data, or an unusual __reduce__
         args, attributes = None, {}
     kinds = [kind for kind in type(error).__mro__ if kind not in _BASES]
     classes = [[kind.__module__, kind.__qualname__] for kind in kinds]
@@ -41,14 +34,14 @@ def pack_exception(error: BaseException) -> bytes:
 
 
 def unpack_exception(data: bytes) -> BaseException:
-    """Return the exception that `pack_exception` made into `data`, or one of its name and text.
+    """Return the exception in `data`, or a stand-in with the same name and text.
 
-    An exception keeps its class if this process can import it, and if the same arguments give the
-    same text. Otherwise a stand-in comes back: a new class of that name, derived from the first
-    built-in class among the bases of the original.
+    The exception keeps its class if this process can import it and the same arguments give the
+    same text. Otherwise the result is a new class of that name. Its base is the first built-in
+    class among the bases of the original.
 
     Raises:
-        WireError: The bytes are no such object.
+        WireError: `data` is no packed exception.
     """
     classes, args, attributes, encoded = unpack_object(data)
     text = encoded.decode()
@@ -65,12 +58,12 @@ def _rebuilt(
     try:
         if kind.__module__ == "builtins":
             error: BaseException = kind(*args)
-        else:  # its own __init__ may take other arguments, or do something
+        else:  # skip the class's own __init__: it may take other arguments or have effects
             error = kind.__new__(kind, *args)
             error.args = args
         for attribute, value in attributes.items():
             setattr(error, attribute, value)
-    except Exception:  # whatever a class of the user's raises
+    except Exception:  # a user's class may raise anything
         return None
     return error
 
@@ -97,7 +90,7 @@ def _stand_in(classes: list[list[str]], text: str) -> BaseException:
         try:
             kind: Any = type(name.rpartition(".")[2], (one,), members)
             error: BaseException = kind.__new__(kind, text)
-        except TypeError:  # of a class that needs other arguments, as groups do
+        except TypeError:  # the class needs other arguments, as ExceptionGroup does
             continue
         error.args = (text,)
         return error
@@ -115,5 +108,5 @@ def _travels(value: Any) -> bool:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # an exception of the user's may do anything here
+    except Exception:  # a user's __str__ may raise anything
         return f"<{type(error).__name__} has no text>"

@@ -1,20 +1,21 @@
-"""Who is silent, and since when: signs of life in, suspicion and loss out. Time is an argument."""
+"""Decide from signs of life when a rank is suspected and when it has failed; time is an argument.
+
+The launcher's `Attempt` feeds it observations.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Health", "Suspicion"]
-
 
 class Suspicion(NamedTuple):
-    """What changed about a rank.
+    """A rank's new state.
 
     Args:
-        rank: Which one.
-        is_lost: True for lost, False for suspected.
-        reason: Why, in words.
+        rank: The rank.
+        is_lost: True if it has failed, False if it is suspected.
+        reason: Reason, as text.
     """
 
     rank: int
@@ -28,7 +29,7 @@ class Health:
 
     Args:
         suspect_after_s: Silence after which a rank is suspected, in seconds.
-        lost_after_s: Silence after which it is lost, in seconds.
+        lost_after_s: Silence after which a rank has failed, in seconds.
     """
 
     suspect_after_s: float
@@ -38,29 +39,23 @@ class Health:
     _lost: set[int] = field(default_factory=set)
 
     def observe(self, rank: int, sign: str, now: float) -> Suspicion | None:
-        """Take in one look at a rank.
+        """Record one observation; return the rank's new state if it changed.
 
         Args:
-            rank: Which one.
-            sign: Empty for a sign of life, else what is wrong ("its process is stopped (state T)").
+            rank: The rank.
+            sign: Empty for a sign of life, else the trouble ("its process is stopped (state T)").
             now: Seconds of a monotonic clock.
-
-        Example:
-            >>> health = Health(5.0, 15.0)
-            >>> health.observe(2, "stopped", 0.0)
-            >>> health.observe(2, "stopped", 6.0).is_lost, health.observe(2, "stopped", 16.0).is_lost
-            (False, True)
         """
         if not sign:
             self._silent_since.pop(rank, None)
             self._suspected.discard(rank)
             return None
-        since = self._silent_since.setdefault(rank, now)
-        silence = now - since
+        silence = now - self._silent_since.setdefault(rank, now)
+        text = f"silent for {silence:.1f} s: {sign}"
         if silence >= self.lost_after_s and rank not in self._lost:
             self._lost.add(rank)
-            return Suspicion(rank, True, f"silent for {silence:.1f} s: {sign}")
+            return Suspicion(rank, is_lost=True, reason=text)
         if silence >= self.suspect_after_s and rank not in self._suspected:
             self._suspected.add(rank)
-            return Suspicion(rank, False, f"suspect: silent for {silence:.1f} s: {sign}")
+            return Suspicion(rank, is_lost=False, reason=f"suspect: {text}")
         return None

@@ -1,4 +1,4 @@
-"""What a rank brings to a call, in a record of fixed length: so ranks that may bring different shapes tell each other."""
+"""Records of fixed length that describe a rank's input to a call, for calls with unequal shapes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,6 @@ from syncvar.core.errors import ConfigError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "ARRAY",
-    "BYTES",
-    "NOTHING",
-    "RECORD_BYTES",
-    "InputRecord",
-    "array_record",
-    "pack_record",
-    "unpack_record",
-]
-
 _NDIM_MAX = 13
 _RECORD = struct.Struct(f"<BBBxxxxxQ{_NDIM_MAX}Q")
 RECORD_BYTES = _RECORD.size
@@ -29,13 +18,13 @@ NOTHING, ARRAY, BYTES = 0, 1, 2
 
 
 class InputRecord(NamedTuple):
-    """What a rank brings.
+    """Description of one rank's input.
 
     Args:
         kind: NOTHING, ARRAY or BYTES.
-        dtype: Index of the dtype of an array.
-        shape: Shape of an array.
-        nbytes: Length of bytes, or a digest that must be the same on all ranks.
+        dtype: Index of the array's dtype.
+        shape: Shape of the array.
+        nbytes: Length of the bytes; for an array: a digest that must be equal on all ranks.
     """
 
     kind: int = NOTHING
@@ -44,7 +33,7 @@ class InputRecord(NamedTuple):
     nbytes: int = 0
 
     def describe(self) -> str:
-        """Return the record in words."""
+        """Return the input as text, for the table of a mismatch."""
         if self.kind == NOTHING:
             return "brings nothing"
         if self.kind == BYTES:
@@ -53,30 +42,22 @@ class InputRecord(NamedTuple):
 
 
 def array_record(array: NDArray[Any], digest: int = 0) -> InputRecord:
-    """Return the record of an array.
-
-    Raises:
-        ConfigError: It has too many dimensions.
-    """
+    """Return the record of an array; raise ConfigError if it has too many dimensions."""
     if array.ndim > _NDIM_MAX:
         raise ConfigError(
-            f"an array of {array.ndim} dimensions cannot be communicated; reshape it to {_NDIM_MAX} or fewer"
+            f"an array of {array.ndim} dimensions cannot be communicated; "
+            f"reshape it to {_NDIM_MAX} or fewer"
         )
     return InputRecord(ARRAY, dtype_index(array.dtype), array.shape, digest)
 
 
 def pack_record(record: InputRecord) -> bytes:
-    """Return the bytes of a record, always as many."""
+    """Return a record as `RECORD_BYTES` bytes."""
     padded = (*record.shape, *(0,) * (_NDIM_MAX - len(record.shape)))
     return _RECORD.pack(record.kind, record.dtype, len(record.shape), record.nbytes, *padded)
 
 
 def unpack_record(data: bytes) -> InputRecord:
-    """Return the record in some bytes.
-
-    Example:
-        >>> unpack_record(pack_record(InputRecord(ARRAY, 3, (2, 5)))).shape
-        (2, 5)
-    """
+    """Return the record in `RECORD_BYTES` bytes."""
     kind, dtype, ndim, nbytes, *shape = _RECORD.unpack(data)
     return InputRecord(kind, dtype, tuple(shape[:ndim]), nbytes)

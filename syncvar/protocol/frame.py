@@ -1,8 +1,8 @@
 """The header of a data frame: fixed layout, checksum, limits.
 
-A frame is a header of `HEADER_NBYTES` bytes and a payload of `Header.nbytes` bytes, which travels as a second message
-part (or not at all when it is empty). The header names the message completely, so that a frame can never be taken for
-another call's.
+A frame is a header of `HEADER_NBYTES` bytes and a payload of `Header.nbytes` bytes. The payload
+travels as a second message part, or not at all if it is empty. The header identifies the message
+completely, so a frame is never taken for one of another call.
 """
 
 from __future__ import annotations
@@ -14,16 +14,6 @@ from typing import NamedTuple
 
 from syncvar.core.errors import WireError
 
-__all__ = [
-    "CARRIERS",
-    "HEADER_NBYTES",
-    "PROTOCOL_VERSION",
-    "FrameType",
-    "Header",
-    "pack_header",
-    "parse_header",
-]
-
 PROTOCOL_VERSION = 1
 _MAGIC = b"sv"
 _BODY = struct.Struct("<2sBBIIQQIIQQ")
@@ -32,33 +22,34 @@ HEADER_NBYTES = _BODY.size + _CHECKSUM.size
 
 
 class FrameType(IntEnum):
-    """What a frame is for."""
+    """Purpose of a frame."""
 
     DATA = 1
     CREDIT = 2
     BYE = 3
-    ASK = 4  # outside the calls: a question to the receiver's engine
+    ASK = 4  # a one-sided read: a question to the receiver's engine, outside the calls
     ANSWER = 5
-    KNOCK = 6  # the sender waits in this call, whose bytes go through shared memory
+    KNOCK = 6  # wake-up: the sender waits in this call, whose data are in shared memory
 
 
 CARRIERS = frozenset({FrameType.DATA, FrameType.ANSWER})
-"""The kinds of frames that have a payload."""
+"""Types of frames that have a payload."""
 
 
 class Header(NamedTuple):
     """A parsed header.
 
     Args:
-        kind: What the frame is for.
-        source: Rank of the sender in the world.
+        kind: Purpose of the frame, a FrameType.
+        source: World rank of the sender.
         generation: Version of the membership.
         group: Identity of the group, the same on all its ranks.
-        call: Number of the call within the group; of ASK and ANSWER, the asker's number of the question.
-        round: Round of the plan, counted through all stages of the call; of ANSWER, how many frames the answer has.
-        segment: Which part of the chunk this is.
-        fingerprint: 64-bit digest of (collective, op, dtype, shape, root, name); of ASK and ANSWER, of what is asked.
-        nbytes: Bytes of the payload; of a CREDIT frame, the bytes given back.
+        call: Call number within the group; in ASK and ANSWER: the asker's number of the question.
+        round: Round of the schedule, counted over all stages; in ANSWER: frames of the answer.
+        segment: Index of this part of the chunk.
+        fingerprint: 64-bit hash of (collective, op, dtype, shape, root, name); in ASK and ANSWER:
+            hash of the question.
+        nbytes: Bytes of the payload; in CREDIT: bytes given back.
     """
 
     kind: int
@@ -72,7 +63,7 @@ class Header(NamedTuple):
     nbytes: int
 
 
-def pack_header(
+def pack_header(  # noqa: PLR0917  (one argument for each field of the header)
     kind: int,
     source: int,
     generation: int,
@@ -83,12 +74,7 @@ def pack_header(
     fingerprint: int = 0,
     nbytes: int = 0,
 ) -> bytes:
-    """Return the bytes of a header.
-
-    Example:
-        >>> parse_header(pack_header(FrameType.DATA, 3, 0, 1, 7, nbytes=40)).call
-        7
-    """
+    """Return the bytes of a header; see `Header` for the fields."""
     body = _BODY.pack(
         _MAGIC,
         PROTOCOL_VERSION,
@@ -106,14 +92,11 @@ def pack_header(
 
 
 def parse_header(data: bytes, nbytes_max: int = 1 << 40) -> Header:
-    """Read a header.
-
-    Args:
-        data: Exactly `HEADER_NBYTES` bytes.
-        nbytes_max: Largest payload accepted, in bytes.
+    """Return the fields of a header of exactly `HEADER_NBYTES` bytes.
 
     Raises:
-        WireError: Wrong length, magic, version, checksum, kind or size; the message says which.
+        WireError: Wrong length, magic, version, checksum, type or size, or a payload of more than
+            `nbytes_max` bytes.
     """
     if len(data) != HEADER_NBYTES:
         raise WireError(f"a header has {HEADER_NBYTES} bytes, not {len(data)}")

@@ -1,7 +1,7 @@
-"""The roll call as a pure machine: who has joined, who is missing, and what to tell whom.
+"""The handshake of one version of the membership, as a pure state machine.
 
-A worker joins with its address; when all have joined, everyone gets the roll. Time comes in as `now` (seconds of any
-monotonic clock), so the machine runs in tests without a clock.
+Each worker joins with its address. When all have joined, the coordinator sends everyone all
+addresses. `now` is seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from syncvar.core.rank_text import rank_list
 from syncvar.protocol.compatibility import differences
-
-__all__ = ["Member", "RollCall"]
 
 
 class Member(NamedTuple):
@@ -26,29 +24,29 @@ class Member(NamedTuple):
 
     @property
     def host_index(self) -> int:
-        """Which host it is on."""
+        """Index of the rank's host; -1 if the rank sent none that is valid."""
         index = self.about.get("host_index", 0)
         return index if isinstance(index, int) else -1
 
     @property
     def outside(self) -> str:
-        """Where other hosts reach it; empty where they do not."""
+        """Address for ranks on other hosts; empty if it listens to none."""
         return str(self.about.get("outside", ""))
 
     def address_for(self, other: Member) -> str:
-        """Return where another rank reaches this one."""
+        """Return the address at which another rank reaches this one."""
         return self.address if other.host_index == self.host_index else self.outside
 
 
 @dataclass(slots=True)
 class RollCall:
-    """The meeting of one generation.
+    """Handshake of all ranks.
 
     Args:
         world_size: Ranks that must join.
         generation: Version of the membership.
         timeout_s: Longest time from the first join to the last, in seconds.
-        interval_s: How often the missing ranks are named, in seconds.
+        interval_s: Interval of the messages that name missing ranks, in seconds.
     """
 
     world_size: int
@@ -59,20 +57,21 @@ class RollCall:
     began: float | None = None
     named: float = 0.0
     failed: str = ""
-    absent: dict[int, str] = field(
-        default_factory=dict
-    )  # ranks that ended before they joined, and how
+    # Ranks that ended before they joined, each with the way it ended.
+    absent: dict[int, str] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has joined, and they can work together."""
+        """Whether every rank has joined and their installations fit together."""
         return len(self.members) == self.world_size and not self.failed
 
     def compare(self) -> str:
-        """Compare what the ranks tell of themselves, all of which have joined; the roll call fails where they cannot work together.
+        """Compare the installations of all ranks once they have joined.
+
+        The handshake fails if they cannot work together.
 
         Returns:
-            What to warn of, in one sentence, or an empty text.
+            A warning about smaller differences, or an empty text.
         """
         self.failed, warning = differences(
             {rank: member.about for rank, member in self.members.items()}
@@ -84,11 +83,7 @@ class RollCall:
         return [rank for rank in range(self.world_size) if rank not in self.members]
 
     def join(self, member: Member, now: float) -> str:
-        """Take a rank in.
-
-        Returns:
-            An empty text, or the reason why the rank is refused.
-        """
+        """Add a rank; return the reason if it is refused, else an empty text."""
         if self.failed:
             return self.failed
         if not 0 <= member.rank < self.world_size:
@@ -100,52 +95,49 @@ class RollCall:
             if other.host_index != member.host_index:
                 for one in (member, other):
                     if not one.outside:
-                        return f"rank {one.rank} listens to no other host, and there are several (SYNCVAR_HOST_ADDRESS)"
+                        return (
+                            f"rank {one.rank} listens to no other host, and the job has several. "
+                            "Set SYNCVAR_HOST_ADDRESS on its host"
+                        )
         if self.began is None:
             self.began = self.named = now
         self.members[member.rank] = member
         return ""
 
     def tick(self, now: float) -> tuple[str, str]:
-        """Look at the clock.
-
-        Returns:
-            (sentence to show or "", reason of failure or "").
-        """
+        """Return (sentence to show or "", reason of failure or "") at time `now`."""
         if self.began is None or self.is_complete or self.failed:
             return "", ""
         if self.absent:
-            self.failed = self._nobody_comes()
+            self.failed = self._missing_forever()
             return "", self.failed
         waited = now - self.began
         absent = rank_list(self.missing())
+        joined = f"{len(self.members)} of {self.world_size}"
         if waited >= self.timeout_s:
             self.failed = (
-                f"{absent} did not join within {waited:.0f} s (joined: {len(self.members)} of {self.world_size}); "
+                f"{absent} did not join within {waited:.0f} s (joined: {joined}); "
                 f"does every rank reach sv.init() or its first collective?"
             )
             return "", self.failed
         if now - self.named >= self.interval_s:
             self.named = now
-            return (
-                f"waiting for {absent} to join since {waited:.0f} s ({len(self.members)} of {self.world_size} are here)",
-                "",
-            )
+            return f"still waiting for {absent} to join after {waited:.0f} s (joined: {joined})", ""
         return "", ""
 
     def ended(self, rank: int, how: str) -> str:
-        """Note that a rank ended before it joined.
+        """Record that a rank ended before it joined.
 
         Returns:
-            The reason of failure when others are waiting for it, else an empty text.
+            The reason of failure if others are waiting for it, else an empty text.
         """
         if rank in self.members or self.failed:
             return ""
         self.absent[rank] = how
-        if self.members:  # else whoever comes first is told
-            self.failed = self._nobody_comes()
+        if self.members:  # otherwise the first rank that joins learns it from `tick`
+            self.failed = self._missing_forever()
         return self.failed
 
-    def _nobody_comes(self) -> str:
+    def _missing_forever(self) -> str:
         rank, how = next(iter(self.absent.items()))
         return f"rank {rank} {how} without joining, while {rank_list(self.members)} waited for it"

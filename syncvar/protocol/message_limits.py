@@ -1,38 +1,28 @@
-"""How long a message may be: one rule for every socket at which a stranger can speak.
+"""Limits of message lengths, so that an unauthenticated peer cannot make a process use much memory.
 
-ZeroMQ compares the length that a frame announces with the limit of its socket before it takes memory, and it does so from the first
-byte of a connection on. The limit of a socket cannot change when a peer has proved itself. So no frame of syncvar is
-long: whatever is longer than `FRAME_NBYTES` travels in several frames, and a stranger can make a process hold one frame.
+ZeroMQ compares the announced length of a frame with the socket's limit before it allocates memory,
+and the limit cannot change once a peer has authenticated. So all frames of syncvar are short:
+a longer message travels in several frames.
 
-Two more limits are only for peers that have not proved themselves. A peer that sends more than `UNPROVED_NBYTES_MAX` before it has
-proved itself loses the connection (`syncvar.transports.unauthenticated_peers`). On a stream of our own framing, the first message is at most
-`HELLO_NBYTES_MAX` long (`syncvar.parameter_server.transport.unix_stream`).
+Unauthenticated peers have two more limits. `transports.unauthenticated_peers` closes a connection
+after `UNPROVED_NBYTES_MAX` bytes without authentication. On a stream with our own framing the
+first message has at most `HELLO_NBYTES_MAX` bytes (`parameter_server.transport.unix_stream`).
 """
 
 from __future__ import annotations
 
-__all__ = [
-    "CONTROL_NBYTES_MAX",
-    "FRAME_NBYTES",
-    "FRAMING_NBYTES",
-    "HELLO_NBYTES_MAX",
-    "UNPROVED_NBYTES_MAX",
-]
-
+# Longest frame between workers and servers; between ranks the setting `segment_bytes` holds.
+# An array of 1 MiB fits into one frame, so that the receiver need not copy it.
 FRAME_NBYTES = (1 << 20) + 4096
-"""The longest frame of a message between workers and servers; between ranks it is the setting `segment_bytes`.
 
-An array of 1 MiB fits into one frame, so the receiver need not copy it.
-"""
-
+# Allowance for the header of a frame and the overhead of encryption.
 FRAMING_NBYTES = 4096
-"""What a frame may have beside its payload: a header, and what encryption adds."""
 
+# Longest message between a worker and the launcher.
 CONTROL_NBYTES_MAX = 1 << 20
-"""The longest message between a worker and the launcher."""
 
+# Most bytes of a connection before its peer has authenticated; a handshake takes less than 1 KiB.
 UNPROVED_NBYTES_MAX = 64 << 10
-"""The most that a connection may bring before its peer has proved itself; a handshake needs less than 1 KiB."""
 
+# Longest first message on a stream.
 HELLO_NBYTES_MAX = 4096
-"""The longest message by which a process introduces itself on a stream."""

@@ -1,7 +1,7 @@
-"""Where the servers of a job are, and which of its processes have ended: a pure machine, told to all who ask.
+"""The launcher's table of servers: where they listen, and which processes have ended.
 
-A server says where it listens. Workers and other servers ask once, and are told at once and again whenever something
-changes. What they are told is whole, with a version that grows, so that nothing is missed and the last word counts.
+Workers and servers ask for it once; the launcher answers, and again after each change. Every
+answer holds the whole table and a growing version, so a receiver keeps the newest and misses none.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from syncvar.protocol.control_messages import pack_message
 if TYPE_CHECKING:
     from syncvar.protocol.control_messages import Message
 
-__all__ = ["ServerTable"]
-
 
 class _ServerAddress(NamedTuple):
-    """Where a server listens: for processes of its own host, and for others."""
+    """Addresses of a server: for processes of its own host, and for other hosts."""
 
     address: str
     outside: str
@@ -28,36 +26,36 @@ class _ServerAddress(NamedTuple):
 
 
 class ServerTable:
-    """What is known of the servers.
+    """State of the servers of one attempt.
 
     Args:
-        job_id: The job's random identity.
-        generation: The first of the membership in this start of the job.
+        job_id: Random identity of the job.
+        generation: First version of the membership in this attempt.
     """
 
     def __init__(self, job_id: str, generation: int) -> None:
         self.version = 0
         self._job_id = job_id
         self._generation = generation
-        self._places: dict[int, _ServerAddress] = {}  # by the number of a server's process
-        self._ended: dict[int, str] = {}  # processes that have ended, and why; empty where in order
+        self._places: dict[int, _ServerAddress] = {}  # by process number of the server
+        self._ended: dict[int, str] = {}  # reason by process number; empty after a normal end
         self._incarnations: dict[int, int] = {}
         self._copies: list[tuple[int, int]] = []
 
     def refusal(self, message: Message) -> str:
-        """Return why a process has no say here; empty where it has."""
+        """Return why a message is refused (wrong job or generation); empty if it is accepted."""
         if message["job"] != self._job_id:
             return "this is another job"
-        if message["generation"] != self._generation:
-            return f"the processes of generation {message['generation']} have been replaced by those of {self._generation}"
+        generation = message["generation"]
+        if generation != self._generation:
+            return (
+                f"the processes of generation {generation} have been replaced by those of "
+                f"{self._generation}"
+            )
         return ""
 
     def serves(self, message: Message) -> str:
-        """Take in where a server listens.
-
-        Returns:
-            An empty text, or the reason why it is refused.
-        """
+        """Record where a server listens; return the reason if it is refused, else ""."""
         number = SERVER_0 + message["server"]
         if number in self._ended:
             return f"{process_name(number)} was given up: {self._ended[number]}"
@@ -75,35 +73,35 @@ class ServerTable:
         return ""
 
     def holds(self, message: Message) -> None:
-        """Take in that a server has a copy of what another one has, or had."""
+        """Record that a server holds a replica of another server's state."""
         if not self.refusal(message):
             self._copies.append((message["server"], message["of"]))
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Return who has told since the last call that it has a copy, and of which server's variables."""
-        made, self._copies = self._copies, []
-        return made
+        """Return the new replicas since the last call as (holder, server whose state it holds)."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def ended(self, number: int, reason: str) -> None:
-        """Note that a process has ended, or is given up; the first reason stays."""
+        """Record that a process has ended or is given up; the first reason stays."""
         if number not in self._ended:
             self._ended[number] = reason
             self.version += 1
 
     def position(self, number: int) -> str:
-        """Return in words what is known of a server."""
+        """Return the state of a server as text."""
         if number in self._ended:
             return f"ended: {self._ended[number]}" if self._ended[number] else "finished"
         return SERVING if number in self._places else "not serving yet"
 
     def begins_again(self, number: int, incarnation: int) -> None:
-        """Note that a process was started in place of one that has ended."""
+        """Record that a new process replaces one that has ended."""
         self._ended.pop(number, None)
         self._incarnations[number] = incarnation
         self.version += 1
 
     def told(self, host_index: int) -> bytes:
-        """Return what a process of a host is told."""
+        """Return the table as a message for the processes of a host."""
         return pack_message(
             "servers",
             version=self.version,

@@ -1,9 +1,10 @@
-"""A group inside a block of `sv.uneven`: its calls are made by the ranks that still work, as if it had no others.
+"""A group inside a block of `sv.uneven`: the active ranks make its calls without the others.
 
-Before each call those who work make a small one, the roll: an all-reduce of one bit for each of them. A rank that leaves its
-loop makes one roll more in each of its groups, which says so, and has no part in that group from then on; its last roll
-waits in the engine until the others make theirs. So all know of the same ranks at the same call, and nothing is ever
-repeated. The group's communicator becomes that of those who still work: whoever holds it makes their calls.
+Before each call, the active ranks make the *membership all-reduce*: one bit for each rank. A rank
+that leaves its loop sets its bit in one more membership all-reduce of each of its groups; that
+request waits in the engine until the others join it. So all active ranks know the same members at
+the same call, and no call is repeated. The group's communicator becomes that of the active ranks:
+code that holds it makes their calls.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from syncvar.collectives.all_reduce import agree, agreement_request
 from syncvar.core.errors import MismatchError, UsageError
 from syncvar.core.rank_text import rank_list
 from syncvar.runtime.communicator import fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel, collective_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -24,144 +26,132 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.work import Work
 
-__all__ = ["LEFT", "ActiveGroup", "PeerExhausted"]
-
 LEFT = "left sv.uneven: "
 _LEFT_RUN = "left strategy.run inside sv.uneven: "
 
-_ROLL = "roll of sv.uneven"
+_ROLL = "membership of sv.uneven"
 _DIGEST = fingerprint(_ROLL)
-_LAST = 1 << 40  # more rolls than a block has
+_LAST = 1 << 40  # more membership all-reduces than a block has
 
 
 class PeerExhausted(UsageError):
-    """A rank has left its loop, and the block ends with the first."""
+    """A rank has left its loop, and the block ends with the first that leaves."""
 
 
 class UnevenBlock(Protocol):
-    """What the groups of a block have in common."""
+    """What the groups of a block share."""
 
     context: ProcessContext
-    number: int  # the same on all its ranks, and of no other block
+    number: int  # identifies the block: the same on all its ranks
     stops_at_first: bool
-    is_over: str  # why no more calls are made in it: "rank 3 left ..."; empty while they are
+    is_over: str  # reason why the block makes no more calls: "rank 3 left ..."; else empty
 
     def end(self, reason: str, why: str = "") -> None:
-        """Make no more calls in the block, and tell the others.
-
-        Args:
-            reason: For them; what this rank did.
-            why: What another rank did, where it began there.
-        """
+        """End the block and send `reason` to the others; `why` if another rank ended it first."""
 
 
 class ActiveGroup:
-    """One group in a block, from `begin` to `give_back`.
-
-    Args:
-        block: The block.
-        communicator: The group's, with no call under way.
-    """
+    """One group in a block, from `begin` to `give_back`; its communicator has no active call."""
 
     def __init__(self, block: UnevenBlock, communicator: Communicator) -> None:
         self._block = block
         self.communicator = communicator
         self.identity = communicator.identity
         self.whole = self.working = communicator.members
-        self.calls = 0  # that this rank has made here while it worked
+        self.calls = 0  # calls that this rank has made in the group
         self._rolls: Communicator | None = None
         self._home = communicator
 
     def begin(self) -> None:
-        """Let every call of the group be one of those who still work.
-
-        Raises:
-            SharedMemoryFull: The memory that the ranks share has no room for it.
-        """
+        """Restrict every call of the group to the ranks that still work."""
         channel = self.communicator.channel
         if channel is not None:
-            channel.is_settled = (
-                False  # so calls that have been prepared take the long way, and the roll
-            )
+            channel.is_settled = False  # so cached calls take the slow path, which calls `roll`
         self._home = self._beside("calls")
-        self._take(self._home)
+        self._become(self._home)
 
     def roll(self, name: str, timeout: float | None) -> None:
-        """Learn which ranks still work; the communicator is theirs afterwards. Collective over them.
+        """Make the membership all-reduce; the communicator then is that of the active ranks.
 
         Args:
-            name: The call that follows, for messages.
+            name: Name of the call that follows, for messages.
             timeout: Seconds; None means the job's default.
 
         Raises:
             PeerExhausted: A rank has left, and the block ends with the first.
             MismatchError: A rank has left by an exception.
-            UsageError: That is known here already.
-
-        Cost: an all-reduce of 8 bytes for each 64 ranks.
+            UsageError: The block is over.
         """
         if self._block.is_over:
             raise UsageError(
-                f"{name}: {self._block.is_over}. The ranks may be at different calls, so this block of sv.uneven makes no more: leave "
-                f"it, and catch such an error inside the function that strategy.run calls, or around the block"
+                f"{name}: {self._block.is_over}. The ranks may be at different calls, so this "
+                f"block of sv.uneven makes no more: leave it, and catch such an error inside the "
+                f"function that strategy.run calls, or around the block"
             )
         if len(self.working) > 1:
-            said = f"{name} inside sv.uneven", _DIGEST
+            collective = f"{collective_of(name)} inside sv.uneven"
+            label = CallLabel(f"{name} inside sv.uneven", CallFields(collective))
+            description = label, _DIGEST
+            rolls, no_bits = self._membership(), self._no_bits()
             try:
-                left = agree(
-                    self._rolls_now(), _ROLL, "or", self._nobody(), timeout, said
-                )  # a bit for each that has left
+                left_bits = agree(rolls, _ROLL, "or", no_bits, timeout, description)
             except MismatchError as error:
-                self._heed(error)
+                self._end_with(error)
                 raise
-            if left.any():
-                bits = np.unpackbits(left.view(np.uint8), bitorder="little")
-                gone = [rank for rank, bit in zip(self.working, bits, strict=False) if bit]
-                self.working = tuple(rank for rank in self.working if rank not in gone)
+            if left_bits.any():
+                bits = np.unpackbits(left_bits.view(np.uint8), bitorder="little")
+                left = [rank for rank, bit in zip(self.working, bits, strict=False) if bit]
+                self.working = tuple(rank for rank in self.working if rank not in left)
                 self._rolls = None
-                self._take(self._beside("calls"))
+                self._become(self._beside("calls"))
                 if self._block.stops_at_first:
                     raise PeerExhausted(
-                        f"{rank_list(gone)} left sv.uneven, and this block ends with the first"
+                        f"{rank_list(left)} left sv.uneven, and this block ends with the first"
                     )
         self.calls += 1
 
     def require_all(self, what: str, instead: str = "") -> None:
-        """Raise UsageError if a rank has left; collective over those who work."""
+        """Raise UsageError if a rank has left. Collective over the active ranks."""
         self.roll(what, None)
-        gone = [rank for rank in self.whole if rank not in self.working]
-        if gone:
+        left = [rank for rank in self.whole if rank not in self.working]
+        if left:
             raise UsageError(
-                f"{what} needs every rank of the group, and in `with sv.uneven():` {rank_list(gone)} left the loop already: do it before "
-                f"the block or after it{instead and ', or '}{instead}"
+                f"{what} needs every rank of the group, and in `with sv.uneven():` "
+                f"{rank_list(left)} left the loop already: do it before the block or after it"
+                f"{instead and ', or '}{instead}"
             )
 
     def leave(self, timeout: float | None) -> Work | None:
-        """Tell the others, in the roll of their next call, that this rank works no more; returns that roll."""
+        """Start the membership all-reduce in which this rank leaves, and return its request."""
         self.give_back()
         if len(self.working) == 1:
             return None
-        rolls = self._rolls_now()
-        left = self._nobody()
-        place = rolls.member_rank
-        left[place >> 6] = np.uint64(1) << np.uint64(place & 63)
-        said = "sv.uneven: its own loop has ended", _DIGEST
+        rolls = self._membership()
+        bits = self._no_bits()
+        own = rolls.member_rank
+        bits[own >> 6] = np.uint64(1) << np.uint64(own & 63)
+        description = "sv.uneven: its own loop has ended", _DIGEST
         work: Work = rolls.perform(
-            _ROLL, lambda: agreement_request(rolls, _ROLL, "or", left, said), timeout, async_op=True
+            _ROLL,
+            lambda: agreement_request(rolls, _ROLL, "or", bits, description),
+            timeout,
+            async_op=True,
         )
-        work._operation.report_at = float("inf")  # noqa: SLF001  (it may wait long, and the end of the block tells whom this rank waits for)
+        # It may wait long, and the call at the end of the block names the ranks that are missing.
+        work._operation.report_at = float("inf")  # noqa: SLF001  (no public way to silence a report)
         return work
 
     def left_run(self, error: BaseException) -> None:
-        """End the block, because an exception has left `strategy.run` here: rolls cannot be skipped as a run's calls are.
+        """End the block, because an exception has left `strategy.run` on this rank.
 
-        The next roll of a rank that has left its loop waits at its number.
+        The membership all-reduces cannot be skipped as the calls of a run are: a rank that has
+        left its loop waits in the next one.
         """
-        if not isinstance(error, PeerExhausted):  # which all who work raise at the same roll
+        if not isinstance(error, PeerExhausted):  # all active ranks raise PeerExhausted together
             self._block.end(f"{_LEFT_RUN}{type(error).__name__}: {error}")
 
     def tell(self, reason: str) -> None:
-        """Let all further rolls of the others fail: an exception has ended the block here. Sends, but waits for nothing."""
+        """Let all further membership all-reduces of the others fail; does not wait."""
         engine = self.communicator.engine
         if engine is not None and len(self.working) > 1:
             following = 0 if self._rolls is None else self._rolls.next_call
@@ -170,45 +160,42 @@ class ActiveGroup:
             )
 
     def give_back(self) -> None:
-        """Let the communicator be what it was, if it has become another."""
+        """Restore the communicator that the group had before the block."""
         if self.communicator.uneven is self:
             self.communicator.become(self._home)
 
     def let_go(self) -> None:
-        """Let go of the communicators that were made for the block, which is over: they are no groups that another block takes in."""
+        """Destroy the communicators of the block, so that no other block finds them."""
         self.give_back()
-        for made in (self._home, self._rolls):
-            if made is not None and made is not self.communicator:
-                made.destroy()
-                made.uneven = None
-        self._home, self._rolls = (
-            self.communicator,
-            None,
-        )  # so that these need not wait for the collector of garbage
+        for communicator in (self._home, self._rolls):
+            if communicator is not None and communicator is not self.communicator:
+                communicator.destroy()
+                communicator.uneven = None
+        self._home, self._rolls = self.communicator, None  # frees them without a garbage collection
 
-    def _heed(self, error: MismatchError) -> None:
-        """End the block here if another rank has."""
+    def _end_with(self, error: MismatchError) -> None:
+        """End the block here if the error says that another rank has ended it."""
         for rank, reason in error.table.items():
             if reason.startswith((LEFT, _LEFT_RUN)):
                 why = f"rank {rank} {reason}"
                 self._block.end(LEFT + why, why)
 
-    def _take(self, made: Communicator) -> None:
-        made.prepares = False
-        made.whole, made.uneven = self.whole, self
-        self.communicator.become(made)
+    def _become(self, communicator: Communicator) -> None:
+        communicator.prepares = False
+        communicator.whole, communicator.uneven = self.whole, self
+        self.communicator.become(communicator)
 
-    def _beside(self, kind: str) -> Communicator:
-        """Return another communicator of those who still work."""
-        return self._block.context.communicator(self._identity_of(kind), self.working)
+    def _beside(self, purpose: str) -> Communicator:
+        """Return another communicator of the active ranks."""
+        return self._block.context.communicator(self._identity_of(purpose), self.working)
 
-    def _identity_of(self, kind: str) -> int:
-        return fingerprint(kind, self._block.number, self.identity, self.working)
+    def _identity_of(self, purpose: str) -> int:
+        return fingerprint(purpose, self._block.number, self.identity, self.working)
 
-    def _rolls_now(self) -> Communicator:
+    def _membership(self) -> Communicator:
         if self._rolls is None:
             self._rolls = self._beside("rolls")
         return self._rolls
 
-    def _nobody(self) -> NDArray[np.uint64]:
+    def _no_bits(self) -> NDArray[np.uint64]:
         return np.zeros(-(-len(self.working) // 64), np.uint64)

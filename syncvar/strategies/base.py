@@ -1,4 +1,4 @@
-"""What every strategy is: a group of replicas, its scope, `run`, and the collectives on values."""
+"""`Strategy`, the base class of all strategies: its scope, `run`, and the collectives on values."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.runtime.communicator import begin_epochs
 from syncvar.runtime.deferred_queues import send_queued
 from syncvar.runtime.timeouts import checked_timeout
-from syncvar.strategies.contexts import ValueContext
 from syncvar.strategies.distributed_dataset import (
     DistributedDataset,
-    InputContext,
     distributed,
     distributed_from_function,
 )
+from syncvar.strategies.replica_group import InputContext, ValueContext
 from syncvar.strategies.scope_check import model_ids, refuse_new_models
 from syncvar.strategies.value_reduction import gather_values, local_part, own_part, reduce_values
 from syncvar.variables.policy import CallContext
 from syncvar.variables.registry import VariableRegistry
-from syncvar.variables.scope import ScopeEntry, current_place, places, stacks
+from syncvar.variables.scope import ScopeEntry, ScopeStack, current_place, places, stacks
 from syncvar.variables.storage import Storage
 from syncvar.variables.values import PerReplica
 
@@ -37,24 +36,22 @@ if TYPE_CHECKING:
     from syncvar.variables.deferred_writes import WriteQueue
     from syncvar.variables.policy import VariableSynchronization
 
-__all__ = ["Strategy", "strategies_of"]
-
 _REPLICA = CallContext.REPLICA
 
 
 class Strategy(MigrationHintsMixin):
-    """Replicas in sync: one process each, all members of one group.
+    """A group of replicas that stay in sync, one process each.
 
     Args:
-        communicator: The calls of the group.
-        strict: Initial values that differ between replicas are an error.
-        check_cross_writes: Compare what the replicas write in cross context.
-        reproducible: Sum by the tree over replicas, independent of algorithm and hosts.
+        communicator: Communicator of the group.
+        strict: Whether initial values that differ between replicas are an error.
+        check_cross_writes: Whether to compare what the replicas write in cross context.
+        reproducible: Whether to sum by the tree over replicas, independent of algorithm and hosts.
         timeout: Seconds that a call waits; None means the job's default.
-        is_default: It is the strategy of a program that enters no scope.
+        is_default: Whether this is the strategy of a program that enters no scope.
     """
 
-    _has_copies = True  # of every variable on every replica
+    _has_copies = True  # every replica has a copy of every variable
     _has_checked_scope = False  # for models of other libraries
 
     def __init__(
@@ -67,30 +64,27 @@ class Strategy(MigrationHintsMixin):
         timeout: float | None = None,
         is_default: bool = False,
     ) -> None:
-        for name, flag in (
-            ("strict", strict),
-            ("check_cross_writes", check_cross_writes),
-            ("reproducible", reproducible),
-        ):
+        flags = {"strict": strict, "check_cross_writes": check_cross_writes}
+        for name, flag in {**flags, "reproducible": reproducible}.items():
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name} must be True or False, not {flag!r}")
         self._communicator = communicator
         self.context = current()
-        self.places = stacks(self.context)
-        self.strict = strict
-        self.check_cross_writes = check_cross_writes
-        self.reproducible = reproducible
-        self.timeout = None if timeout is None else checked_timeout(timeout)
-        self.is_default = is_default
+        self.places: ScopeStack = stacks(self.context)
+        self.strict: bool = strict
+        self.check_cross_writes: bool = check_cross_writes
+        self.reproducible: bool = reproducible
+        self.timeout: float | None = None if timeout is None else checked_timeout(timeout)
+        self.is_default: bool = is_default
         self._check_every = self.context.config.check_every
         self.queue: WriteQueue | None = None
         self.roster: VariableRegistry | None = None
         world = self.context.world
-        # the groups whose calls inside `run` are kept aligned: this one, and the world if it has the same ranks
+        # `run` keeps the calls of these groups aligned: this one, and a world of the same ranks.
         is_beside = communicator is not world and communicator.members == world.members
-        self._aligned: tuple[Communicator, ...] = (
-            (communicator, world) if is_beside else (communicator,)
-        )
+        self._aligned: tuple[Communicator, ...] = (communicator,)
+        if is_beside:
+            self._aligned = (communicator, world)
         self._replica = ScopeEntry(self, _REPLICA)
         if self._has_copies and communicator.rank is not None and communicator.size > 1:
             self.roster = VariableRegistry(self)
@@ -98,20 +92,23 @@ class Strategy(MigrationHintsMixin):
 
     @property
     def check_every(self) -> int:
-        """In so many runs all copies of every variable that is kept equal are compared once, by digests of all bytes; 0 for never.
+        """Number of runs in which replicas compare every replicated variable once; 0 for never.
 
-        May be set, to the same on every replica. `SYNCVAR_CHECK_EVERY` sets it for all strategies (default 100). A model of up
-        to a MiB is compared in the runs whose number it divides, a larger one a MiB at a time, in one run after another. There
-        a variable is compared before it is first written, and at the end. Outside runs steps count: as many as the variable
-        that is written most often has had writes; what is due is compared before that write. Where copies differ, the write or
-        `run` raises MismatchError on every replica. What differs and is covered up by a write before the next comparison (by
-        `assign`, or because a sum is rounded) is not found: 1 compares before every first write of a run.
+        Replicas compare digests of all bytes. Set it to the same number on every replica.
+        `SYNCVAR_CHECK_EVERY` sets it for all strategies (default 100). A model of up to a MiB is
+        compared in the runs whose number it divides, a larger one a MiB at a time over many runs.
+        A run compares a variable before its first write, and the rest at its end. Outside `run`,
+        steps count instead: the writes of the variable that is written most often.
 
-        Cost: 0.2 to 0.4 ns for each byte of all variables in so many runs (100 MiB: 20 to 40 ms in 100), half of it outside runs,
-            and two or three small exchanges in each run where something is due; below 2 % of a step of training at the default.
+        Where copies differ, the write or `run` raises MismatchError on every replica. A comparison
+        misses a difference that a write has covered before (an `assign`, or a rounded sum).
+        With 1, replicas compare before the first write of every run.
 
         Raises:
-            ConfigError: It is set to anything but a whole number of at least 0.
+            ConfigError: The new value is no whole number of at least 0.
+
+        Cost: 0.2 to 0.4 ns for each byte of all variables in so many runs, half of it outside runs.
+            A run with something to compare makes two or three small exchanges more.
 
         Example:
             >>> import syncvar as sv
@@ -124,7 +121,8 @@ class Strategy(MigrationHintsMixin):
     def check_every(self, runs: int) -> None:
         if isinstance(runs, bool) or not isinstance(runs, int) or runs < 0:
             raise ConfigError(
-                f"check_every must be a whole number of runs of at least 0 (0 for never), not {runs!r}"
+                f"check_every must be a whole number of runs of at least 0 (0 for never), "
+                f"not {runs!r}"
             )
         self._check_every = runs
         if self.roster is not None:
@@ -132,33 +130,33 @@ class Strategy(MigrationHintsMixin):
 
     @property
     def communicator(self) -> Communicator:
-        """The calls of the replicas' group, for code that extends syncvar.
+        """The communicator of the replicas' group, for code that extends syncvar.
 
         Raises:
-            UsageError: The process has left the job that the strategy was made in.
+            UsageError: The process has left the job in which the strategy was made.
         """
         if self.context.is_closed:
             raise UsageError(
-                "this strategy and its variables belong to a job that this process has left (sv.shutdown); make them "
-                "again after sv.init(). `v.local_value()` still gives this replica's copy"
+                "this strategy and its variables belong to a job that this process has left "
+                "(sv.shutdown); make them again after sv.init(). `v.local_value()` still gives "
+                "this replica's copy"
             )
         return self._communicator
 
     def _kind_of_variable(self, synchronization: Any) -> type[Any] | None:
-        """Return the class of the variables that it makes with a mode, None for the usual."""
+        """Return the class of variables with a synchronization mode, None for the usual one."""
         del synchronization
         return None
 
     def _make_storage(
         self, value: NDArray[Any], synchronization: VariableSynchronization
     ) -> Storage:
-        """Return the memory for a variable's copy."""
         del synchronization
         return Storage(self.context, value)
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas of this strategy."""
+        """Number of replicas of this strategy."""
         return len(self._communicator.whole)
 
     def __repr__(self) -> str:
@@ -167,20 +165,24 @@ class Strategy(MigrationHintsMixin):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         instead = "sv.get_strategy()" if self.is_default else f"sv.{type(self).__name__}()"
         raise TypeError(
-            f"{self!r} cannot be copied or pickled: its group and variables belong to this process. Use the "
-            f"same strategy in the copy, or write {instead} there"
+            f"{self!r} cannot be copied or pickled: its group and variables belong to this "
+            f"process. Use the same strategy in the copy, or write {instead} there"
         )
 
     # -- contexts ----------------------------------------------------------------------------------
 
     def scope(self) -> Scope:
-        """Return a context manager: variables made in it belong to this strategy, and code in it is in cross context.
+        """Return a context manager for code in cross context.
 
-        It may be entered again, also inside itself. Scope is per thread.
+        Variables made in it belong to this strategy. A program may enter it again, also inside
+        itself. Each thread has its own scope.
+
+        Returns:
+            The context manager; `with ... as strategy` gives this strategy.
 
         Raises:
-            UsageError: At the end of the strategy's first block: it has made a model of PyTorch or
-                Keras, which no strategy synchronizes.
+            UsageError: The first block of this strategy made a model of PyTorch or Keras, which
+                no strategy synchronizes. The end of the block raises it.
 
         Example:
             >>> import syncvar as sv
@@ -193,21 +195,23 @@ class Strategy(MigrationHintsMixin):
         return Scope(self)
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-        """Call `fn(*args, **kwargs)` as this replica, in replica context; every replica does the same.
+        """Call `fn(*args, **kwargs)` as this replica, in replica context. Collective.
 
         Args:
-            fn: Makes the same collective calls and writes on every replica, with its own values.
-            args: Tuple or list; a PerReplica or Mirrored in it, also inside structures, becomes this process's part.
+            fn: Function that makes the same collective calls and writes on every replica, each
+                with its own values.
+            args: Tuple or list. `fn` gets this process's part of a PerReplica or Mirrored in it,
+                also inside pytrees.
             kwargs: Dict or None.
 
         Returns:
-            What `fn` returns here.
+            The result of `fn` in this process.
 
         Raises:
-            UsageError: Inside `run` or `merge_call`, or under another strategy.
-            ConfigError: args or kwargs of another type.
-            MismatchError: An exception left `fn` on another replica while this one waited for it; or copies of a variable
-                differ (see `check_every`).
+            UsageError: The call is inside `run` or `merge_call`, or under another strategy.
+            ConfigError: args or kwargs have another type.
+            MismatchError: An exception left `fn` on another replica while this one waited for it;
+                or copies of a variable differ (see `check_every`).
 
         Example:
             >>> import syncvar as sv
@@ -216,9 +220,8 @@ class Strategy(MigrationHintsMixin):
             3
         """
         if not isinstance(args, tuple | list):
-            raise ConfigError(
-                f"args must be a tuple or list, not {type(args).__name__}: write args=(x,)"
-            )
+            given = type(args).__name__
+            raise ConfigError(f"args must be a tuple or list, not {given}: write args=(x,)")
         if kwargs is not None and not isinstance(kwargs, dict):
             raise ConfigError(f"kwargs must be a dict or None, not {type(kwargs).__name__}")
         stack = self.places.stack
@@ -226,35 +229,34 @@ class Strategy(MigrationHintsMixin):
             self._require("run")
         roster, queue = self.roster, self.queue
         if roster is not None:
-            roster.runs += 1  # also of a run that fails: the replicas' numbers stay the same
-        given = [own_part(one) for one in args] if args else ()
-        named = {name: own_part(one) for name, one in kwargs.items()} if kwargs else {}
+            roster.runs += 1  # failed runs count too: the number is the same on all replicas
+        own_args = [own_part(one) for one in args] if args else ()
+        own_kwargs = {name: own_part(one) for name, one in kwargs.items()} if kwargs else {}
         aligned = self._aligned
-        refused: SyncvarError | None = None
+        flush_error: SyncvarError | None = None
         if queue is not None:
             try:
                 self._send_queued()
             except SyncvarError as error:
-                refused = error
+                flush_error = error
             queue.begin()
             aligned = (*aligned, queue.calls)
         begin_epochs(aligned)
         depth = len(stack)
         stack.append(self._replica)
         try:
-            if (
-                refused is not None
-            ):  # a block of calls has begun: the replicas' numbers stay the same
-                raise refused
+            # Raised only here, inside the epoch: the call numbers of all replicas stay the same.
+            if flush_error is not None:
+                raise flush_error
             if roster is not None:
                 roster.begin_run(self._check_every)
-            result = fn(*given, **named)
-            if self.queue is not None:  # perhaps only since
+            result = fn(*own_args, **own_kwargs)
+            if self.queue is not None:  # `fn` may have made the queue
                 self._send_queued()
             if roster is not None:
                 roster.end_run(self._check_every)
         except BaseException as error:
-            self._send_what_was_written(error)
+            self._flush_after(error)
             for communicator in aligned:
                 communicator.leave_epoch(error)
             raise
@@ -268,18 +270,23 @@ class Strategy(MigrationHintsMixin):
     # -- values ------------------------------------------------------------------------------------
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any) -> Any:
-        """Combine a value of all replicas, and give it to all. Collective.
+        """Combine a value of all replicas. Collective.
 
         Args:
             reduce_op: A ReduceOp or its name.
-            value: This replica's array, PerReplica, Mirrored or variable, or a structure of these.
-            axis: None combines elementwise over the replicas. An int or a tuple reduces this replica's part along it
-                first; MEAN is then the total sum over the total count, so uneven and empty parts weigh right.
+            value: This replica's array, PerReplica, Mirrored or variable, or a pytree of these.
+            axis: None combines elementwise over the replicas. An int or a tuple reduces this
+                replica's part along it first. MEAN is then the total sum over the total count, so
+                uneven and empty parts have the right weight.
+
+        Returns:
+            The combined value, the same on all replicas.
 
         Raises:
-            UsageError: In replica context.
-            ConfigError: A bad op, axis or value here; the others raise MismatchError.
-            MismatchError: The replicas' values do not fit together.
+            UsageError: The call is in replica context.
+            ConfigError: This replica's op, axis or value is invalid; the others raise
+                MismatchError.
+            MismatchError: The replicas' values differ in pytree, shape or dtype.
 
         Example:
             >>> import syncvar as sv
@@ -291,48 +298,59 @@ class Strategy(MigrationHintsMixin):
         return reduce_values(self, reduce_op, value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenate a value of all replicas, in their order, and give it to all. Collective.
+        """Concatenate a value of all replicas, in their order. Collective.
 
         Args:
-            value: This replica's array, PerReplica, Mirrored or variable, or a structure of these.
-            axis: Where to concatenate; may be negative. Lengths along it may differ.
+            value: This replica's array, PerReplica, Mirrored or variable, or a pytree of these.
+            axis: Axis to concatenate along; may be negative. Lengths along it may differ.
+
+        Returns:
+            The concatenated value, the same on all replicas.
 
         Raises:
-            UsageError: In replica context.
-            ConfigError: A scalar, or an axis that the value does not have; the others raise MismatchError.
+            UsageError: The call is in replica context.
+            ConfigError: The value is a scalar or has no such axis; the others raise MismatchError.
         """
         self._require("gather")
         return gather_values(self._communicator, value, axis, self.timeout, "gather")
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return a tuple of this process's part of a value; structures stay structures, a variable gives its copy."""
+        """Return a tuple of this process's part of a value.
+
+        A pytree keeps its form, and a variable gives this replica's copy.
+        """
         return (local_part(value),)
 
     def experimental_distribute_values_from_function(
         self, fn: Callable[[ValueContext], Any]
     ) -> PerReplica:
-        """Return a PerReplica of what `fn` makes for this replica.
+        """Return a PerReplica of the value that `fn` returns for this replica.
 
         Args:
-            fn: Called once with a ValueContext.
+            fn: Function of a ValueContext, called once.
         """
         return PerReplica(fn(ValueContext(self._communicator.home_rank, self.num_replicas_in_sync)))
 
     # -- input -------------------------------------------------------------------------------------
 
     def experimental_distribute_dataset(self, dataset: Any) -> DistributedDataset:
-        """Return a dataset of this replica's part of each batch: parts differ by one row at most, the first are longer.
+        """Return a dataset of this replica's part of each global batch. Collective.
 
-        Every row of every batch goes to one replica. A replica for which none is left gets arrays without rows, so all
-        take the same steps; `reduce` with an axis weighs by row. Collective, and so is every step of reading it.
+        Every row of every batch goes to one replica. Parts differ by at most one row, and the
+        first replicas get the longer ones. A replica without rows gets empty arrays, so all take
+        the same steps; `reduce` with an axis weighs by row. Each step of reading is collective.
 
         Args:
-            dataset: Iterable of *global* batches, the same on every replica: `sv.data.Dataset`, or any other whose
-                elements are arrays, or structures of arrays, with a first axis.
+            dataset: Iterable of *global* batches, the same on every replica: `sv.data.Dataset`,
+                or arrays or pytrees of arrays, with a first axis.
+
+        Returns:
+            The dataset of this replica's parts.
 
         Raises:
-            UsageError: In replica context.
-            ConfigError: It cannot be read; while reading: an element has no first axis. The others raise MismatchError.
+            UsageError: The call is in replica context.
+            ConfigError: `dataset` is no iterable. While reading: a batch has no first axis. The
+                other replicas raise MismatchError.
             MismatchError: While reading: replicas read different batches.
 
         Cost: a barrier; then for each step an all-reduce of 96 bytes. No batch travels.
@@ -350,18 +368,23 @@ class Strategy(MigrationHintsMixin):
     def distribute_datasets_from_function(
         self, fn: Callable[[InputContext], Any]
     ) -> DistributedDataset:
-        """Return a dataset of the batches that a function makes for this replica.
+        """Return a dataset of the batches that `fn` makes for this replica. Collective.
 
-        The replicas' datasets may have different lengths: one that has ended gives arrays without rows until all have.
-        Collective, and so is every step of reading it.
+        The replicas' datasets may have different lengths. A dataset that has ended gives arrays
+        without rows until all have ended. Each step of reading is collective.
 
         Args:
-            fn: Called once in every process with its InputContext; returns an iterable of this replica's batches.
+            fn: Function of an InputContext, called once in every process. It returns an iterable
+                of this replica's batches.
+
+        Returns:
+            The dataset of this replica's batches.
 
         Raises:
-            UsageError: In replica context.
-            ConfigError: `fn` returns nothing that can be read; the others raise MismatchError.
-            MismatchError: While reading: the replicas' batches differ in structure, dtype or shape of a row.
+            UsageError: The call is in replica context.
+            ConfigError: `fn` returns no iterable; the other replicas raise MismatchError.
+            MismatchError: While reading: the batches of replicas differ in pytree, dtype or shape
+                of a row.
 
         Cost: a barrier; then for each step an all-reduce of 96 bytes. No batch travels.
 
@@ -371,7 +394,8 @@ class Strategy(MigrationHintsMixin):
             >>> def mine(context):
             ...     shard = rows.shard(context.num_input_pipelines, context.input_pipeline_id)
             ...     return shard.batch(context.get_per_replica_batch_size(2))
-            >>> [batch.tolist() for batch in sv.get_strategy().distribute_datasets_from_function(mine)]
+            >>> strategy = sv.get_strategy()
+            >>> [batch.tolist() for batch in strategy.distribute_datasets_from_function(mine)]
             [[0, 1], [2, 3]]
         """
         self._require("distribute_datasets_from_function")
@@ -380,16 +404,16 @@ class Strategy(MigrationHintsMixin):
     # -- inside ------------------------------------------------------------------------------------
 
     def _require_member(self) -> None:
-        """Raise UsageError where this process is no replica of this strategy."""
+        """Raise UsageError if this process is no replica of this strategy."""
         self.communicator.member_rank  # noqa: B018  (raises for ranks outside the group)
 
     @property
     def replica_id(self) -> int:
-        """This replica, 0 to `num_replicas_in_sync` - 1."""
+        """Number of this replica, 0 to `num_replicas_in_sync` - 1."""
         return self.communicator.home_rank
 
-    def _require(self, what: str) -> list[ScopeEntry]:
-        """Return this thread's stack of places; raise UsageError unless `what` may be called here."""
+    def _require(self, method: str) -> list[ScopeEntry]:
+        """Return this thread's scope stack; raise UsageError where it forbids `method`."""
         self._require_member()
         stack = self.places.stack
         if not stack:
@@ -397,19 +421,17 @@ class Strategy(MigrationHintsMixin):
         place = stack[-1]
         if place.owner is not self:
             raise UsageError(
-                f"strategy.{what} is called under another strategy; leave its scope or run first, or call "
-                f"sv.get_strategy().{what}"
+                f"strategy.{method} is called under another strategy; leave its scope or run "
+                f"first, or call sv.get_strategy().{method}"
             )
         if place.context is _REPLICA:
             instead = {
                 "run": "call the function directly",
                 "reduce": "write sv.get_replica_context().all_reduce(op, x)",
                 "gather": "write sv.get_replica_context().all_gather(x, axis)",
-            }
-            raise UsageError(
-                f"strategy.{what} is called inside run; {instead.get(what, 'do it outside')}"
-            )
-        if place.context is CallContext.MERGE and what == "run":
+            }.get(method, "do it outside")
+            raise UsageError(f"strategy.{method} is called inside run; {instead}")
+        if place.context is CallContext.MERGE and method == "run":
             raise UsageError("strategy.run is called inside merge_call; call the function directly")
         return stack
 
@@ -418,10 +440,10 @@ class Strategy(MigrationHintsMixin):
         if engine is not None and engine.queues:
             send_queued(engine.queues, self.queue)
 
-    def _send_what_was_written(self, error: BaseException) -> None:
-        """Send what was written before an exception left `run`: the others have written it too, and may wait for it.
+    def _flush_after(self, error: BaseException) -> None:
+        """Send the deferred writes of a run that failed; other replicas may wait for them.
 
-        An interruption is not held up by replicas that are slow.
+        An interruption does not wait for slow replicas.
         """
         queue = self.queue
         if queue is None or not len(queue):
@@ -439,9 +461,9 @@ def _known(context: Joined) -> weakref.WeakSet[Strategy]:
 
 
 def strategies_of(context: Joined) -> list[Strategy]:
-    """Return the strategies of this process whose replicas are several and have copies."""
+    """Return the strategies of this process with several replicas and a copy on each."""
     while True:
-        with contextlib.suppress(RuntimeError):  # another thread makes one meanwhile
+        with contextlib.suppress(RuntimeError):  # another thread adds one during the iteration
             return list(_known(context))
 
 
@@ -450,9 +472,8 @@ class Scope:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._models: set[int] | None = (
-            None  # those that there were; None where this block is not checked
-        )
+        # Models that existed before the block; None where the block is not checked.
+        self._models: set[int] | None = None
 
     def __enter__(self) -> Strategy:
         strategy = self._strategy
@@ -461,13 +482,14 @@ class Scope:
         if place is not None:
             if place.owner is not strategy:
                 raise UsageError(
-                    "a scope is entered under another strategy; leave that one's scope first, or take the strategy in "
-                    "force: sv.get_strategy()"
+                    "a scope is entered under another strategy; leave that one's scope first, "
+                    "or take the strategy in force: sv.get_strategy()"
                 )
             if place.context is not CallContext.CROSS:
                 raise UsageError(
-                    "a scope is entered inside strategy.run; enter it around run, and make variables there:\n"
-                    "    with strategy.scope():\n        v = sv.Variable(…)\n        strategy.run(fn)"
+                    "a scope is entered inside strategy.run; enter it around run, and make "
+                    "variables there:\n    with strategy.scope():\n        v = sv.Variable(…)\n"
+                    "        strategy.run(fn)"
                 )
         if not strategy._has_checked_scope:  # noqa: SLF001
             strategy._has_checked_scope = True  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""What replicas offer for a step of their input, and what they make of it: the same on all, from the same records."""
+"""Decide whether the replicas' batches of a step fit together, equally on all replicas."""
 
 from __future__ import annotations
 
@@ -13,82 +13,52 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["BatchDecision", "BatchHeader", "is_unanimous", "verdict"]
-
 _LARGEST = (1 << 64) - 1
 
 
 class BatchHeader(NamedTuple):
-    """What one replica has for a step.
+    """One replica's input for a step."""
 
-    Args:
-        has_batch: A batch; otherwise its dataset has ended.
-        rows: Of the batch.
-        epoch: Which the iterator reads.
-        position: Batches handed out before.
-        kind: Digest of the batch's kind; where the dataset has ended, of the kind that is known, 0 if none is.
-        content: Digest of the first batch of an iterator, where batches are the same everywhere; else 0.
-    """
-
-    has_batch: bool
-    rows: int
-    epoch: int
-    position: int
-    kind: int
-    content: int = 0
+    has_batch: bool  # whether it has a batch; else its dataset has ended
+    rows: int  # rows of the batch
+    epoch: int  # epoch that the iterator reads
+    position: int  # batches that it has returned before
+    kind: int  # digest of the batch's pytree and dtypes, or of the last known one; 0 for none
+    content: int = 0  # digest of an iterator's first batch, for global batches; else 0
 
     def sides(self, *, is_global: bool) -> NDArray[np.uint64]:
-        """Return the numbers that are the same in the common case, and their complements.
+        """Return the fields and their complements, for `is_unanimous`.
 
-        The maximum over replicas tells whether they are: `is_unanimous`. Lengths count for global batches only.
+        `rows` counts for global batches only.
         """
         rows = self.rows if is_global else 0
         values = (int(self.has_batch), rows, self.epoch, self.position, self.kind, self.content)
         return np.array((*values, *(_LARGEST - value for value in values)), np.uint64)
 
     def record(self) -> InputRecord:
-        """Return it as a record that can be exchanged."""
-        return InputRecord(
-            ARRAY,
-            int(self.has_batch),
-            (self.rows, self.epoch, self.position, self.content),
-            self.kind,
-        )
+        """Return the header as a record for an exchange."""
+        shape = self.rows, self.epoch, self.position, self.content
+        return InputRecord(ARRAY, int(self.has_batch), shape, self.kind)
 
     @staticmethod
     def from_record(record: InputRecord) -> BatchHeader:
-        """Return the offer in a record."""
+        """Return the header in a record."""
         rows, epoch, position, content = record.shape
         return BatchHeader(bool(record.dtype), rows, epoch, position, record.nbytes, content)
 
 
 class BatchDecision(NamedTuple):
-    """What all replicas do with their offers.
+    """What all replicas do in a step."""
 
-    Args:
-        disagreement: What does not fit together, in words; empty if all does.
-        is_over: All datasets have ended.
-        teacher: A replica whose kind of batch others need to be told; None if all know it.
-        differs: Replicas read different contents where they should be the same.
-    """
-
-    disagreement: str = ""
-    is_over: bool = False
+    disagreement: str = ""  # why the headers do not fit together; empty if they do
+    is_over: bool = False  # whether all datasets have ended
+    # replica that describes its batch to replicas without one; None if all know it
     teacher: int | None = None
-    differs: bool = False
+    differs: bool = False  # whether replicas read different contents of global batches
 
 
 def is_unanimous(largest: NDArray[Any]) -> bool:
-    """Return whether all replicas offer the same.
-
-    Args:
-        largest: The elementwise maximum of all replicas' `BatchHeader.sides`.
-
-    Example:
-        >>> one, other = BatchHeader(True, 8, 0, 2, kind=7), BatchHeader(True, 8, 0, 3, kind=7)
-        >>> is_unanimous(np.maximum(one.sides(is_global=True), other.sides(is_global=True)))
-        False
-    """
+    """Return whether all replicas have equal headers."""
     numbers = largest.tolist()
     half = len(numbers) // 2
     return all(
@@ -97,19 +67,7 @@ def is_unanimous(largest: NDArray[Any]) -> bool:
 
 
 def verdict(offers: Sequence[BatchHeader], *, is_global: bool) -> BatchDecision:
-    """Return what all replicas do, a pure function of what all of them offer.
-
-    Args:
-        offers: By replica.
-        is_global: All replicas read the same batches and take their part of each.
-
-    Example:
-        >>> batch, end = BatchHeader(True, 8, 0, 2, kind=77), BatchHeader(False, 0, 0, 2, kind=0)
-        >>> verdict([end, batch], is_global=False)
-        BatchDecision(disagreement='', is_over=False, teacher=1, differs=False)
-        >>> verdict([end, batch], is_global=True).disagreement
-        'the dataset has ended on some replicas and not on others'
-    """
+    """Return what all replicas do; a pure function of the headers of all replicas."""
     if len({(offer.epoch, offer.position) for offer in offers}) > 1:
         return BatchDecision("the replicas are at different places of their datasets")
     live = [place for place, offer in enumerate(offers) if offer.has_batch]

@@ -18,25 +18,24 @@ if TYPE_CHECKING:
     from syncvar.runtime.communicator import Communicator
     from syncvar.variables.storage import Storage
 
-__all__ = ["CentralStorageStrategy"]
-
 
 class CentralStorageStrategy(MirroredStrategy):
     """One copy of every variable on each host, in memory that the replicas of the host share.
 
-    A write is combined over the replicas as under MirroredStrategy, and then written once on each host. `read_value()`
-    returns a copy; `read_value(copy=False)` returns a view of the shared copy, valid until the next write. ON_READ and NONE
-    variables have a copy on each replica. Writes travel at once: nothing is deferred.
+    Replicas combine a write as under MirroredStrategy; then one replica of each host stores it.
+    `read_value()` returns a copy. `read_value(copy=False)` returns a view of the shared copy, valid
+    until the next write. ON_READ and NONE variables have a copy on each replica. The strategy
+    defers no writes.
 
     Args:
         group: Ranks that are replicas; None means the world.
-        strict: Initial values that differ between replicas are an error.
-        check_cross_writes: Compare what the replicas write in cross context.
-        reproducible: Sum by the tree over replicas, independent of algorithm and hosts.
+        strict: Whether initial values that differ between replicas are an error.
+        check_cross_writes: Whether to compare what the replicas write in cross context.
+        reproducible: Whether to sum by the tree over replicas, independent of algorithm and hosts.
         timeout: Seconds that a call waits; None means the job's default.
 
-    Cost: memory for one copy on each host instead of one for each replica; a write takes two meetings more than under
-        MirroredStrategy, and room for the new value on each replica while it is under way.
+    Cost: memory for one copy on each host instead of one for each replica. A write takes two
+        barriers more than under MirroredStrategy, and each replica holds the new value meanwhile.
 
     Example:
         >>> import syncvar as sv
@@ -70,15 +69,13 @@ class CentralStorageStrategy(MirroredStrategy):
             timeout=timeout,
         )
         communicator = self._communicator
-        here = self.context.hosts.host_of(self.context.rank)
+        host_of = self.context.hosts.host_of
+        here = host_of(self.context.rank)
         self._on_host: Communicator | None = None
-        members = tuple(
-            rank for rank in communicator.members if self.context.hosts.host_of(rank) == here
-        )
+        members = tuple(rank for rank in communicator.members if host_of(rank) == here)
         if communicator.rank is not None:
-            self._on_host = self.context.communicator(
-                fingerprint("on host", communicator.identity, here), members
-            )
+            identity = fingerprint("on host", communicator.identity, here)
+            self._on_host = self.context.communicator(identity, members)
 
     def _default_members(self) -> tuple[int, ...]:
         return current().world.members
@@ -86,7 +83,7 @@ class CentralStorageStrategy(MirroredStrategy):
     def _make_storage(
         self, value: NDArray[Any], synchronization: VariableSynchronization
     ) -> Storage:
-        """Return the memory for a variable's copy; collective on the host for those that are shared."""
+        """Return the memory for a variable's copy; collective on the host for shared copies."""
         if synchronization is not VariableSynchronization.ON_WRITE or self._on_host is None:
             return super()._make_storage(value, synchronization)
         return shared_copy(self.context, self._on_host, value, self.timeout)

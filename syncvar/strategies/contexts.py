@@ -1,14 +1,14 @@
-"""Where the program is: the functions that ask, and the replica context."""
+"""The replica context, and functions that return the strategy and the context in force."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from syncvar.collectives.sync_points import meet
 from syncvar.core.errors import UsageError
 from syncvar.core.lazy_import import MigrationHintsMixin
 from syncvar.core.pytree import is_structure, parts_of, rebuilt
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel
 from syncvar.strategies.value_reduction import gather_values, own_part, reduce_values
 from syncvar.variables.policy import CallContext
 from syncvar.variables.scope import ScopeEntry, context_of, current_owner, current_place, places
@@ -20,32 +20,11 @@ if TYPE_CHECKING:
 
     from syncvar.strategies.base import Strategy
 
-__all__ = [
-    "ReplicaContext",
-    "ValueContext",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class ValueContext:
-    """For which replica a value is made.
-
-    Example:
-        >>> import syncvar as sv
-        >>> sv.ValueContext().num_replicas_in_sync
-        1
-    """
-
-    replica_id_in_sync_group: int = 0
-    num_replicas_in_sync: int = 1
-
 
 class ReplicaContext(MigrationHintsMixin):
-    """This replica among the others; got by `sv.get_replica_context()` inside `run`, or outside every scope.
+    """This replica and its collectives; from `sv.get_replica_context()` inside `run`.
+
+    The default strategy has one outside every scope.
 
     Example:
         >>> import syncvar as sv
@@ -66,82 +45,87 @@ class ReplicaContext(MigrationHintsMixin):
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """This replica, 0 to `num_replicas_in_sync` - 1."""
+        """Number of this replica, 0 to `num_replicas_in_sync` - 1."""
         return self._strategy.replica_id
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas of the strategy."""
+        """Number of replicas of the strategy."""
         return self._strategy.num_replicas_in_sync
 
     def all_reduce(self, reduce_op: Any, value: Any) -> Any:
-        """Combine a value or structure elementwise over all replicas. Collective.
+        """Combine a value or pytree elementwise over all replicas. Collective.
 
         Args:
             reduce_op: A ReduceOp or its name.
-            value: Array, or a structure of arrays; the same shapes and dtypes on every replica.
+            value: Array or pytree of arrays; the same shapes and dtypes on every replica.
+
+        Returns:
+            The combined value, the same on all replicas.
 
         Raises:
-            UsageError: In merge or cross context.
+            UsageError: The call is in merge or cross context.
         """
         return reduce_values(self._inside("all_reduce"), reduce_op, value, None)
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        """Concatenate a value or structure over all replicas, along `axis`. Collective.
+        """Concatenate a value or pytree over all replicas, along `axis`. Collective.
 
         Args:
-            value: Array, or a structure of arrays; lengths along `axis` may differ.
-            axis: Where to concatenate; may be negative.
+            value: Array or pytree of arrays; lengths along `axis` may differ.
+            axis: Axis to concatenate along; may be negative.
+
+        Returns:
+            The concatenated value, the same on all replicas.
 
         Raises:
-            UsageError: In merge or cross context.
-            ConfigError: A scalar, or an axis that the value does not have.
+            UsageError: The call is in merge or cross context.
+            ConfigError: The value is a scalar or has no such axis.
         """
         strategy = self._inside("all_gather")
         return gather_values(strategy.communicator, value, axis, strategy.timeout, "all_gather")
 
     def merge_call(self, merge_fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-        """Stop all replicas and run `merge_fn(strategy, *args, **kwargs)` in every process in merge context.
+        """Run `merge_fn(strategy, *args, **kwargs)` in every process in merge context. Collective.
 
         Args:
-            merge_fn: Sees each argument as a PerReplica; what it captures must be the same on all replicas.
-            args: This replica's arguments.
-            kwargs: Likewise, by name.
+            merge_fn: Function that gets each argument as a PerReplica. What it captures must be
+                the same on all replicas.
+            args: This replica's positional arguments.
+            kwargs: This replica's keyword arguments; None for none.
 
         Returns:
-            Its result in this process.
+            The result of `merge_fn` in this process.
 
         Raises:
-            UsageError: Inside another merge_call.
-            MismatchError: Another replica does not call it.
+            UsageError: The call is inside another merge_call.
+            MismatchError: Another replica makes a different call.
         """
         strategy = self._inside("merge_call")
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__name__)
-        meet(strategy.communicator, f"merge_call({name})", ("merge_call", name), strategy.timeout)
+        label = CallLabel(f"merge_call({name})", CallFields("merge_call"))
+        meet(strategy.communicator, label, ("merge_call", name), strategy.timeout)
         stack = places()
         stack.append(ScopeEntry(strategy, CallContext.MERGE))
         try:
-            result = merge_fn(
-                strategy,
-                *map(_grouped, args),
-                **{key: _grouped(one) for key, one in (kwargs or {}).items()},
-            )
+            named = {key: _grouped(one) for key, one in (kwargs or {}).items()}
+            result = merge_fn(strategy, *map(_grouped, args), **named)
         finally:
             stack.pop()
         return own_part(result)
 
-    def _inside(self, what: str) -> Strategy:
-        context = context_of(self._strategy, what)
+    def _inside(self, method: str) -> Strategy:
+        context = context_of(self._strategy, method)
         if context in (CallContext.MERGE, CallContext.CROSS):
             raise UsageError(
-                f"{what} belongs into replica context; in {context.value} context write "
+                f"{method} belongs into replica context; in {context.value} context write "
                 f"strategy.reduce(op, x, axis=None) or strategy.gather(x, axis=0)"
             )
         return self._strategy
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy in force; outside every scope the default strategy, which spans the world.
+    """Return the strategy in force; outside every scope, the default strategy of the world.
 
     Example:
         >>> import syncvar as sv
@@ -164,7 +148,10 @@ def has_strategy() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Return this replica's context; None in cross and merge context; outside every scope the default strategy's."""
+    """Return this replica's context; None in cross and merge context.
+
+    Outside every scope it is the context of the default strategy.
+    """
     return None if in_cross_replica_context() else ReplicaContext(get_strategy())
 
 
@@ -182,7 +169,6 @@ def in_cross_replica_context() -> bool:
 
 
 def _grouped(value: Any) -> Any:
-    """Return an argument of merge_call as the merge function sees it."""
     if value is None or isinstance(value, Variable | DistributedValues):
         return value
     if is_structure(value):

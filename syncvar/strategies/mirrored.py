@@ -1,4 +1,4 @@
-"""The strategies whose variables have a copy on every replica."""
+"""Strategies with a copy of every variable on each replica: of one host, or of all hosts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     from syncvar.collectives.groups import Group
     from syncvar.runtime.communicator import Communicator
 
-__all__ = ["DefaultStrategy", "MirroredStrategy", "MultiWorkerMirroredStrategy"]
-
 _log = logging.getLogger("syncvar")
 
 
 class DefaultStrategy(Strategy):
-    """The strategy of a program that enters no scope; spans the world. Got by `sv.get_strategy()`."""
+    """The strategy of a program that enters no scope, over the world; see `sv.get_strategy()`."""
 
     def __init__(self) -> None:
         super().__init__(current().world, is_default=True)
@@ -31,13 +29,14 @@ class DefaultStrategy(Strategy):
 class MirroredStrategy(Strategy):
     """A copy of every variable on each replica of one host.
 
-    Constructing is collective over the group, but sends nothing.
+    The constructor is collective over the group, but sends nothing.
 
     Args:
         group: Ranks that are the replicas; None means those of this host.
-        strict: Initial values that differ between replicas are an error, not a warning.
-        check_cross_writes: Compare what the replicas write in cross context.
-        reproducible: Sum by the tree over replicas: the same bits whatever the sizes and transports.
+        strict: Whether initial values that differ between replicas are an error, not a warning.
+        check_cross_writes: Whether to compare what the replicas write in cross context.
+        reproducible: Whether to sum by the tree over replicas: the same bits for all sizes and
+            transports.
         timeout: Seconds that a call waits; None means the job's default.
 
     Example:
@@ -73,15 +72,12 @@ class MirroredStrategy(Strategy):
 
     def _default_members(self) -> tuple[int, ...]:
         context = current()
-        if (
-            context.host_count > 1
-            and context.local_rank == 0
-            and not context.extras.get("said_local_replicas")
-        ):
-            context.extras["said_local_replicas"] = True
+        is_first = context.host_count > 1 and context.local_rank == 0
+        if is_first and not context.extras.get("warned_local_replicas"):
+            context.extras["warned_local_replicas"] = True
             _log.warning(
-                "MirroredStrategy spans the %d ranks of this host; the %d hosts have replicas of their own. "
-                "sv.MultiWorkerMirroredStrategy spans all.",
+                "MirroredStrategy spans the %d ranks of this host; the %d hosts have replicas of "
+                "their own. sv.MultiWorkerMirroredStrategy spans all.",
                 context.local_world_size,
                 context.host_count,
             )
@@ -102,11 +98,14 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
 
 def _own_communicator(members: tuple[int, ...]) -> Communicator:
-    """Return a group of the strategy's own; its identity counts the strategies made over the same ranks."""
+    """Return the strategy's own communicator.
+
+    Its identity contains how many strategies this process has made over the same ranks.
+    """
     context = current()
     context.refuse_in_block("making a strategy")
-    made: dict[Any, int] = context.extras.setdefault("strategies_made", {})
-    number = made[members] = made.get(members, 0) + 1
+    counts: dict[Any, int] = context.extras.setdefault("strategy_counts", {})
+    number = counts[members] = counts.get(members, 0) + 1
     return context.communicator(fingerprint("strategy", members, number), members)
 
 

@@ -1,4 +1,4 @@
-"""Models of other libraries that a program makes in the scope of a strategy, which would not synchronize them."""
+"""Find models of PyTorch and Keras made in a strategy's scope: no strategy synchronizes them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ from syncvar.core.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["model_ids", "refuse_new_models"]
-
+# Module and name of the base class of all models, by library.
 _BASES = (("torch.nn", "Module"), ("keras.layers", "Layer"), ("tf_keras.layers", "Layer"))
-"""Module and name of the base class of all models, by library."""
 
 
 def _models() -> list[Any]:
-    """Return all models of this process; empty where no such library is loaded.
-
-    Cost: looks at each object that the garbage collector knows, about 30 ms for 500 000.
-    """
+    """Return all models of this process. It visits every object of the garbage collector."""
     loaded = (getattr(sys.modules.get(module), name, None) for module, name in _BASES)
     bases = tuple(base for base in loaded if isinstance(base, type))
     return [one for one in gc.get_objects() if issubclass(type(one), bases)] if bases else []
@@ -33,16 +28,13 @@ def model_ids() -> set[int]:
 
 
 def refuse_new_models(known: Collection[int]) -> None:
-    """Raise UsageError where this process has made a model.
-
-    Args:
-        known: What `model_ids` returned before.
-    """
+    """Raise UsageError if this process has made a model since `model_ids` returned `known`."""
     kinds = {type(one) for one in _models() if id(one) not in known}
     if kinds:
         names = ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)[:4])
         raise UsageError(
-            f"this block of strategy.scope() makes a model of another library ({names}). A strategy synchronizes "
-            f"variables of sv only, so each rank would train its own copy. Make the model outside the block, and "
-            f'average its gradients: "A module of PyTorch" and "A model of Keras" in docs/migrating.md'
+            f"this block of strategy.scope() makes a model of another library ({names}). A "
+            f"strategy synchronizes variables of sv only, so each rank would train its own copy. "
+            f"Make the model outside the block, and average its gradients: "
+            f'"A module of PyTorch" and "A model of Keras" in docs/migrating.md'
         )

@@ -1,8 +1,9 @@
-"""Reducing and gathering values of all replicas: what `Strategy.reduce` and the replica context share."""
+"""Reduce and gather values of all replicas, for `Strategy` and the replica context."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from enum import StrEnum
 from functools import partial
@@ -28,7 +29,8 @@ from syncvar.core.pytree import (
     unflatten,
 )
 from syncvar.core.reduce_ops import identity, quiet, reduction
-from syncvar.runtime.communicator import CollectiveSpec
+from syncvar.runtime.communicator import CollectiveSpec, fingerprint
+from syncvar.runtime.flight_recorder.call_record import CallFields, CallLabel, collective_of
 from syncvar.variables.policy import as_member
 from syncvar.variables.values import DistributedValues
 from syncvar.variables.variable import Variable
@@ -40,9 +42,7 @@ if TYPE_CHECKING:
 
     from syncvar.runtime.communicator import Communicator
     from syncvar.runtime.request import Stage
-    from syncvar.strategies.base import Strategy
-
-__all__ = ["ReduceOp", "gather_values", "local_part", "own_part", "reduce_values"]
+    from syncvar.strategies.replica_group import ReplicaGroup
 
 
 class ReduceOp(StrEnum):
@@ -63,11 +63,14 @@ class ReduceOp(StrEnum):
     PROD = "prod"
 
 
-_NO_AXIS = "axis must be an integer, a tuple of integers or None, not {!r}: write axis=0, axis=(0, 1) or axis=None"
+_NO_AXIS = (
+    "axis must be an integer, a tuple of integers or None, not {!r}: write axis=0, axis=(0, 1) "
+    "or axis=None"
+)
 
 
 def own_part(value: Any) -> Any:
-    """Return this process's part of a DistributedValues, also inside structures; anything else as it is."""
+    """Return this process's part of a DistributedValues, also inside pytrees, or the value."""
     if isinstance(value, DistributedValues):
         return value.values[0]
     if _is_nested(value) and _holds(parts_of(value)):
@@ -76,90 +79,81 @@ def own_part(value: Any) -> Any:
 
 
 def local_part(value: Any) -> Any:
-    """Return this process's part of a structure, leaf by leaf; a variable gives its own copy."""
+    """Return this process's part of a pytree, leaf by leaf; a variable gives its own copy."""
     if isinstance(value, Variable):
         return value.local_value()
     if isinstance(value, DistributedValues):
         return local_part(value.values[0])
     if _is_nested(value):
         parts = parts_of(value)
-        made = [local_part(part) for part in parts]
-        return value if all(map(operator.is_, made, parts)) else rebuilt(value, made)
+        own = [local_part(part) for part in parts]
+        return value if all(map(operator.is_, own, parts)) else rebuilt(value, own)
     return value
 
 
-class _Brought(NamedTuple):
-    """What a replica brings to a reduction, and what becomes of the result."""
+class _Reduction(NamedTuple):
+    """A replica's input to a reduction, and the function that makes the result of the sums."""
 
     op: str
     name: str
-    structure: TreeDef  # of the value
+    treedef: TreeDef
     arrays: list[NDArray[Any]]
-    finish: Callable[[list[NDArray[Any]]], Any]  # of what has been combined
+    finish: Callable[[list[NDArray[Any]]], Any]
 
     def request(
-        self, communicator: Communicator, reproducible: bool, *, is_finished: bool = True
+        self, communicator: Communicator, *, reproducible: bool, is_finished: bool = True
     ) -> ReduceArgs:
-        """Return the request that combines the arrays; its result is the value's, or a list of theirs."""
+        """Return the request that combines the arrays; its result is the value, or the arrays."""
         request = reduce_request(
             communicator, self.arrays, self.op, reproducible=reproducible, name=self.name
         )
-        whole = _structured(
-            request, self.finish if is_finished else list, self.structure, self.name, self.arrays
-        )
+        finish = self.finish if is_finished else list
+        whole = _structured(request, finish, self.treedef, self.name, self.arrays)
         return ReduceArgs(
             whole.what, whole.digest, whole.body, self.op, is_entered=request.is_entered
         )
 
 
-def reduce_values(strategy: Strategy, reduce_op: Any, value: Any, axis: Any) -> Any:
-    """Reduce a value or structure over replicas: first along `axis` of this replica's part, then across.
+def reduce_values(strategy: ReplicaGroup, reduce_op: Any, value: Any, axis: Any) -> Any:
+    """Reduce a value or pytree over replicas: first this part along `axis`, then across replicas.
 
-    Args:
-        strategy: Has the replicas.
-        reduce_op: A ReduceOp or its name.
-        value: This replica's array or structure of arrays.
-        axis: int, tuple of ints, or None for elementwise over the replicas.
+    With `axis=None`, the reduction is elementwise over the replicas.
     """
     if axis is None:
-        return (_elementwise if strategy.reproducible else _elementwise_entered)(
-            value, reduce_op, group=strategy, timeout=strategy.timeout
-        )
+        reduce_all = _elementwise if strategy.reproducible else _elementwise_entered
+        return reduce_all(value, reduce_op, group=strategy, timeout=strategy.timeout)
     communicator, reproducible = strategy.communicator, strategy.reproducible
-    brought: _Brought | None = None
+    prepared: _Reduction | None = None
     if communicator.channel is not None:
-        with (
-            contextlib.suppress(Exception),
-            quiet(),
-        ):  # whatever it is: the general way raises it again, and tells the others
-            brought = _brought(reduce_op, value, axis)
-    form = None if brought is None else form_of(brought.arrays)
-    if brought is not None and form is not None:
-        key = (brought.name, brought.structure, reproducible, form.dtype, form.shape)
-        make = partial(brought.request, communicator, reproducible, is_finished=False)
-        made = call_prepared(
+        # The slow path raises the same error again, and sends it to the other replicas.
+        with contextlib.suppress(Exception), quiet():
+            prepared = _prepare(reduce_op, value, axis)
+    form = None if prepared is None else form_of(prepared.arrays)
+    if prepared is not None and form is not None:
+        key = (prepared.name, prepared.treedef, reproducible, form.dtype, form.shape)
+        make = partial(prepared.request, communicator, reproducible=reproducible, is_finished=False)
+        sums = call_prepared(
             communicator, key, form, None, strategy.timeout, lambda _x, _out: make()
         )
-        if made is not None:
+        if sums is not None:
             with quiet():
-                return brought.finish(made)
+                return prepared.finish(sums)
     return communicator.perform(
         "strategy.reduce",
-        lambda: _brought(reduce_op, value, axis).request(communicator, reproducible),
+        lambda: _prepare(reduce_op, value, axis).request(communicator, reproducible=reproducible),
         strategy.timeout,
     )
 
 
-def _elementwise(value: Any, reduce_op: Any, *, group: Strategy, timeout: float | None) -> Any:
-    """Combine values of all replicas of a strategy; its `reproducible` calls have no entrance of their own."""
+def _elementwise(value: Any, reduce_op: Any, *, group: ReplicaGroup, timeout: float | None) -> Any:
+    """Combine values of all replicas elementwise; the cached path of `reproducible` calls."""
     communicator, reproducible = group.communicator, group.reproducible
 
     def request_of(_value: Any = None, _out: Any = None) -> ReduceArgs:
-        return _brought(reduce_op, value, None).request(communicator, reproducible)
+        return _prepare(reduce_op, value, None).request(communicator, reproducible=reproducible)
 
-    form = (
-        form_of(value) if communicator.channel is not None and isinstance(reduce_op, str) else None
-    )
+    can_cache = communicator.channel is not None and isinstance(reduce_op, str)
+    form = form_of(value) if can_cache else None
     if form is not None:
         key = ("strategy.reduce", reduce_op, reproducible, form.dtype, form.shape)
         public = None if reproducible else _elementwise_entered
@@ -174,57 +168,52 @@ def _elementwise(value: Any, reduce_op: Any, *, group: Strategy, timeout: float 
 _elementwise_entered = entered(second="reduce_op", positions=2)(_elementwise)
 
 
-def _brought(reduce_op: Any, value: Any, axis: Any) -> _Brought:
+def _prepare(reduce_op: Any, value: Any, axis: Any) -> _Reduction:
     """Check the arguments of a reduction, and reduce this replica's part along its axes."""
     op = as_member(ReduceOp, reduce_op, "reduce_op")
     axes = _checked_axes(axis)
     part = local_part(value)
-    structure, leaves = flatten(part)
+    treedef, leaves = flatten(part)
     arrays = arrays_of(part, leaves, "the value")
 
-    def together(made: list[NDArray[Any]]) -> Any:
-        return given_back(part, unflatten(structure, made, part))
+    def assemble(results: list[NDArray[Any]]) -> Any:
+        return given_back(part, unflatten(treedef, results, part))
 
-    name = f"strategy.reduce({op.name}, axis={axes})"
+    name = CallLabel(
+        f"strategy.reduce({op.name}, axis={axes})", CallFields("strategy.reduce", op.name)
+    )
     if axes is None:
-        return _Brought(op.value, name, structure, arrays, together)
-    places = [_normalized(axes, array.ndim) for array in arrays]
-    parts = [_along(op.value, array, place) for array, place in zip(arrays, places, strict=True)]
+        return _Reduction(op.value, name, treedef, arrays, assemble)
+    own_axes = [_normalized(axes, array.ndim) for array in arrays]
+    pairs = list(zip(arrays, own_axes, strict=True))
+    parts = [_reduce_along(op.value, array, along) for array, along in pairs]
     if op is not ReduceOp.MEAN:
-        return _Brought(
-            op.value, name, structure, parts, lambda made: together(_as_asked(made, op, arrays))
+        return _Reduction(
+            op.value, name, treedef, parts, lambda sums: assemble(_with_dtypes(sums, op, arrays))
         )
-    counts = [np.asarray(_count(array, place)) for array, place in zip(arrays, places, strict=True)]
+    counts = [np.asarray(_count(array, along)) for array, along in pairs]
 
-    def means(made: list[NDArray[Any]]) -> Any:
-        totals, numbers = made[: len(parts)], made[len(parts) :]
-        divided = [
-            np.asarray(total / number) for total, number in zip(totals, numbers, strict=True)
-        ]  # NaN of no element
-        return together(_as_asked(divided, op, arrays))
+    def means(sums: list[NDArray[Any]]) -> Any:
+        totals, numbers = sums[: len(parts)], sums[len(parts) :]
+        # The mean of no element is NaN.
+        divided = [np.asarray(total / n) for total, n in zip(totals, numbers, strict=True)]
+        return assemble(_with_dtypes(divided, op, arrays))
 
-    return _Brought("sum", name, structure, [*parts, *counts], means)
+    return _Reduction("sum", name, treedef, [*parts, *counts], means)
 
 
 def gather_values(
     communicator: Communicator, value: Any, axis: Any, timeout: float | None, name: str
 ) -> Any:
-    """Concatenate a value or structure over replicas, in their order; lengths along `axis` may differ.
-
-    Args:
-        communicator: The replicas' group.
-        value: This replica's array or structure of arrays.
-        axis: Where to concatenate; may be negative.
-        timeout: Seconds.
-        name: The public call.
-    """
+    """Concatenate a value or pytree over replicas, in their order, along `axis`."""
 
     def check() -> CollectiveSpec:
         part = local_part(value)
         for leaf in flatten(part)[1]:
             if as_array(leaf).ndim == 0:
                 raise ConfigError(
-                    f"{name} concatenates along an axis, and a scalar has none; pass np.reshape(x, (1,))"
+                    f"{name} concatenates along an axis, and a scalar has none; "
+                    f"pass np.reshape(x, (1,))"
                 )
         request = gather_request(communicator, part, axis=axis, name=name)
         body = request.body
@@ -238,37 +227,36 @@ def gather_values(
 
 
 def _structured(
-    request: CollectiveSpec, finish: Any, structure: Any, name: str, parts: list[NDArray[Any]]
+    request: CollectiveSpec, finish: Any, treedef: TreeDef, name: str, parts: list[NDArray[Any]]
 ) -> CollectiveSpec:
-    """Return the request with its result put together, and the structure among what is compared and told."""
+    """Return the request with `finish` applied, and the treedef in signature and description."""
     body = request.body
 
     def run() -> Generator[Stage, None, Any]:
         return finish((yield from body))
 
-    digest = request.digest ^ (hash_of(structure) & ((1 << 64) - 1))
-    kinds = ", ".join(f"{part.dtype.name}{list(part.shape)}" for part in parts[:4]) + (
-        ", …" if len(parts) > 4 else ""
-    )
-    inside = "" if structure.kind == "leaf" else f" in {describe(structure)}"
-    return CollectiveSpec(f"{name} of {kinds}{inside}", digest, run())
-
-
-def hash_of(structure: Any) -> int:
-    """Return a digest of a structure that is the same in every process."""
-    from syncvar.runtime.communicator import fingerprint
-
-    return fingerprint("structure", structure)
+    digest = request.digest ^ (fingerprint("structure", treedef) & ((1 << 64) - 1))
+    shapes = ", ".join(f"{part.dtype.name}{list(part.shape)}" for part in parts[:4])
+    more = ", …" if len(parts) > 4 else ""
+    inside = "" if treedef.kind == "leaf" else f" in {describe(treedef)}"
+    text = f"{name} of {shapes}{more}{inside}"
+    collective = collective_of(name) if isinstance(name, CallLabel) else text
+    fields = CallFields(collective)
+    if parts:
+        first = parts[0]
+        dtype = first.dtype.name
+        fields = CallFields(collective, "", dtype, first.shape, first.size, first.nbytes)
+    return CollectiveSpec(CallLabel(text, fields), digest, run())
 
 
 def _checked_axes(axis: Any) -> tuple[int, ...] | None:
     if axis is None:
         return None
-    given = axis if isinstance(axis, tuple) else (axis,)
-    if any(isinstance(one, bool | np.bool_) for one in given):
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    if any(isinstance(one, bool | np.bool_) for one in axes):
         raise ConfigError(_NO_AXIS.format(axis))
     try:
-        return tuple(operator.index(one) for one in given)
+        return tuple(operator.index(one) for one in axes)
     except TypeError:
         raise ConfigError(_NO_AXIS.format(axis)) from None
 
@@ -277,35 +265,32 @@ def _normalized(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     for axis in axes:
         if not -ndim <= axis < ndim:
             raise ConfigError(
-                f"axis {axis} is outside a value of {ndim} dimensions; axis=None combines elementwise"
+                f"axis {axis} is outside a value of {ndim} dimensions; "
+                f"axis=None combines elementwise"
             )
-    places = tuple(axis % ndim for axis in axes)
-    if len(set(places)) != len(places):
-        raise ConfigError(
-            f"axis {axes} names a dimension twice; write axis={tuple(sorted(set(places)))}"
-        )
-    return places
+    positive = tuple(axis % ndim for axis in axes)
+    distinct = tuple(sorted(set(positive)))
+    if len(distinct) != len(positive):
+        raise ConfigError(f"axis {axes} names a dimension twice; write axis={distinct}")
+    return positive
 
 
-def _along(op: str, array: NDArray[Any], axes: tuple[int, ...]) -> NDArray[Any]:
-    how = reduction(op, array.dtype)
-    ufunc = cast("np.ufunc", how.ufunc)  # the ops of a ReduceOp are
-    if how.name in ("min", "max"):
+def _reduce_along(op: str, array: NDArray[Any], axes: tuple[int, ...]) -> NDArray[Any]:
+    rule = reduction(op, array.dtype)
+    ufunc = cast("np.ufunc", rule.ufunc)  # every ReduceOp has one
+    if rule.name in ("min", "max"):
         if _count(array, axes) == 0:
-            shape = tuple(length for place, length in enumerate(array.shape) if place not in axes)
-            return np.full(shape, identity(how), array.dtype)
+            shape = tuple(length for axis, length in enumerate(array.shape) if axis not in axes)
+            return np.full(shape, identity(rule), array.dtype)
         return np.asarray(ufunc.reduce(array, axis=axes))
-    return np.asarray(ufunc.reduce(array, axis=axes, dtype=how.accumulate))
+    return np.asarray(ufunc.reduce(array, axis=axes, dtype=rule.accumulate))
 
 
 def _count(array: NDArray[Any], axes: tuple[int, ...]) -> int:
-    count = 1
-    for axis in axes:
-        count *= array.shape[axis]
-    return count
+    return math.prod(array.shape[axis] for axis in axes)
 
 
-def _as_asked(
+def _with_dtypes(
     parts: list[NDArray[Any]], op: ReduceOp, arrays: list[NDArray[Any]]
 ) -> list[NDArray[Any]]:
     return [

@@ -128,7 +128,7 @@ class _Program:
     def _train(self, rank, incarnation):
         job, home = self.job, self.home
         asking = RequestBuilder()
-        at, clocks = asking.pull(home, "progress"), asking.where(home)
+        at, clocks = asking.pull(home, "progress"), asking.add(home, "where")
         ticket = yield Ask(asking)
         seen, clock = ticket.array(*at), ticket.results[home][clocks[1]]["clock"]
         rng = random.Random(self.seed * 1000 + rank * 10 + incarnation)
@@ -156,9 +156,9 @@ class _Program:
             clock += 1
             asking = RequestBuilder()
             for server in range(job.servers):
-                asking.tick(server, clock)
+                asking.add(server, "tick", clock=clock)
             yield Ask(asking, waits=False)
         asking = RequestBuilder()
         for server in range(job.servers):
-            asking.leave(server)
+            asking.add(server, "leave")
         yield Ask(asking)

@@ -477,9 +477,9 @@ def test_an_object_that_refuses_takes_everything_back(tmp_path):
     ("objects", "words"),
     [
         ({"save": 1}, "method"),
-        ({"_a": 1}, "no name"),
-        ({"a/b": 1}, "no name"),
-        ({"": 1}, "no name"),
+        ({"_a": 1}, "not a name"),
+        ({"a/b": 1}, "not a name"),
+        ({"": 1}, "not a name"),
         ({"a": object()}, "cannot hold"),
         ({"a": np.random.RandomState(1)}, "default_rng"),
         ({"a": print}, "cannot hold"),
@@ -496,7 +496,7 @@ def test_what_a_checkpoint_cannot_hold(objects, words):
         (np.zeros(2, [("a", "f4")]), "cannot be communicated"),
         ([object()], "cannot hold"),
         ({"v": np.array([object()])}, "'a' cannot be saved"),
-        ([np.random.default_rng(1), 3], "name of its own"),
+        ([np.random.default_rng(1), 3], "its own name"),
         ({3: np.random.default_rng(1)}, "names as keys"),
         (np.array(["text"]), "cannot be communicated"),
         (np.array(["2020-01-01"], "M8[D]"), "cannot be communicated"),
@@ -776,9 +776,11 @@ def test_a_return_to_lower_steps_keeps_the_latest_saves(tmp_path, caplog, is_asy
         assert [name[-2:] for name in names] == [[90], [90, 100], [100, 50], [50, 51], [51, 100]]
         assert restored == 100.0
     assert sorted(os.listdir(tmp_path)) == ["step-0000000007", "step-0000000008"]
-    warned = [line for line in caplog.messages if "Checkpoints go by the order of saving" in line]
+    warned = [
+        line for line in caplog.messages if "Checkpoints are ordered by time of saving" in line
+    ]
     assert len(warned) == 3, "once for each manager, on rank 0"
-    assert warned[0].startswith(f"step 50 is saved in {tmp_path}, which has step 100 already")
+    assert warned[0].startswith(f"step 50 is saved in {tmp_path}, which already has step 100")
 
 
 def test_times_of_files_play_no_part_in_the_order_of_saving(tmp_path):
@@ -955,6 +957,6 @@ def test_state_that_differed_between_ranks_is_told_when_another_number_restores_
     ]
     assert told == [next(iter(told))]
     assert (
-        "'model' differed between the 2 ranks that saved it, and rank 2 keeps its own: restore_policy='cycle'"
+        "'model' differed between the 2 ranks that saved it, and rank 2 keeps its own. restore_policy='cycle'"
         in told[0]
     )

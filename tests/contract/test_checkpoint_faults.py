@@ -309,11 +309,11 @@ def newer_version(path):
 
 # What is done to a checkpoint, and what the warning says. Bits within values are seen by restore only.
 NOT_WHOLE = {
-    "cut": (lambda path: os.truncate(path / "manifest.json", 100), "the manifest is no JSON"),
-    "empty": (lambda path: os.truncate(path / "manifest.json", 0), "the manifest is no JSON"),
+    "cut": (lambda path: os.truncate(path / "manifest.json", 100), "the manifest is not JSON"),
+    "empty": (lambda path: os.truncate(path / "manifest.json", 0), "the manifest is not JSON"),
     "a bit": (lambda path: flip(path / "manifest.json", -3), ""),
-    "newer": (newer_version, "the manifest has version 2; this syncvar reads version 1"),
-    "missing": (lambda path: (path / shards(path)[1]).unlink(), "has no ordinary file shard-"),
+    "newer": (newer_version, "the manifest has version 2, and this syncvar reads version 1"),
+    "missing": (lambda path: (path / shards(path)[1]).unlink(), "has no regular file shard-"),
     "short": (lambda path: os.truncate(path / shards(path)[0], 50), "has 50 bytes instead of"),
 }
 
@@ -344,7 +344,7 @@ def test_restore_latest_takes_the_one_before_those_that_are_damaged(tmp_path, ca
         assert found == (folders[0], folders[0], 8.0)
         assert folders[2] in refusal, "restore(path) names the folder"
         assert sorted(kept) == [6, 7, 8, 9], "the damaged ones do not count"
-    warnings = [line for line in caplog.messages if "passes over one that is damaged" in line]
+    warnings = [line for line in caplog.messages if "another one is damaged" in line]
     assert len(warnings) == 2, "rank 0 warns of each"
     for folder in folders[1:]:
         assert any(folder in line.split(": ", 1)[1] and words in line for line in warnings), (
@@ -362,7 +362,7 @@ def test_a_directory_of_damaged_checkpoints_is_not_an_empty_one(tmp_path):
         return [failure(manager.restore_latest), manager.latest, len(manager.checkpoints)]
 
     for error, latest, count in world(2, fn):
-        assert f"{tmp_path} has no checkpoint that can be restored" in str(error)
+        assert f"no checkpoint in {tmp_path} can be restored" in str(error)
         assert all(f"step-000000000{step} cannot be read" in str(error) for step in (1, 2))
         assert (latest, count) == (None, 2)
 

@@ -352,7 +352,7 @@ def test_all_workers_take_the_checkpoint_before_a_damaged_one_or_learn_that_ther
         (tmp_path / f"step-000000000{step}" / "manifest.json").write_text("{")
     for epoch, error in workers(2, program, True):
         assert epoch == 2 - damaged
-        assert ("has no checkpoint that can be restored" in error) == (damaged == 2), error
+        assert ("no checkpoint in " in error) == (damaged == 2), error
 
 
 def test_variables_on_servers_beside_copies_of_workers(tmp_path):
@@ -387,7 +387,7 @@ def test_an_entry_waits_for_its_variable_and_slots_of_unknown_variables_are_not_
     step(1, table, bias, made)
     with pytest.raises(sv.ConfigError, match="made=made, bias="):
         sv.Checkpoint(made=made).save(tmp_path / "d")
-    with pytest.raises(sv.ConfigError, match="steps variable 'table'"):
+    with pytest.raises(sv.ConfigError, match="state on servers for variable 'table'"):
         sv.Checkpoint(bias=bias, made=made).save(tmp_path / "d")
     later = sv.Checkpoint(bias=bias)
     later.restore(tmp_path / "c")

@@ -57,7 +57,7 @@ def rich():
     asking.create(0, "free/0", SPEC._replace(dtype="float16"), None, np.ones((4, 2), np.float16))
     asking.put(0, 5, np.arange(3, dtype=np.uint8))
     asking.put(0, 6, np.arange(4, dtype=np.uint8))
-    asking.ask_for_task(0)
+    asking.add(0, "ask")
     asking.finish(0, 5, np.arange(2, dtype=np.uint8), failed=True)
     ledger.execute(*request(0, 1, asking))
     ledger.execute(*pushed(0, 2))
@@ -143,7 +143,7 @@ def test_a_worker_is_told_when_both_copies_are_lost_before_there_was_another():
     for server in (0, 1):
         client.server_lost(server, 1.2)
     asking = RequestBuilder()
-    asking.tick(0, 1)
+    asking.add(0, "tick", clock=1)
     ticket, (sent,) = client.request(asking.parts(), 1.3)
     assert sent.target == ("server", 2)
     (told,) = last.handle(("worker", 0), sent.message, sent.arrays, 1.4)

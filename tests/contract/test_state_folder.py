@@ -53,7 +53,7 @@ def spoil(folder, how, monkeypatch):
         return "it is no folder; remove it"
     if how == "open parent":
         folder.parent.chmod(0o777)
-        return "everybody may rename what is in"
+        return "everybody may rename files in"
     folder.mkdir(mode=0o700)
     if how in ("group", "others"):
         folder.chmod(0o770 if how == "group" else 0o707)
@@ -157,8 +157,8 @@ def test_explain_takes_the_newest_job_or_the_one_that_is_named(
     assert find_job(environ) == jobs[0]
     assert find_job(environ, jobs[2].name[-8:]) == jobs[2]
     assert main(["explain"]) == 2
-    assert f"{jobs[0]}/flight-rank0.json is no flight record" in capsys.readouterr().err
+    assert f"{jobs[0]}/flight-rank0.json is not a flight record" in capsys.readouterr().err
     assert main(["explain", jobs[1].name[-8:]]) == 2
-    assert f"{jobs[1]}/flight-rank0.json is no flight record" in capsys.readouterr().err
+    assert f"{jobs[1]}/flight-rank0.json is not a flight record" in capsys.readouterr().err
     assert main(["explain", "01234567"]) == 2
     assert "there are no flight records of job 01234567" in capsys.readouterr().err

@@ -69,7 +69,7 @@ def test_a_benchmark_starts_its_own_workers(syncvar, tmp_path, transport):
     assert re.search(r"^# Avg bus bandwidth    : [0-9.e-]+$", ended.stdout, re.MULTILINE)
     record = json.loads((tmp_path / "x.json").read_text())
     assert record["ranks"] == 2
-    assert record["transport"].startswith("zmq" if transport == "zmq" else "shm")
+    assert record["transport"].startswith("zmq" if transport == "zmq" else "shared memory")
     assert record["out_of_bounds"] == {"count": 0, "okay": True}
     assert [row["size"] for row in record["results"]] == sizes
     for row in record["results"]:

@@ -142,7 +142,7 @@ def test_a_restart_goes_on_from_the_checkpoint_before_a_damaged_one(launch, tmp_
     assert job.wait() == 0, job
     again = [event for event in job.events("restored") if event["path"] is not None]
     assert [(event["path"][-1], event["value"]) for event in again] == [("1", 1.0)] * 2
-    assert f"{tmp_path}/step-0000000002 cannot be read: the manifest is no JSON" in job.err
+    assert f"{tmp_path}/step-0000000002 cannot be read: the manifest is not JSON" in job.err
 
 
 LOST = """
@@ -170,7 +170,7 @@ def test_a_rank_that_is_lost_during_a_save_is_named_and_the_program_is_not_blame
     assert (
         job.err.count(f"{tmp_path}/step-0000000002 ended without a commit: rank {lost} on ") == 1
     ), job
-    assert job.err.count("The checkpoints before it are whole") == 1, job
+    assert job.err.count("The checkpoints before it are complete") == 1, job
     assert "call wait()" not in job.err, job
     manager = sv.CheckpointManager(sv.Checkpoint(w=sv.Variable(np.zeros(4))), tmp_path)
     assert manager.restore_latest() == f"{tmp_path}/step-0000000001"
@@ -206,7 +206,7 @@ def test_sigterm_to_one_rank_is_a_notice_and_all_save_the_same_step_and_exit_75(
     assert os.listdir(tmp_path / "c") == [f"step-{stops[0]:010d}"], (
         "and nothing else, the lock neither"
     )
-    assert f"step-{stops[0]:010d} has all that is needed to go on" in job.err
+    assert f"step-{stops[0]:010d} to continue" in job.err
 
 
 @pytest.mark.slow  # by default test_restarts.py tells the launcher to end, lets the ranks save and goes on
@@ -223,6 +223,6 @@ def test_the_example_that_is_stopped_by_sigterm_to_the_launcher_and_run_again_en
     assert whole.wait() == 0, whole
     second = launch(target=target, arguments=[str(folder), "--steps", "200"])
     assert second.wait() == 0, second
-    assert "goes on after step" in second.out
+    assert "continues after step" in second.out
     (expected,) = [line for line in whole.lines(0) if line.startswith(last_line)]
     assert expected in second.lines(0)

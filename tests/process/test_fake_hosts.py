@@ -35,7 +35,7 @@ def test_workers_are_divided_over_fake_hosts(launch, workers, hosts, sizes):
         assert event["host"] == [host, hosts]
         assert event["total"] == workers * (workers + 1) / 2
         assert f"tcp between {hosts} hosts" in event["transport"]
-        assert ("shm" in event["transport"]) == (size > 1)
+        assert ("shared memory" in event["transport"]) == (size > 1)
         assert not event["inheritable"], "programs that a rank starts must not have the secret"
 
 

@@ -239,5 +239,5 @@ def test_f09_a_rank_that_only_computes_answers(launch):
         """
     )
     assert job.wait() == 0, str(job)
-    assert "rank 0 waits since" in job.report, str(job)
+    assert "rank 0 has been waiting" in job.report, str(job)
     assert "no Python thread answers" not in job.report, str(job)

@@ -136,7 +136,7 @@ def test_ranks_that_wait_for_messages_of_each_other_are_explained_as_a_cycle(lau
         "call 1 of send/recv between ranks 0 and 1, recv(from rank 0, tag 0), failed with MismatchError"
         in text
     )
-    assert "the ranks were told:" in text
+    assert "the ranks raised:" in text
     for words in ("divergence", "never entered it", "also:"):
         assert words not in text
 

@@ -121,7 +121,7 @@ def test_a_rank_that_others_wait_for_is_named_with_what_it_does(launch):
     assert job.wait() == 69, str(job)
     doing = r"rank 1: process \d+ \(state S\), in user code, script\.py:5"
     assert re.search(
-        rf"waiting for rank 1 to join since \d s \(1 of 2 are here\); {doing}", job.report
+        rf"waiting for rank 1 to join after \d s \(joined: 1 of 2\); {doing}", job.report
     ), str(job)
     assert re.search(rf"rank 1 did not join within 6 s .*; {doing}", job.report), str(job)
 

@@ -314,7 +314,7 @@ def test_missing_ranks_are_named(launch):
     assert all(event["missing"] == [1, 2] for event in job.events("missing")), str(job)
     calls = [line for line in job.report.split("\n") if "waiting for" in line]
     assert calls, f"each second\n{job}"
-    assert re.search(r"ranks 1, 2 to join since \d s \(2 of 4 are here\)", calls[-1]), str(job)
+    assert re.search(r"ranks 1, 2 to join after \d s \(joined: 2 of 4\)", calls[-1]), str(job)
     check_bound(
         "rendezvous",
         max(e["at"] for e in raised.values()) - min(e["at"] for e in job.events("enter")),

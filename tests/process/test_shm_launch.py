@@ -76,7 +76,7 @@ def test_a_size_that_does_not_fit_is_a_wrong_setting(launch):
 SHARE = (
     FETCH
     + """
-shared memory = attached()
+shm = attached()
 probe.note("shm", cores=shm.usable_cores, ranks=shm.local_world_size, bytes=shm.shm_bytes)
 """
 )
@@ -116,7 +116,7 @@ WATCH = (
     FETCH
     + """
 how = sys.argv[1]
-shared memory = attached()
+shm = attached()
 if me.rank == 1:
     probe.gate("ready")
     probe.note("inject")
@@ -156,7 +156,7 @@ def test_an_orderly_end_wakes_nobody(launch):
     script = (
         FETCH
         + """
-shared memory = attached()
+shm = attached()
 if me.rank == 1:
     raise SystemExit(0)
 time.sleep(0.5)
@@ -276,7 +276,7 @@ assert (variable.numpy() == 10).all()
 
 words = ""
 shm = attached()
-if shared memory is not None and "fill" in sys.argv:  # until there is nothing left, and everything is touched
+if shm is not None and "fill" in sys.argv:  # until there is nothing left, and everything is touched
     sv.barrier()
     if me.rank == 0:
         arrays = []

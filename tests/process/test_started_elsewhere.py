@@ -45,7 +45,7 @@ try:
     if "kill" in sys.argv:
         if sv.rank() == 1:
             until = time.monotonic() + 20
-            while "not there yet" not in open("out0").read() and time.monotonic() < until:
+            while "not entered it" not in open("out0").read() and time.monotonic() < until:
                 time.sleep(0.01)  # late
             os.kill(os.getpid(), signal.SIGKILL)
         sv.barrier()
@@ -217,7 +217,7 @@ import syncvar as sv
 rank = int(os.environ["RANK"])
 def fall_silent():
     until = time.monotonic() + 20
-    while "(2 of 3 are here)" not in open("out0").read() and time.monotonic() < until:
+    while "(joined: 2 of 3)" not in open("out0").read() and time.monotonic() < until:
         time.sleep(0.01)
     open("pid", "w").write(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -586,7 +586,7 @@ def test_a_killed_rank_is_told(start):
         assert code == 3, out
         assert "PeerLost rank 1" in out
     stall = re.search(
-        r"ranks? .* since \d+ s in barrier \(call 2\) at script.py:\d+ in <module> for (.*), not there yet; (.*)",
+        r"ranks? .* waiting \d+ s in barrier \(call 2\) at script.py:\d+ in <module>: (.*) has not entered it; (.*)",
         results[0][1],
     )
     assert stall[1] == "rank 1", results[0][1]

@@ -137,7 +137,7 @@ def hanging(launch, stacks, **keywords):
 
 def check_stall(job):
     """The stall line names last call, age and place of the late ranks, and comes again."""
-    start = rf"syncvar: rank 0 waits since \d+ s in all_reduce\(sum, float64\[3\]\) \(call 2\) at script.py:{line_of(HANGS, 'waits')} in hang for "
+    start = rf"syncvar: rank 0 has been waiting \d+ s in all_reduce\(sum, float64\[3\]\) \(call 2\) at script.py:{line_of(HANGS, 'waits')} in hang: "
     await_true(lambda: len(stall_lines(job)) > 1, what="the stall is told of again")
     first, second = stall_lines(job)[:2]
     for told in (first, second):
@@ -153,7 +153,9 @@ def check_stall(job):
 
 def stall_lines(job):
     return [
-        line for line in job.report.split("\n") if line.startswith("syncvar: rank 0 waits since ")
+        line
+        for line in job.report.split("\n")
+        if line.startswith("syncvar: rank 0 has been waiting ")
     ]
 
 
@@ -242,7 +244,7 @@ def test_a_job_that_loses_a_rank_says_where_the_others_were(launch):
         LOST, workers=4, options=["--log-dir", "logs"], env={"SYNCVAR_STALL_WARNING_S": "0.2"}
     )
     job.await_events("ready", 2)
-    await_true(lambda: "rank 2 waits since" in job.report, what="rank 2 waits")
+    await_true(lambda: "rank 2 has been waiting" in job.report, what="rank 2 waits")
     job.open_gate("die")
     assert job.wait() == 137, str(job)
     at = {name: line_of(LOST, name) for name in ("loads", "waits", "called")}
@@ -308,7 +310,7 @@ def test_a_process_of_another_user_is_named(stacks, monkeypatch):
     code, _, _, errors = stacks(os.getpid())
     assert code == 2
     assert f"process {os.getpid()} belongs to user " in errors
-    assert "only its own user can ask" in errors
+    assert "who alone can ask for its stacks" in errors
 
 
 CALLS = """

@@ -169,7 +169,7 @@ def test_a_stall_says_who_waits_for_whom_since_when_and_where():
     ((key, waited_s, sentence, late),) = stalls(reports, 12.0, 5.0)
     assert (key, waited_s, late) == ((7, 0), 12.0, [2])
     assert sentence.startswith(
-        "ranks 0, 1 wait since 12 s in call of group 7 (call 1) at a.py:1 for rank 2, not there yet"
+        "ranks 0, 1 have been waiting 12 s in call of group 7 (call 1) at a.py:1: rank 2 has not entered it"
     )
     assert sentence.endswith("rank 2 waits in call of group 8 (call 1) at a.py:1")
 
@@ -177,5 +177,5 @@ def test_a_stall_says_who_waits_for_whom_since_when_and_where():
 def test_a_short_wait_is_no_stall_and_ranks_that_are_all_there_wait_for_data():
     assert stalls([report(0, 7, (0, 1))], 4.9, 5.0) == []
     ((_, _, sentence, late),) = stalls([report(rank, 7, (0, 1)) for rank in (0, 1)], 6.0, 5.0)
-    assert "data; all ranks are there" in sentence
+    assert "all ranks have entered it, and data are missing" in sentence
     assert late == []

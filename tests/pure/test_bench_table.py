@@ -6,12 +6,22 @@ import pytest
 
 from syncvar.algorithms.builders import build_all
 from syncvar.algorithms.selection import choose
-from syncvar.cli.bench import add_options, planned
 from syncvar.cli.bench_model import fitted
-from syncvar.cli.bench_record import Half, Row, rated
-from syncvar.cli.bench_table import fixed, header, line, parse_size, sizes, summary
-from syncvar.cli.collective_registry import BUS_FACTORS, COLLECTIVES
+from syncvar.cli.bench_options import add_options, planned
+from syncvar.cli.bench_table import (
+    Half,
+    Row,
+    fixed,
+    header,
+    line,
+    parse_size,
+    rated,
+    sizes,
+    summary,
+)
+from syncvar.cli.collective_registry import COLLECTIVES
 from syncvar.cli.plan_cost import LINKS, SHM, predicted_seconds
+from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.errors import ConfigError
 
 

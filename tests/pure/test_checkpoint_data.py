@@ -33,8 +33,14 @@ from syncvar.checkpoint.safetensors_header import (
     itemsize_of,
     parse_header,
 )
-from syncvar.checkpoint.save_plan import LeafHeader, entries_of, failure_of, lay_out, raise_failures
-from syncvar.checkpoint.write_shares import shares
+from syncvar.checkpoint.save_plan import (
+    LeafHeader,
+    entries_of,
+    failure_of,
+    lay_out,
+    raise_failures,
+    shares,
+)
 from syncvar.core.dtypes import DTYPE_NAMES
 from syncvar.core.errors import CheckpointError, ConfigError, Corrupt, MismatchError, NotFound
 
@@ -132,10 +138,10 @@ def _header(body, extra=0):
 @pytest.mark.parametrize(
     ("body", "extra", "words"),
     [
-        ([], 0, "no JSON object"),
-        (b"{", 0, "no JSON"),
+        ([], 0, "not a JSON object"),
+        (b"{", 0, "not JSON"),
         (b'{"a": NaN}', 0, "number"),
-        (b"[" * 100_000, 0, "no JSON"),
+        (b"[" * 100_000, 0, "not JSON"),
         (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{}}', 1, "key twice"),
         ({"a": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}, 2, "hole"),
         (
@@ -158,7 +164,7 @@ def _header(body, extra=0):
         (
             {"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1], "code": "x"}},
             1,
-            "not described",
+            "has not dtype",
         ),
         ({"__metadata__": {"a": 1}}, 0, "metadata"),
     ],
@@ -248,12 +254,12 @@ def test_sealed_gives_what_can_be_read():
         ({"version": 2}, "version 2"),
         ({"identity": "../../etc/passwd"}, "hexadecimal"),
         ({"world_size": 1 << 40}, "out of range"),
-        ({"world_size": True}, "is no int"),
+        ({"world_size": True}, "not of type int"),
         ({"world_size": 1}, "more than 1 ranks"),
         ({"shards": {"0": {"nbytes": 100, "header_digest": DIGEST}}}, "does not fit"),
-        ({"shards": {"00": {"nbytes": 100, "header_digest": DIGEST}}}, "no rank"),
-        ({"shards": []}, "is no dict"),
-        ({"metric": 0.5}, "is no str"),
+        ({"shards": {"00": {"nbytes": 100, "header_digest": DIGEST}}}, "not a rank"),
+        ({"shards": []}, "not of type dict"),
+        ({"metric": 0.5}, "not of type str"),
         ({"entries__w__kind": "code"}, "unknown kind"),
         ({"entries__w__value__dtype": "object"}, "unknown dtype"),
         ({"entries__w__value__dtype": "V1000000000"}, "unknown dtype"),
@@ -417,7 +423,7 @@ def test_ranks_that_save_different_things(changes):
 def test_a_rank_without_a_value_that_all_have():
     with pytest.raises(MismatchError) as caught:
         lay_out([{"w": brought()}, {}], (4, 7))
-    assert caught.value.table[7] == "has nothing of this name"
+    assert caught.value.table[7] == "has no object of this name"
 
 
 @pytest.mark.parametrize(

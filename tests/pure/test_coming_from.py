@@ -9,9 +9,10 @@ import pytest
 
 import syncvar as sv
 from syncvar.cli.commands import main
-from syncvar.cli.migration_table import LIBRARIES, TASKS, coming_from_text
-from syncvar_launcher.options.option_table import parse
+from syncvar.cli.migration_table import LIBRARIES, coming_from_text, tasks
+from syncvar_launcher.options.parse_options import parse
 
+TASKS = tasks()
 COMMANDS = [one.syncvar for one in TASKS if "syncvar-launch" in one.syncvar]
 STARTING = "sv.run(fn, workers=4)"
 CALLS = [one.syncvar for one in TASKS if one.syncvar not in (*COMMANDS, STARTING)]
@@ -60,15 +61,17 @@ def test_a_command_is_understood_by_the_launcher(command, tmp_path):
     (tmp_path / "train.py").write_text("")
     words = [word for word in shlex.split(command) if "=" not in word]
     assert words[0] == "syncvar-launch"
-    assert parse(words[1:], {}, tmp_path).workers == 4
+    assert parse(words[1:], {}, tmp_path).ranks.workers == 4
 
 
 def test_every_row_has_five_spellings_and_says_its_task_once():
-    assert len({one.what for one in TASKS}) == len(TASKS)
+    assert len({one.title for one in TASKS}) == len(TASKS)
     for one in TASKS:
-        assert all(one[:6])
-        assert one.syncvar != "-"
-        assert any(one.of(library) != "-" for library in LIBRARIES) or "bits" in one.what
+        assert one.title
+        assert all(one.spellings.values())
+        assert one.syncvar not in ("", "-")
+        assert set(one.spellings) == set(LIBRARIES)
+        assert any(spelling != "-" for spelling in one.spellings.values()) or "bits" in one.title
         assert {name for names, _ in one.notes for name in names} <= set(LIBRARIES)
 
 

@@ -325,7 +325,7 @@ HERE = {
     "is_over": True,
     "stack": "in user code, a.py:9 < a.py:1",
 }
-WAITS = "rank 0 waits since {} s in barrier (call 4) at a.py:1 for ranks 1, 2, not there yet"
+WAITS = "rank 0 has been waiting {} s in barrier (call 4) at a.py:1: ranks 1, 2 have not entered it"
 
 
 def sentences(actions):
@@ -350,7 +350,7 @@ def test_a_stall_names_what_the_late_ranks_did_last_and_where_they_are():
         say(coordinator, rank, "here", now=60.0, **HERE | {"is_over": False, "age_s": 3.0})
     assert sentences(coordinator.tick(60.0)) == [
         WAITS.format(60)
-        + "; ranks 1, 2: last call barrier (call 3), under way since 3 s, now in user code, a.py:9 < a.py:1"
+        + "; ranks 1, 2: last call barrier (call 3), under way for 3 s, now in user code, a.py:9 < a.py:1"
     ]
 
 
@@ -381,7 +381,7 @@ def test_a_late_rank_that_reports_a_call_of_its_own_is_not_told_of_twice():
     assert first.endswith(
         "; rank 1 waits in gather (call 4) at b.py:2; rank 2: last call barrier (call 3), 12 s ago, now in user code, a.py:9 < a.py:1"
     )
-    assert second.startswith("rank 1 waits since 10 s in gather")
+    assert second.startswith("rank 1 has been waiting 10 s in gather")
 
 
 def test_who_is_waited_for_is_asked_and_who_does_not_answer_is_told_of():

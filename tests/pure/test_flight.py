@@ -8,7 +8,8 @@ import pytest
 
 import syncvar
 from syncvar.cli.commands import main
-from syncvar.cli.explain import divergences, explained
+from syncvar.cli.explain import divergences
+from syncvar.cli.explain_text import explained
 from syncvar.cli.record_files import as_record, calls_of, load
 from syncvar.cli.trace import merged, unaligned
 from syncvar.core.errors import ConfigError
@@ -159,7 +160,7 @@ def crossed():
 
 
 def waiting_in_a_ring(
-    said="deadlock: each of these ranks waits for the next one", kind="MismatchError"
+    said="deadlock: each rank in the table waits for the next one", kind="MismatchError"
 ):
     """Each of three ranks waits for a message of the next one."""
     groups = {10 + rank: sorted([rank, (rank + 1) % 3]) for rank in range(3)}
@@ -274,7 +275,7 @@ def test_a_rank_that_was_told_to_end_is_told_of_with_its_place():
         )
     )
     assert (
-        "rank 1: never entered it; its call 1 was all_reduce(sum, float32[12]), done; it made no other call: told to end (SIGTERM)"
+        "rank 1: never entered it; its call 1 was all_reduce(sum, float32[12]), done; it made no other call: ended by SIGTERM"
         in text
     )
     assert "done at 5.000 ms; it stood in user code, /home/load.py:7 < /home/train.py:49\n" in text
@@ -423,7 +424,7 @@ def test_clocks_of_other_hosts_are_moved_and_said():
     each = records(data(0, same(0, 1), world=2), far)
     assert calls_of(each)[0][0][1].began_ns == -4 * MS
     assert unaligned(each) == ["box", "far"]
-    assert "box, far are not known to be of one clock" in explained(each)[0]
+    assert "clocks of hosts box, far may differ" in explained(each)[0]
 
 
 def test_merge_writes_a_file_at_once_or_none(tmp_path, capsys):
@@ -455,7 +456,7 @@ def test_files_that_are_no_records_are_refused_by_name(tmp_path):
         json.dumps(data(0, []) | {"events": [[1]]}),
     ):
         (tmp_path / "flight-rank0.json").write_text(text)
-        with pytest.raises(ConfigError, match="is no flight record"):
+        with pytest.raises(ConfigError, match="is not a flight record"):
             load([str(tmp_path)])
 
 
@@ -507,7 +508,7 @@ def test_servers_are_told_of_beside_ranks_and_part_from_nobody(tmp_path, capsys)
         == text.replace("left none", "").splitlines()[1:at]
     )
     assert (
-        "  server 0: after a request, push of rank 0, done at 2.000 ms\n    its record was made because: rank 1 was lost: signal 9\n"
+        "  server 0: after a request, push of rank 0, done at 2.000 ms\n    reason of its record: rank 1 was lost: signal 9\n"
         in text
     )
     assert (

@@ -111,5 +111,5 @@ def test_whatever_ranks_tell_makes_a_short_text_that_does_nothing_to_a_terminal(
     ids=["many", "name", "text"],
 )
 def test_too_much_is_refused(about):
-    with pytest.raises(WireError, match="tells"):
+    with pytest.raises(WireError, match="a rank"):
         check_about(about)

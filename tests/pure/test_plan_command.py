@@ -77,7 +77,7 @@ def test_the_jobs_settings_count_as_in_a_job(capsys, monkeypatch):
     assert "over links with" in printed(capsys, "all_reduce", "--ranks", "3")
     monkeypatch.setenv("SYNCVAR_ALGORITHM", "all_reduce:ring,all_gather:doubling")
     text = printed(capsys, "all_reduce", "--ranks", "3")
-    assert text.startswith("ring: SYNCVAR_ALGORITHM demands it\nelse direct: 32 bytes on 3 ranks: ")
+    assert text.startswith("ring: SYNCVAR_ALGORITHM names it\nelse direct: 32 bytes on 3 ranks: ")
     assert plan_text(build_all("all_reduce", "ring", 3, count=8)) in text
     assert printed(capsys, "all_reduce", "--ranks", "3", "--algorithm", "tree").startswith(
         "tree: the caller demands it"
@@ -151,7 +151,7 @@ def test_a_reduction_by_the_tree(capsys):
 def test_the_program_of_a_rank_is_shown(capsys, arguments, words):
     lines = [line.strip() for line in printed(capsys, *arguments).splitlines()]
     assert words in lines
-    assert "phase 0  all ranks say what they do, and compare" in lines
+    assert "phase 0  all ranks publish their call, and compare" in lines
 
 
 def test_a_long_figure_is_short_unless_all_of_it_is_wanted(capsys):
@@ -179,7 +179,7 @@ def test_a_long_figure_is_short_unless_all_of_it_is_wanted(capsys):
         (("all_reduce", "--program", "4"), "--program must be a rank from 0 to 3"),
         (
             ("all_reduce", "--program", "0", "--path", "links"),
-            "shares memory (--path shared memory), not 0",
+            "shares memory (--path shm), not 0",
         ),
     ],
 )

@@ -11,9 +11,8 @@ import pytest
 
 import syncvar as sv
 from syncvar.algorithms.builders import ALGORITHMS
-from syncvar.cli.collective_registry import BUS_FACTORS, COLLECTIVES, available, dtypes, ops_of
+from syncvar.cli.collective_registry import COLLECTIVES, available, dtypes, ops_of
 from syncvar.cli.collectives_table import cost_of, signature_of
-from syncvar.cli.selftest import SelfTestResult, outcome_lines
 from syncvar.cli.selftest_inputs import (
     FOLDED_OPS,
     PERIOD,
@@ -25,6 +24,8 @@ from syncvar.cli.selftest_inputs import (
     part,
     spoiled,
 )
+from syncvar.cli.selftest_options import SelfTestResult, outcome_lines
+from syncvar.core.bus_bandwidth import BUS_FACTORS
 from syncvar.core.reduce_ops import OPS
 
 REPOSITORY = Path(__file__).parents[2]

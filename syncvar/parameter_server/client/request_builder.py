@@ -1,4 +1,4 @@
-"""What a request asks, put together: operations and arrays for each server that it concerns."""
+"""Builds the requests of a worker: operations and arrays for each server."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 
     from syncvar.parameter_server.server.shard import RuleKey, ShardSlots, Spec
 
-__all__ = ["Place", "RequestBuilder"]
-
-Place = tuple[int, int]
-"""Where a result is: the server, and which of its operations."""
+ResultRef = tuple[int, int]  # the position of a result: server, and number of the operation there
 
 
 class RequestBuilder:
-    """A request in the making.
+    """Collects the operations of one request; each method returns the position of its result.
+
+    `messages` lists the operations. Arrays must not change until the request is over.
 
     Example:
-        >>> asking = RequestBuilder()
-        >>> asking.pull(1, "weights/0")
+        >>> request = RequestBuilder()
+        >>> request.pull(1, "weights/0")
         (1, 0)
-        >>> sorted(asking.parts())
+        >>> request.add(1, "tick", clock=3)
+        (1, 1)
+        >>> sorted(request.parts())
         [1]
     """
 
@@ -40,57 +41,53 @@ class RequestBuilder:
         return bool(self._operations)
 
     def parts(self) -> dict[int, ServerPart]:
-        """Return what each server is asked."""
+        """Return the part of each server."""
         return {
             server: ServerPart(operations, tuple(self._arrays.get(server, ())))
             for server, operations in self._operations.items()
         }
 
+    def add(self, server: int, operation: str, **fields: Any) -> ResultRef:
+        """Add an operation without arrays."""
+        operations = self._operations.setdefault(server, [])
+        operations.append({"do": operation, **fields})
+        return server, len(operations) - 1
+
+    def on_all(self, servers: int, operation: str, **fields: Any) -> list[ResultRef]:
+        """Add an operation without arrays for each of the servers."""
+        return [self.add(server, operation, **fields) for server in range(servers)]
+
     def create(
         self, server: int, key: str, spec: Spec, staleness: int | None, value: NDArray[Any]
-    ) -> Place:
-        """Make a shard with a value, unless there is one."""
-        return self._do(
-            server,
-            "create",
-            key=key,
-            value=self._array(server, value),
-            staleness=staleness,
-            **_told(spec),
+    ) -> ResultRef:
+        """Create a shard with a value, unless it exists."""
+        number = self._array(server, value)
+        return self.add(
+            server, "create", key=key, value=number, staleness=staleness, **_fields(spec)
         )
 
-    def expect(self, server: int, key: str, spec: Spec) -> Place:
-        """Wait until there is a shard, and compare what it is."""
-        return self._do(server, "expect", key=key, **_told(spec))
-
-    def describe(self, server: int, key: str) -> Place:
-        """Wait until there is a shard, and tell what it is."""
-        return self._do(server, "describe", key=key)
+    def expect(self, server: int, key: str, spec: Spec) -> ResultRef:
+        """Wait until a shard exists, and compare its spec."""
+        return self.add(server, "expect", key=key, **_fields(spec))
 
     def push(
         self,
         server: int,
         key: str,
-        how: str,
+        method: str,
         value: NDArray[Any],
         rows: NDArray[Any] | None = None,
-        *,
-        rule: tuple[str, dict[str, Any]] = ("", {}),
-        rate: float = 0.0,
-        combine: str = "mean",
-    ) -> Place:
-        """Change a shard; see `shard.Push`. The arrays must not change until the request is over."""
-        told: dict[str, Any] = {"how": how, "value": self._array(server, value)}
-        told["rows"] = None if rows is None else self._array(server, rows)
-        if rule[0]:
-            told |= {"rule": list(rule), "rate": rate, "combine": combine}
-        return self._do(server, "push", key=key, **told)
+        **step: Any,
+    ) -> ResultRef:
+        """Change a shard; a "step" also has `rule`, `rate` and `combine`; see `shard.Push`."""
+        step |= {"how": method, "value": self._array(server, value)}
+        step["rows"] = None if rows is None else self._array(server, rows)
+        return self.add(server, "push", key=key, **step)
 
-    def pull(self, server: int, key: str, rows: NDArray[Any] | None = None) -> Place:
-        """Read a shard, or the named rows of it."""
-        return self._do(
-            server, "pull", key=key, rows=None if rows is None else self._array(server, rows)
-        )
+    def pull(self, server: int, key: str, rows: NDArray[Any] | None = None) -> ResultRef:
+        """Read a shard, or rows of it."""
+        number = None if rows is None else self._array(server, rows)
+        return self.add(server, "pull", key=key, rows=number)
 
     def restore(
         self,
@@ -100,112 +97,27 @@ class RequestBuilder:
         staleness: int | None,
         value: NDArray[Any],
         rules: Mapping[RuleKey, ShardSlots] | None = None,
-    ) -> Place:
-        """Make a shard, or make it what it was once, on all servers that a request names this for, or on none; see `shard.Shard.restore`."""
-        told = [
-            [
-                [name, dict(settings)],
-                one.steps,
-                {slot: self._array(server, array) for slot, array in one.slots.items()},
-            ]
-            for (name, settings), one in (rules or {}).items()
-        ]
-        return self._do(
-            server,
-            "restore",
-            key=key,
-            value=self._array(server, value),
-            staleness=staleness,
-            rules=told,
-            **_told(spec),
-        )
+    ) -> ResultRef:
+        """Create or overwrite a shard, on all servers of the request or on none."""
+        saved = []
+        for (name, settings), one in (rules or {}).items():
+            slots = {slot: self._array(server, array) for slot, array in one.slots.items()}
+            saved.append([[name, dict(settings)], one.steps, slots])
+        fields = {"value": self._array(server, value), "staleness": staleness, "rules": saved}
+        return self.add(server, "restore", key=key, **fields, **_fields(spec))
 
-    def count(self, server: int, pushes: dict[int, int]) -> Place:
-        """Say how many pushes of each worker are in what this request restores."""
-        return self._do(server, "count", pushes=pushes)
+    def slots(self, server: int, key: str, rule: RuleKey) -> ResultRef:
+        """Read the slots that an optimizer keeps of a shard."""
+        return self.add(server, "slots", key=key, rule=[rule[0], dict(rule[1])])
 
-    def slots(self, server: int, key: str, rule: RuleKey) -> Place:
-        """Read what an optimizer keeps of a shard."""
-        return self._do(server, "slots", key=key, rule=[rule[0], dict(rule[1])])
+    def put(self, server: int, task: int, call: NDArray[Any]) -> ResultRef:
+        """Add a task to the queue."""
+        return self.add(server, "put", task=task, value=self._array(server, call))
 
-    def version(self, server: int) -> Place:
-        """Read how many pushes of each worker have been applied."""
-        return self._do(server, "version")
-
-    def staleness(self, server: int, key: str, staleness: int | None) -> Place:
-        """Change the bound of a shard."""
-        return self._do(server, "staleness", key=key, staleness=staleness)
-
-    def tick(self, server: int, clock: int) -> Place:
-        """End a clock step."""
-        return self._do(server, "tick", clock=clock)
-
-    def meet(self, server: int) -> Place:
-        """Note that this worker comes to a barrier."""
-        return self._do(server, "meet")
-
-    def leave(self, server: int) -> Place:
-        """Take no part any more: nobody waits for this worker."""
-        return self._do(server, "leave")
-
-    def where(self, server: int) -> Place:
-        """Ask for this worker's clock."""
-        return self._do(server, "where")
-
-    def rule(self, server: int, rule: tuple[str, dict[str, Any]]) -> Place:
-        """Let a server say whether it makes the steps of an optimizer."""
-        return self._do(server, "rule", rule=list(rule))
-
-    def stats(self, server: int) -> Place:
-        """Read numbers for metrics."""
-        return self._do(server, "stats")
-
-    def put(self, server: int, task: int, says: NDArray[Any]) -> Place:
-        """Put up a task; see `board`."""
-        return self._do(server, "put", task=task, value=self._array(server, says))
-
-    def ask_for_task(self, server: int) -> Place:
-        """Say that this worker wants a task."""
-        return self._do(server, "ask")
-
-    def task(self, server: int) -> Place:
-        """Wait for a task, or for the end of all."""
-        return self._do(server, "task")
-
-    def finish(self, server: int, task: int, value: NDArray[Any], *, failed: bool) -> Place:
-        """Tell what has become of this worker's task."""
-        return self._do(
-            server, "finish", task=task, value=self._array(server, value), failed=failed
-        )
-
-    def outcome(self, server: int, task: int) -> Place:
-        """Wait until a task is over, and read what has become of it."""
-        return self._do(server, "outcome", task=task)
-
-    def drained(self, server: int) -> Place:
-        """Wait until no task is left."""
-        return self._do(server, "drained")
-
-    def progress(self, server: int) -> Place:
-        """Read whether a task is left, and which have failed."""
-        return self._do(server, "progress")
-
-    def forget(self, server: int, tasks: list[int]) -> Place:
-        """Drop outcomes."""
-        return self._do(server, "forget", tasks=tasks)
-
-    def cancel(self, server: int) -> Place:
-        """Take down the tasks that nobody works on."""
-        return self._do(server, "cancel")
-
-    def close(self, server: int) -> Place:
-        """Say that there will be no more tasks."""
-        return self._do(server, "close")
-
-    def _do(self, server: int, kind: str, **told: Any) -> Place:
-        operations = self._operations.setdefault(server, [])
-        operations.append({"do": kind, **told})
-        return server, len(operations) - 1
+    def finish(self, server: int, task: int, value: NDArray[Any], *, failed: bool) -> ResultRef:
+        """Report the result or error of this worker's task."""
+        number = self._array(server, value)
+        return self.add(server, "finish", task=task, value=number, failed=failed)
 
     def _array(self, server: int, array: NDArray[Any]) -> int:
         arrays = self._arrays.setdefault(server, [])
@@ -213,7 +125,7 @@ class RequestBuilder:
         return len(arrays) - 1
 
 
-def _told(spec: Spec) -> dict[str, Any]:
+def _fields(spec: Spec) -> dict[str, Any]:
     return {
         "shape": list(spec.shape),
         "dtype": spec.dtype,
