@@ -91,16 +91,6 @@ def stages(
     All ranks have the same number of stages. None if `reproducible` demands a tree that no
     composition keeps.
 
-    Args:
-        collective: One of `COMPOSED`.
-        sizes: Ranks of the group on each host, in the group's order.
-        rank: The rank in the group.
-        count: Elements of WORK; of each block for a collective of blocks without `counts`.
-        counts: Elements of each rank's block.
-        itemsize: Bytes of an element.
-        root: Root of a broadcast.
-        reproducible: Whether a reduction must sum by the tree over all ranks.
-
     Cost: an all-reduce on h hosts with s ranks and s links each costs a reduce-scatter and an
         all-gather of the vector in shared memory. Each link carries 2(h-1)/h of the vector's s-th
         part. Up to 64 KiB one link carries all.
@@ -201,10 +191,7 @@ class _Stages:
         return even_chunks(count, links)
 
     def _blocks(self, shards: list[Chunk]) -> tuple[int, ...]:
-        """Return the part of WORK that each rank of this host owns, as counts.
-
-        Late ranks own none.
-        """
+        """Return the counts of WORK that each rank of this host owns; late ranks own none."""
         return tuple(shard.count for shard in shards) + (0,) * (self.sizes[self.host] - len(shards))
 
     def _on_host(

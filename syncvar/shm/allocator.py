@@ -169,10 +169,7 @@ class Extents:
         return self._take_pages(size)
 
     def free(self, offset: int) -> list[Range]:
-        """Free an allocation.
-
-        Return the page ranges that the caller must give back to the system.
-        """
+        """Free an allocation; return the page ranges to give back to the system."""
         self._release(offset)
         return self.trim(self.reserve_bytes)
 

@@ -177,10 +177,7 @@ class Channel(ChannelState):
         return words[entry + (DONE if word >= self.last + 2 else PHASE)] >= -need
 
     def is_reached(self, need: int) -> bool:
-        """Return whether all other ranks have published `need`.
-
-        It is a word, or minus a phase of this rank's last call.
-        """
+        """Return whether all others have published `need`: a word, or minus a phase."""
         return all(self._is_at(other, need) for other in self.others)
 
     def missing(self, need: int) -> tuple[int, ...]:
@@ -249,10 +246,7 @@ class Channel(ChannelState):
         self._kept.append(arrays)
 
     def _bind(self) -> bool:
-        """Pass the words of all ranks to the C runner.
-
-        Return whether it accepts the group's size.
-        """
+        """Pass the words of all ranks to the C runner; return whether it accepts the size."""
         looks, shares_cores = self._channels.patience(self.regions)
         return bind(
             self,

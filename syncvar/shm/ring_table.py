@@ -2,8 +2,8 @@
 
 An ordered pair of ranks has one ring for all groups and tags, in the sender's region. The sender
 makes it with its first message, so pairs that send nothing cost nothing. Word 5 of a rank's table
-is the offset of its list of rings. The list has a word for each receiver: 0 while there is no ring, 1
-if the segment had no room and all messages go over links.
+is the offset of its list of rings. The list has a word for each receiver: 0 while there is no ring,
+1 if the segment had no room and all messages go over links.
 
 Cost: 2 MiB of shared memory for each pair; down to 256 KiB with more than eight ranks on the host,
     or without room.
@@ -53,10 +53,7 @@ class Boxes:
         self._ring_bytes = min(ring_bytes, max(RING_BYTES_LEAST, fair))
 
     def outbox(self, dest: int) -> RingWriter | None:
-        """Make the ring for messages to a world rank of this host.
-
-        None if the segment has no room.
-        """
+        """Make the ring for messages to a world rank of this host; None without room."""
         shm, words = self._shm, self._shm.words
         table = shm.table(shm.local_rank) // 8
         place = self.channels.places[dest]
@@ -105,10 +102,7 @@ class Boxes:
         return self._word_of(source) or self._shm.table(self.channels.places[source]) // 8 + _RINGS
 
     def reach(self, source: int) -> ProcessReader | None:
-        """Return the reader of a rank's memory, which is rank 0 there.
-
-        None if it is not readable.
-        """
+        """Return the reader of a rank's memory, as rank 0; None if it is not readable."""
         places = self.channels.places
         return self.channels.reach((places[source], self._shm.local_rank))
 
@@ -145,10 +139,7 @@ class Boxes:
         )
 
     def _word_of(self, source: int) -> int:
-        """Return the index of the list word of the ring from a rank.
-
-        0 while that rank has no list.
-        """
+        """Return the index of the list word of the ring from a rank; 0 without a list."""
         shm = self._shm
         listed = shm.words[shm.table(self.channels.places[source]) // 8 + _RINGS]
         return 0 if listed in (0, _NEVER) else listed // 8 + shm.local_rank

@@ -170,9 +170,17 @@ class SharedSegment:
     def attach(
         cls, fd: int, local_rank: int, *, room: MemoryLimits | None = None, checks: bool = False
     ) -> SharedSegment:
-        """Map the segment behind a descriptor.
+        """Map the segment behind a descriptor, which it owns from now on, also after a failure.
 
-        The segment owns the descriptor, also after a failure.
+        Args:
+            fd: Descriptor from the launcher.
+            local_rank: Rank of this process on the host.
+            room: Memory limits; those of this process by default.
+            checks: Whether to check each use of the memory against what the ranks allocated.
+
+        Raises:
+            SharedMemoryUnavailable: It is no segment, has another version, can shrink, or does not
+                fit into the address space.
         """
         try:
             check_machine()
@@ -276,9 +284,11 @@ class SharedSegment:
             self._released.append(offset)
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return a new uninitialized array in this rank's region.
+        """Return a new uninitialized array in this rank's region; its last view frees it.
 
-        Its last view frees the memory.
+        Raises:
+            SharedMemoryFull: There is no room for it.
+            ConfigError: The dtype's elements are references, which mean nothing to another process.
         """
         kind = np.dtype(dtype)
         if kind.hasobject:

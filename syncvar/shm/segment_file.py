@@ -48,10 +48,7 @@ class CreatedSegment:
         self.is_aborted = False
 
     def abort(self) -> None:
-        """Set the abort word, which all waiting ranks read.
-
-        Costs a microsecond and never raises.
-        """
+        """Set the abort word, which all waiting ranks read. Never raises."""
         if not self.is_aborted and self.fd >= 0:
             self.is_aborted = True
             with contextlib.suppress(OSError):
@@ -87,17 +84,6 @@ def create(
     host: int = 0,
 ) -> tuple[CreatedSegment | None, str]:
     """Create a segment; return (segment, "") or (None, reason).
-
-    Args:
-        shm_bytes: Virtual size in bytes, rounded up to whole pages.
-        local_world_size: Number of ranks that share it.
-        usable_cores: Number of cores that these ranks may use together.
-        generation: Version of the membership.
-        directory: Private folder for a file if nothing else works; empty for none.
-        host: Index of the host in the job.
-
-    Raises:
-        ConfigError: It is too small for so many ranks.
 
     Example:
         >>> shm, reason = create(16 << 20, 2, 2)

@@ -151,10 +151,7 @@ class Fabric:
                 message.Irecv([bytearray(status.Get_count(self.mpi.BYTE)), self.mpi.BYTE]).Test()
 
     def is_complete(self, sending: _Sending) -> bool:
-        """Return whether MPI has done with a message, also after an error.
-
-        The caller holds the lock.
-        """
+        """Return whether MPI has done with a message, also after an error; needs the lock."""
         try:
             return bool(sending.request.Test())
         except self.mpi.Exception:

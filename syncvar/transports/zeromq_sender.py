@@ -27,10 +27,7 @@ _EVENTS = (
 
 
 class _ZeroMQLoan:
-    """A borrowed payload; ZeroMQ reads it until the tracker is done.
-
-    Queued frames have no tracker.
-    """
+    """A borrowed payload, read until the tracker is done; queued frames have no tracker."""
 
     __slots__ = ("tracker",)
 
@@ -86,11 +83,7 @@ class SendLink:
     def send(
         self, header: bytes, payload: memoryview | None, *, borrow: bool
     ) -> _ZeroMQLoan | None:
-        """Send a frame now.
-
-        Raises:
-            Again: ZeroMQ does not take it yet.
-        """
+        """Send a frame now."""
         if payload is None or not payload.nbytes:
             self.socket.send(header, zmq.NOBLOCK)
             return None
