@@ -88,8 +88,9 @@ def stages(
 ) -> tuple[StagePart, ...] | None:
     """Return the part of a rank in each stage of a collective over several hosts.
 
-    All ranks have the same number of stages. None if `reproducible` demands a tree that no
-    composition keeps.
+    `sizes` are the ranks of the group on each host, in the group's order; the other arguments are
+    those of `build`. All ranks have the same number of stages. The result is None if `reproducible`
+    demands a tree that no composition keeps.
 
     Cost: an all-reduce on h hosts with s ranks and s links each costs a reduce-scatter and an
         all-gather of the vector in shared memory. Each link carries 2(h-1)/h of the vector's s-th

@@ -147,7 +147,11 @@ class Channel(ChannelState):
     # -- publishing and waiting --------------------------------------------------------------------
 
     def begin(self, call: int, check: int, source: int = 0, target: int = 0) -> int:
-        """Publish phase 0 of a call, and return the word that the others have to reach."""
+        """Publish phase 0 of a call, and return the word that the others have to reach.
+
+        `check` is the call's `check_of`; `source` and `target` describe its input and output
+        (`ShmRef`).
+        """
         words, entry = self.words, self.entry
         side = self.side = self.side ^ 1
         words[entry + CHECK + side] = check

@@ -144,9 +144,10 @@ class RingWriter(_Ring):
         address: int,
         offset: int,
     ) -> int:
-        """Publish the location of a long message.
+        """Publish the location of a long message; return its number, or 0 if there is no room now.
 
-        Return its number, or 0 if there is no room now.
+        The bytes stay at `address` until the receiver answers or the sender cancels. `offset` is 1
+        + their offset in the segment, or 0 for private memory.
         """
         words, number = self.words, self.words[self.base + NUMBER] + 1
         before = number - PLACES
