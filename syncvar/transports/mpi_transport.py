@@ -28,8 +28,14 @@ from syncvar.protocol.frame import (
     pack_header,
     parse_header,
 )
-from syncvar.transports.base import Arrival, BorrowedFrame, Frame, PeerDisconnected
-from syncvar.transports.frame_checks import check_length, check_sender
+from syncvar.transports.base import (
+    Arrival,
+    BorrowedFrame,
+    Frame,
+    PeerDisconnected,
+    check_length,
+    check_sender,
+)
 from syncvar.transports.wakeup import Wakeup
 
 if TYPE_CHECKING:

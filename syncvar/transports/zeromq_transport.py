@@ -24,12 +24,17 @@ from zmq.backend import zmq_poll
 
 from syncvar.core.errors import TransportError, WireError
 from syncvar.protocol.frame import HEADER_NBYTES, FrameType, pack_header, parse_header
-from syncvar.transports.base import Arrival, BorrowedFrame, Frame, PeerDisconnected
-from syncvar.transports.delivery_check import Delivery
-from syncvar.transports.frame_checks import check_length, check_sender
+from syncvar.transports.base import (
+    Arrival,
+    BorrowedFrame,
+    Frame,
+    PeerDisconnected,
+    check_length,
+    check_sender,
+)
 from syncvar.transports.wakeup import Wakeup
 from syncvar.transports.zeromq_connections import Connections
-from syncvar.transports.zeromq_sender import SendLink
+from syncvar.transports.zeromq_sender import Delivery, SendLink
 from syncvar.transports.zeromq_sockets import (
     ask_for_signs_of_life,
     bind_in_folder,
