@@ -17,10 +17,10 @@ from syncvar.checkpoint.manifest import Label
 from syncvar.checkpoint.optimizer_state import SlotLeaf
 from syncvar.checkpoint.restore import (
     Found,
-    check_arguments,
+    RestoreOptions,
+    check_options,
     is_local,
     restore_leaves,
-    stage_leaves,
 )
 from syncvar.checkpoint.save import Saving
 from syncvar.checkpoint.server_leaves import ServerOptimizerLeaf, ServerVariableLeaf, sorted_out
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from syncvar.checkpoint.server_leaves import Collected, Walked
-    from syncvar.checkpoint.trackables import Leaf, Together
+    from syncvar.checkpoint.trackables import Together
     from syncvar.runtime.communicator import Communicator
 
 
@@ -52,29 +52,17 @@ _log = logging.getLogger("syncvar")
 class _Waiting:
     """Entries of a restored checkpoint whose objects do not exist yet.
 
-    `keys` is one set, shared by nested checkpoints; `prefix` precedes the keys of this one.
+    `keys` is one set, shared by nested checkpoints; the prefix of `options` precedes the keys of
+    this one.
     """
 
-    def __init__(
-        self,
-        path: str,
-        identity: str,
-        policy: str,
-        timeout: float | None,
-        keys: set[str],
-        prefix: str = "",
-        *,
-        partial: bool,
-    ) -> None:
-        self.path, self.identity, self.policy, self.timeout = path, identity, policy, timeout
-        self.keys, self.prefix, self.partial = keys, prefix, partial
-        self.is_news = not partial  # the first save without these entries says so
+    def __init__(self, path: str, options: RestoreOptions, keys: set[str]) -> None:
+        self.path, self.options, self.keys = path, options, keys
+        self.is_news = not options.partial  # the first save without these entries logs a warning
 
     def under(self, key: str) -> _Waiting:
-        """Return what waits for the checkpoint nested under a key."""
-        prefix = f"{self.prefix}{key}/"
-        given = self.path, self.identity, self.policy, self.timeout, self.keys, prefix
-        return _Waiting(*given, partial=self.partial)
+        prefix = f"{self.options.prefix}{key}/"
+        return _Waiting(self.path, self.options._replace(prefix=prefix), self.keys)
 
 
 class Checkpoint:
@@ -306,38 +294,28 @@ class Checkpoint:
         Cost: Every rank reads all shared values and its own copies. Two exchanges of some bytes.
         """
         where, refused = _path_or_error(path)
-        self._restore(where, None, restore_policy, timeout, partial=partial, refused=refused)
+        options = RestoreOptions(restore_policy, timeout, partial)
+        self._restore(where, None, options, refused)
 
     def _restore(
         self,
         path: str | None,
         find: Callable[[], str | None] | None,
-        policy: Any,
-        timeout: float | None,
-        *,
-        partial: bool,
+        options: RestoreOptions,
         refused: Exception | None = None,
     ) -> str | None:
         """Restore from `path`, or from the path that `find` returns on rank 0; return that path."""
         collected = self._collect()
         with outside():
             self._finish_pending()
-            found_at, found = self._restored(
-                collected._replace(refused=refused or collected.refused),
-                collected.group,
-                path,
-                find,
-                policy,
-                timeout,
-                partial=partial,
-            )
+            collected = collected._replace(refused=refused or collected.refused)
+            found_at, found = self._restored(collected, collected.group, path, find, options)
         if found_at is None:
             return None
-        waiting = _Waiting(
-            found_at, found.identity, policy, timeout, set(found.left), partial=partial
-        )
+        options = options._replace(identity=found.identity)
+        waiting = _Waiting(found_at, options, set(found.left))
         self.__dict__["_waiting"] = waiting
-        if waiting.keys and not partial and collected.group.rank == 0:
+        if waiting.keys and not options.partial and collected.group.rank == 0:
             shown = sorted(waiting.keys)
             keys = ", ".join(shown[:8]) + ", …" * (len(shown) > 8)
             _log.warning(
@@ -358,70 +336,36 @@ class Checkpoint:
         group: Together | None,
         path: str | None,
         find: Callable[[], str | None] | None,
-        policy: Any,
-        timeout: float | None,
-        *,
-        partial: bool,
-        identity: str | None = None,
-        prefix: str = "",
+        options: RestoreOptions,
     ) -> tuple[str | None, Found]:
         leaves, _, refused, there, _unsaved = collected
         everything = leaves if there is None else [*leaves, *there.leaves()]
         if isinstance(group, SoloGroup):
             assert there is not None, "only server-side variables are restored by one worker"
-            check_arguments(policy, partial)
+            check_options(options)
             if refused is not None:
                 raise refused
-
-            def stage(where: str) -> tuple[list[tuple[Leaf, Any]], Found]:
-                return stage_leaves(
-                    everything, group, where, policy, identity, prefix, partial=partial
-                )
-
-            finder = find or (lambda: path)
-            return restore_for_all(
-                everything, there, group, path, finder, stage, timeout, partial=partial
-            )
+            return restore_for_all(everything, there, group, path, find, options)
         assert path is not None, "ranks that restore together have agreed on the path"
-        last = None if there is None else there.restored_by_all(path, timeout)
-        found = restore_leaves(
-            everything,
-            group,
-            path,
-            policy,
-            timeout,
-            partial=partial,
-            identity=identity,
-            prefix=prefix,
-            refused=refused,
-            last=last,
-        )
-        return path, found
+        last = None if there is None else there.restored_by_all(path, options.timeout)
+        return path, restore_leaves(everything, group, path, options, refused, last)
 
     def _restore_late(self) -> None:
         """Restore objects that were added after `restore`."""
         waiting = self._waiting
         if waiting is None or not waiting.keys:
             return
+        prefix = waiting.options.prefix
         found = [leaf for name, value in self._objects.items() for leaf in self._walk(name, value)]
-        collected = sorted_out(found, _default, prefix=waiting.prefix, only=waiting.keys)
+        collected = sorted_out(found, _default, prefix=prefix, only=waiting.keys)
         if not collected.leaves and collected.there is None:
             return
         group = None if collected.there is None and is_local(collected.leaves) else collected.group
         with outside():
-            self._restored(
-                collected,
-                group,
-                waiting.path,
-                None,
-                waiting.policy,
-                waiting.timeout,
-                partial=waiting.partial,
-                identity=waiting.identity,
-                prefix=waiting.prefix,
-            )
-        taken = [*collected.leaves, *([] if collected.there is None else collected.there.leaves())]
-        waiting.keys.difference_update(waiting.prefix + leaf.key for leaf in taken)
+            self._restored(collected, group, waiting.path, None, waiting.options)
+        on_servers = [] if collected.there is None else collected.there.leaves()
+        restored = [*collected.leaves, *on_servers]
+        waiting.keys.difference_update(prefix + leaf.key for leaf in restored)
 
     def _follow(self, key: str, value: Any) -> None:
         waiting = self._waiting

@@ -20,6 +20,7 @@ from syncvar.checkpoint.folder import CheckpointFolder, make_folder
 from syncvar.checkpoint.folder_lock import Lock
 from syncvar.checkpoint.manifest import Label
 from syncvar.checkpoint.preemption import EXIT_CODE, Notice
+from syncvar.checkpoint.restore import RestoreOptions
 from syncvar.checkpoint.retention import best_of, superfluous
 from syncvar.checkpoint.save import checked_metric
 from syncvar.checkpoint.save_plan import failure_of, raise_failures
@@ -350,9 +351,8 @@ class CheckpointManager(MigrationHintsMixin):
         """
         communicator = self._checkpoint._collect().group  # noqa: SLF001
         if isinstance(communicator, SoloGroup):
-            return self._checkpoint._restore(  # noqa: SLF001
-                None, self._latest_whole, restore_policy, timeout, partial=partial
-            )
+            options = RestoreOptions(restore_policy, timeout, partial)
+            return self._checkpoint._restore(None, self._latest_whole, options)  # noqa: SLF001
         self._finish_pending()
         mine: CheckpointError | None = None
 
